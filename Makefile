@@ -1,0 +1,56 @@
+# Every target builds .venv from nothing where it is missing, and brings it up to date where the requirements changed.
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+
+TEST_ARGS ?=
+DEMO_ARGS ?=
+
+.PHONY: help install test demo digits lint format bench docs clean distclean
+
+help:
+	@echo "make install | test | demo | digits | lint | format | bench | docs | clean | distclean"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_ARGS= DEMO_ARGS="
+
+install: $(INSTALLED)
+
+# torch goes first, alone and pinned, so that a CPU build which pip is configured to find is the one that stays
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) "$(shell grep '^torch==' constraints.txt)"
+	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,cli]"
+	touch $@
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TEST_ARGS)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/language_model/train.py $(DEMO_ARGS)
+
+digits: $(INSTALLED)
+	$(BIN)/python examples/digits/digits.py
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/hot_path.py
+	$(BIN)/python benchmarks/compile_time.py
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/check.py
+
+clean:
+	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache lightning_logs
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,41 @@
+"""Check the documentation: every relative link leads somewhere, and the option table lists ORTConfig's fields."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from lightning_ort.config import ORTConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return a message for each relative link of a page that leads nowhere."""
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    return [f"{page.relative_to(ROOT)}: broken link to {t}" for t in local if not (page.parent / t).exists()]
+
+
+def wrong_options() -> list[str]:
+    """Return a message for each difference between the option table and ORTConfig, defaults included."""
+    table = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, flags=re.MULTILINE))
+    actual = {field.name: repr(field.default).replace("'", '"') for field in dataclasses.fields(ORTConfig)}
+    return [
+        f"docs/configuration.md: {name} has default {documented.get(name)}, ORTConfig has {actual.get(name)}"
+        for name in sorted({*documented, *actual})
+        if documented.get(name) != actual.get(name)
+    ]
+
+
+def main() -> None:
+    """Print what is wrong and exit with an error if anything is."""
+    problems = [message for page in PAGES for message in broken_links(page)] + wrong_options()
+    print("\n".join(problems) or f"{len(PAGES)} pages checked")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""ONNX Runtime as a training backend for PyTorch Lightning.
+
+``import lightning_ort`` makes ``Trainer(strategy="ort")`` work; :class:`ORTStrategy` is the same with settings. Importing
+this package starts nothing: neither onnxruntime nor Lightning is loaded before it is used.
+"""
+
+import importlib
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from lightning_ort._registration import register_strategies
+from lightning_ort.compiler.report import CompileReport
+from lightning_ort.config import ORTConfig
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.single_device import ORTStrategy
+
+__all__ = ["CompileReport", "ORTConfig", "ORTStrategy", "__version__"]
+
+try:
+    __version__ = version("lightning-ort")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+# As Lightning does: what we have to say at INFO is for the person at the console, unless the program configures logging.
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)
+if not logging.getLogger().hasHandlers():
+    _log.addHandler(logging.StreamHandler())
+    _log.propagate = False
+
+register_strategies()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ORTStrategy":
+        from lightning_ort._imports import preferred_flavor
+
+        return importlib.import_module(preferred_flavor().strategies).ORTStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,62 @@
+"""What is installed: the one place that knows that Lightning comes under two names.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees with the same content: a strategy of one fails in
+the Trainer of the other. A :class:`Flavor` names the modules of one of them, without importing them.
+"""
+
+import importlib
+import sys
+from dataclasses import dataclass
+
+from lightning_utilities.core.imports import RequirementCache
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """One of the two names of Lightning.
+
+    Args:
+        package: The import package of the Trainer.
+        distribution: The distribution that installs it.
+        strategies: Our module with the strategy classes for it.
+
+    """
+
+    package: str
+    distribution: str
+    strategies: str
+
+    @property
+    def available(self) -> RequirementCache:
+        """Whether it is installed; as a string, the error message for when it is not."""
+        return RequirementCache(self.distribution)
+
+    @property
+    def imported(self) -> bool:
+        """Whether the program has imported it."""
+        return self.package in sys.modules
+
+    def misconfiguration(self, message: str) -> Exception:
+        """Return this flavor's ``MisconfigurationException``."""
+        module = importlib.import_module(f"{self.package}.utilities.exceptions")
+        return module.MisconfigurationException(message)
+
+
+LIGHTNING = Flavor("lightning.pytorch", "lightning", "lightning_ort.strategies.single_device")
+PYTORCH_LIGHTNING = Flavor(
+    "pytorch_lightning", "pytorch-lightning", "lightning_ort.pytorch_lightning.strategies.single_device"
+)
+FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)
+
+
+def preferred_flavor() -> Flavor:
+    """Return the flavor of the top-level names: ``lightning``, or ``pytorch-lightning`` where only that is installed.
+
+    Raises:
+        ModuleNotFoundError: If neither is installed.
+
+    """
+    for flavor in FLAVORS:
+        if flavor.available:
+            return flavor
+    raise ModuleNotFoundError(f"The strategies of lightning-ort need Lightning. {LIGHTNING.available}")

@@ -1,0 +1,368 @@
+"""The ``torch.compile`` backend: from a captured graph to a callable that runs on ONNX Runtime and torch.
+
+``torch.compile(module, backend="ort")`` finds :func:`ort` through the entry point group ``torch_dynamo_backends``;
+:class:`ORTBackend` is the same with a report to read.
+"""
+
+import dataclasses
+import functools
+import logging
+import operator
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.graph import _BoxedCodeGen
+
+from lightning_ort.compiler import cache, kernels, lowering, placement, session, support
+from lightning_ort.compiler.cache import Timing
+from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
+from lightning_ort.compiler.report import (
+    CompileReport,
+    FallbackReport,
+    GraphReport,
+    Reason,
+    ReasonType,
+    RegionReport,
+)
+from lightning_ort.compiler.runtime import BoundSession, OrtRegion, TorchRegion
+from lightning_ort.compiler.session import RegionFailed
+from lightning_ort.config import ORTConfig
+
+log = logging.getLogger(__name__)
+
+
+class ORTFallbackError(RuntimeError):
+    """Something could not run on ONNX Runtime, under ``ORTConfig(fallback="raise")``."""
+
+
+class ORTBackend:
+    """A backend for :func:`torch.compile` with a report.
+
+    Args:
+        config: Settings: an :class:`~lightning_ort.config.ORTConfig`, a mapping with its fields, or ``None``.
+
+    Attributes:
+        report: What was compiled, in order.
+        available: Whether onnxruntime can be used; if not, every graph runs in torch.
+        label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
+
+    Raises:
+        ORTFallbackError: Under ``fallback="raise"``, if onnxruntime cannot be used.
+
+    Example::
+
+        backend = ORTBackend(ORTConfig(placement="always"))
+        compiled = torch.compile(module, backend=backend)
+        compiled(x).sum().backward()
+        print(backend.report.to_text())
+
+    """
+
+    def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = ORTConfig.parse(config)
+        self.report = CompileReport()
+        self.label = ""
+        self._calls = 0
+        self._reported_ops: set[str] = set()
+        reason = kernels.unavailable()
+        self.available = reason is None
+        if reason is not None:
+            self.fall_back("onnxruntime", reason)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """Compile one graph captured by dynamo, and its backward graph."""
+        start = time.perf_counter()
+        prefix, number = f"{self.label}/" if self.label else "", self._calls
+        self._calls += 1
+        compiled = len(self.report.graphs)
+
+        def compiler(kind: str) -> Callable[..., Any]:
+            return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}")
+
+        aot = aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=lowering.split_joint,
+            decompositions=lowering.decompositions(),
+        )
+        try:
+            if not self.available:
+                return gm.forward
+            # the backward graph now: its regions are part of the decision
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                run = aot(gm, example_inputs)
+        finally:
+            self.report.compile_seconds += time.perf_counter() - start
+        graphs = self.report.graphs[compiled:]
+        if not any(region.executor == "ort" for graph in graphs for region in graph.regions):
+            return gm.forward  # nothing for ONNX Runtime: eager is faster than AOTAutograd's wrapper
+        return run
+
+    def fall_back(self, where: str, reason: Reason) -> None:
+        """Report that something runs in torch because it failed elsewhere: one warning, or an error.
+
+        Raises:
+            ORTFallbackError: Under ``fallback="raise"``.
+
+        """
+        self.report.fallbacks.append(FallbackReport(where, reason))
+        if self.config.fallback == "raise":
+            raise ORTFallbackError(f"{where} cannot run on ONNX Runtime: {reason}")
+        log.warning("%s runs in torch: %s", where, reason)
+
+    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
+        """Compile one ATen graph: lower, check support, cut, place, link."""
+        start = time.perf_counter()
+        graph = GraphReport(name)
+        self.report.graphs.append(graph)
+        # the fake tensors of tracing are left behind: regions are built and timed on real ones
+        with unset_fake_temporarily(), torch.no_grad():
+            try:
+                lowering.lower(gm)
+                run = link(self._place(gm, _device_of(inputs), graph))
+            except ORTFallbackError:
+                raise
+            except Exception as error:  # a bug of ours must not lose the run
+                log.debug("compiling %s failed", name, exc_info=True)
+                reason = RegionFailed(ReasonType.CONVERSION_FAILED, error).reason
+                nodes = [node for node in gm.graph.nodes if support.is_compute(node)]
+                graph.regions = [RegionReport("torch_0", "torch", len(nodes), _count(nodes), reason)]
+                self.fall_back(name, reason)
+                run = make_boxed_func(gm.forward)
+        graph.seconds = time.perf_counter() - start
+        log.info(
+            "%s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
+            name,
+            graph.num_ort_nodes,
+            graph.num_nodes,
+            sum(region.executor == "ort" for region in graph.regions),
+            len(graph.regions),
+            graph.seconds,
+        )
+        return run
+
+    def _place(self, gm: fx.GraphModule, device: torch.device, graph: GraphReport) -> "Placed":
+        """Cut the graph and build its ORT regions; what fails or loses goes to torch, until every ORT region stands."""
+        supported, kernel_set = self._support(gm, device, graph.name)
+        built: dict[tuple[fx.Node, ...], OrtRegion] = {}
+        lost: dict[tuple[fx.Node, ...], Timing] = {}
+        while True:
+            parts = partition(gm, supported, self.config.min_region_nodes)
+            new = [region for region in parts.regions if region.on_ort and tuple(region.nodes) not in built]
+            if not new:
+                break
+            for region in new:
+                where = f"{graph.name}/{region.name}"
+                try:
+                    built[tuple(region.nodes)] = self._build(region, kernel_set, device, where)
+                except RegionFailed as failure:
+                    demote(region, supported, failure.reason)
+                    if failure.timing is not None:
+                        lost[tuple(region.nodes)] = failure.timing
+                    if failure.reason.type.is_failure:
+                        self.fall_back(where, failure.reason)
+        executables: list[OrtRegion | TorchRegion] = []
+        for region in parts.regions:
+            if region.on_ort:
+                run = built[tuple(region.nodes)]
+                run.rename(region.name)  # levels move when neighbours are demoted
+                executables.append(run)
+                graph.regions.append(run.report)
+            else:
+                executables.append(TorchRegion(region))
+                graph.regions.append(_torch_report(region, supported, lost))
+        return Placed(parts, executables)
+
+    def _support(
+        self, gm: fx.GraphModule, device: torch.device, name: str
+    ) -> tuple[dict[fx.Node, support.Support], kernels.Kernels | None]:
+        """Ask for every node whether ONNX Runtime can run it; ops that nobody converts are reported once each."""
+        providers = self.config.providers or kernels.providers_for(device)
+        nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+        if providers is None:
+            reason = Reason(ReasonType.DEVICE, f"no execution provider for {device} in this onnxruntime")
+            self.fall_back(name, reason)
+            return dict.fromkeys(nodes, support.Support(False, reason)), None
+        kernel_set = kernels.Kernels(self.config.kernels, providers)
+        keep = frozenset(self.config.torch_ops)
+        answers: dict[fx.Node, support.Support] = {}
+        for node in nodes:
+            if node.target is operator.getitem and node.args[0] in answers:
+                answers[node] = answers[node.args[0]]  # access to a tuple goes where the tuple is made
+            else:
+                answers[node] = support.check(node, kernel_set, keep)
+        for op, reason in {str(n.target): a.reason for n, a in answers.items() if a.reason}.items():
+            if support.is_loss(reason) and op not in self._reported_ops:
+                self._reported_ops.add(op)
+                self.fall_back(f"{name}/{op}", reason)
+        return answers, kernel_set
+
+    def _build(self, region: Region, kernel_set: kernels.Kernels, device: torch.device, name: str) -> OrtRegion:
+        """Convert a region, build its session, time it.
+
+        Raises:
+            RegionFailed: If any of that fails, or the region is slower than torch.
+
+        """
+        model = session.convert(region, kernel_set, name).SerializeToString()
+        if self.config.save_onnx_dir is not None:
+            session.save(model, self.config.save_onnx_dir, name)
+        bound: dict[int, BoundSession] = {}
+
+        def bind(threads: int) -> BoundSession:
+            if threads not in bound:
+                inference_session = session.build(model, kernel_set.providers, threads, device)
+                bound[threads] = BoundSession(region, inference_session, device)
+            return bound[threads]
+
+        timing = self._time(region, model, kernel_set.providers, bind)
+        if timing.torch_ms is not None and timing.ort_ms is not None and timing.torch_ms < timing.ort_ms:
+            text = f"{timing.ort_ms:.3f} ms on ONNX Runtime, {timing.torch_ms:.3f} ms in torch"
+            raise RegionFailed(ReasonType.SLOWER, text, timing)
+        compute = region.compute_nodes
+        report = RegionReport(
+            region.name,
+            "ort",
+            len(compute),
+            _count(compute),
+            ort_ms=timing.ort_ms,
+            torch_ms=timing.torch_ms,
+            threads=timing.threads,
+        )
+        return OrtRegion(
+            region,
+            bind(timing.threads),
+            report,
+            on_failure=functools.partial(self.fall_back, name),
+            check=self.config.check_against_eager,
+        )
+
+    def _time(
+        self, region: Region, model: bytes, providers: tuple[str, ...], bind: Callable[[int], BoundSession]
+    ) -> Timing:
+        """Time a region, or take the timing from the cache.
+
+        Raises:
+            RegionFailed: If it does not run, or the static rule of deterministic mode leaves it to torch.
+
+        """
+        measured = self.config.placement == "measured"
+        candidates = placement.thread_candidates(region, self.config.intra_op_threads)
+        if torch.are_deterministic_algorithms_enabled():
+            if measured and placement.loses_by_rule(region):
+                raise RegionFailed(ReasonType.STATIC_RULE, "no matrix product or convolution")
+            return Timing(None, None, candidates[0])
+        if not measured and len(candidates) == 1:
+            return Timing(None, None, candidates[0])
+        folder = self.config.cache_dir
+        key = cache.key(model, providers, self.config.intra_op_threads) if folder else ""
+        if folder and (kept := cache.load(folder, key)) and (kept.torch_ms is not None or not measured):
+            return kept if measured else dataclasses.replace(kept, torch_ms=None)
+        try:
+            timing = placement.measure(
+                {threads: bind(threads) for threads in candidates},
+                region.module.forward if measured else None,
+                placement.samples(region),
+            )
+        except RegionFailed:
+            raise
+        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+            raise RegionFailed(ReasonType.RUN_FAILED, error) from error
+        if folder:
+            cache.store(folder, key, timing)
+        return timing
+
+
+@dataclasses.dataclass
+class Placed:
+    """A cut graph and what runs each of its regions, in the same order."""
+
+    parts: Partition
+    executables: list["OrtRegion | TorchRegion"]
+
+
+def link(placed: Placed) -> Callable[[list[Any]], Any]:
+    """Make one boxed function of the regions: it calls them in order, by name, and frees what is no longer needed."""
+    gm, floating = placed.parts.gm, placed.parts.floating
+    graph = fx.Graph()
+    graph.set_codegen(_BoxedCodeGen())
+    outer: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            outer[node] = graph.node_copy(node)
+    for region, run in zip(placed.parts.regions, placed.executables, strict=True):
+        call = graph.call_function(run, tuple(outer[source] for source in region.inputs))
+        for index, node in enumerate(region.outputs):
+            outer[node] = graph.call_function(operator.getitem, (call, index))
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        copy_with_views(node, graph, outer)
+    graph.output(fx.map_arg(output.args[0], outer.__getitem__))
+    linked = fx.GraphModule(gm, graph).forward
+    log.debug("%s", graph)
+
+    def run(args: list[Any]) -> Any:
+        return linked(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    # a scalar on the CPU may take part in a graph on an accelerator
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _count(nodes: Sequence[fx.Node]) -> dict[str, int]:
+    return dict(Counter(str(node.target) for node in nodes))
+
+
+def _torch_report(
+    region: Region, supported: Mapping[fx.Node, support.Support], lost: Mapping[tuple[fx.Node, ...], Timing]
+) -> RegionReport:
+    """Why a region runs in torch: its commonest reason, and one for each op."""
+    compute = region.compute_nodes
+    reasons = [(node, reason) for node in compute if (reason := supported[node].reason) is not None]
+    own = set(region.nodes)
+    timings = [timing for nodes, timing in lost.items() if own.issuperset(nodes)]
+    return RegionReport(
+        region.name,
+        "torch",
+        len(compute),
+        _count(compute),
+        Counter(reason for _, reason in reasons).most_common(1)[0][0] if reasons else None,
+        {str(node.target): reason for node, reason in reasons},
+        ort_ms=sum(timing.ort_ms or 0.0 for timing in timings) if timings else None,
+        torch_ms=sum(timing.torch_ms or 0.0 for timing in timings) if timings else None,
+    )
+
+
+@functools.cache
+def _backend_for(options: tuple[tuple[str, Any], ...]) -> ORTBackend:
+    # one object for all graphs of the same options: to dynamo a new callable is a new backend, and it compiles again
+    return ORTBackend(dict(options))
+
+
+def ort(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend behind ``torch.compile(..., backend="ort", options={...})``.
+
+    Args:
+        gm: The captured graph.
+        example_inputs: Its inputs.
+        options: Fields of :class:`~lightning_ort.config.ORTConfig`.
+
+    """
+    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
+    return _backend_for(tuple(sorted(hashable.items())))(gm, example_inputs)

@@ -1,0 +1,265 @@
+"""One ONNX graph under construction: what converters write to."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported
+from lightning_ort.compiler.report import ReasonType
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.kernels import Kernels
+
+# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too
+OPSET = 18
+IR_VERSION = 10
+MICROSOFT = "com.microsoft"
+
+Scalar = Union[bool, int, float]
+Arg = Union[fx.Node, Scalar]
+
+DTYPES: dict[torch.dtype, ir.DataType] = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.int16: ir.DataType.INT16,
+    torch.int8: ir.DataType.INT8,
+    torch.uint8: ir.DataType.UINT8,
+    torch.bool: ir.DataType.BOOL,
+}
+
+
+def dtype_of(arg: Arg) -> torch.dtype:
+    """The dtype of an argument's value; a symbolic or plain integer counts as int64, a float as float32."""
+    if isinstance(arg, fx.Node):
+        val = arg.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return val.dtype
+        return torch.bool if isinstance(val, torch.SymBool) else torch.int64
+    if isinstance(arg, bool):
+        return torch.bool
+    return torch.int64 if isinstance(arg, int) else torch.float32
+
+
+def shape_of(node: fx.Node) -> tuple[Union[int, torch.SymInt], ...]:
+    """The sizes of a tensor node; symbolic ones are ``torch.SymInt``."""
+    return tuple(node.meta["val"].shape)
+
+
+def rank_of(node: fx.Node) -> int:
+    """The number of dimensions of a tensor node."""
+    return int(node.meta["val"].dim())
+
+
+def onnx_shape(sizes: Sequence[Any]) -> ir.Shape:
+    """Sizes as ONNX has them: a symbolic one becomes a named dimension."""
+    return ir.Shape([size if isinstance(size, int) else str(size) for size in sizes])
+
+
+def static(sizes: Sequence[Any]) -> bool:
+    """Whether no size is symbolic."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+class GraphBuilder:
+    """Collects the ONNX nodes of one region.
+
+    Args:
+        kernels: What the installed onnxruntime has; ``None`` means no training kernels.
+
+    """
+
+    def __init__(self, kernels: "Kernels") -> None:
+        self.kernels = kernels
+        self.inputs: list[ir.Value] = []
+        self.nodes: list[ir.Node] = []
+        self.values: dict[fx.Node, Any] = {}
+        self._initializers: dict[tuple[Any, ...], ir.Value] = {}
+        self._casts: dict[tuple[ir.Value, torch.dtype], ir.Value] = {}
+        self._count = 0
+
+    # what a region is made of
+
+    def add_input(self, node: fx.Node, name: str) -> None:
+        """Declare a graph input for an FX node: a tensor, or a symbolic integer as an int64 scalar."""
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            if val.dtype not in DTYPES:
+                raise Unsupported(f"{val.dtype} has no ONNX counterpart here", ReasonType.DTYPE)
+            value = ir.Value(name=name, type=ir.TensorType(DTYPES[val.dtype]), shape=onnx_shape(val.shape))
+        elif isinstance(val, (int, torch.SymInt)):
+            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+        else:
+            raise Unsupported(f"an input of type {type(val).__name__}", ReasonType.DTYPE)
+        self.inputs.append(value)
+        self.values[node] = value
+
+    def convert(self, node: fx.Node) -> None:
+        """Emit one FX node.
+
+        Raises:
+            Unsupported: If there is no converter, or it refuses the arguments.
+
+        """
+        converter = CONVERTERS.get(node.target)  # type: ignore[arg-type]
+        if converter is None:
+            raise Unsupported(str(node.target), ReasonType.NO_CONVERTER)
+        self.values[node] = converter(self, node, *node.args, **node.kwargs)
+
+    def model(self, outputs: Sequence[fx.Node], name: str) -> ir.Model:
+        """Close the graph.
+
+        Args:
+            outputs: The FX nodes whose values are the graph's outputs, in order; named ``o0``, ``o1``, ... A node with
+                several results counts as all that are there.
+            name: Name of the graph.
+
+        """
+        closed = []
+        for node in outputs:
+            val, value = node.meta["val"], self.values[node]
+            pairs = zip(val, value, strict=True) if isinstance(val, (tuple, list)) else [(val, value)]
+            for tensor, result in pairs:
+                if result is None:  # what output_mask left out
+                    continue
+                # a graph output must not be an input or an initializer, nor be listed twice
+                output = self.op("Identity", result)
+                output.name = f"o{len(closed)}"
+                output.type = ir.TensorType(DTYPES[tensor.dtype])
+                output.shape = onnx_shape(tensor.shape)
+                closed.append(output)
+        graph = ir.Graph(
+            self.inputs,
+            closed,
+            nodes=_live(self.nodes, closed),
+            initializers=list(self._initializers.values()),
+            opset_imports={"": OPSET, MICROSOFT: 1},
+            name=name,
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
+
+    # what converters call
+
+    def op(self, op_type: str, *inputs: Union[ir.Value, None], outputs: int = 1, domain: str = "", **attrs: Any) -> Any:
+        """Emit an ONNX node.
+
+        Args:
+            op_type: The ONNX operator.
+            *inputs: Its inputs; ``None`` for an optional one left out.
+            outputs: How many outputs to name.
+            domain: ``""`` for ONNX, :data:`MICROSOFT` for ONNX Runtime's contributed operators.
+            **attrs: Attributes; those that are ``None`` are left out.
+
+        Returns:
+            The output, or a tuple of them where there are several.
+
+        """
+        node = ir.node(
+            op_type,
+            list(inputs),
+            {name: value for name, value in attrs.items() if value is not None},
+            domain=domain,
+            num_outputs=outputs,
+        )
+        for output in node.outputs:
+            output.name = f"v{self._count}"
+            self._count += 1
+        node.name = f"{op_type}_{len(self.nodes)}"
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def ms(self, op_type: str, *inputs: Union[ir.Value, None], outputs: int = 1, **attrs: Any) -> Any:
+        """Emit a node of ONNX Runtime's contributed operators (``com.microsoft``, version 1)."""
+        return self.op(op_type, *inputs, outputs=outputs, domain=MICROSOFT, **attrs)
+
+    def const(self, value: Any, dtype: torch.dtype) -> ir.Value:
+        """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
+        if dtype is torch.bfloat16 or dtype not in DTYPES:
+            raise Unsupported(f"a constant of {dtype}", ReasonType.DTYPE)
+        array = np.asarray(value, dtype=DTYPES[dtype].numpy())
+        key = (dtype, array.shape, array.tobytes())
+        if key not in self._initializers:
+            name = f"c{len(self._initializers)}"
+            self._initializers[key] = ir.Value(
+                name=name,
+                type=ir.TensorType(DTYPES[dtype]),
+                shape=ir.Shape(array.shape),
+                const_value=ir.tensor(array, name=name),
+            )
+        return self._initializers[key]
+
+    def ints(self, values: Union[int, Sequence[int]]) -> ir.Value:
+        """An int64 constant, 1-D for a sequence: axes, split sizes and such."""
+        return self.const(values, torch.int64)
+
+    def value(self, arg: Arg, dtype: Union[torch.dtype, None] = None) -> ir.Value:
+        """The ONNX value of an argument.
+
+        Args:
+            arg: An FX node, or a Python scalar, which becomes a constant.
+            dtype: Cast to this dtype where the argument has another; a scalar without it gets its natural dtype.
+
+        """
+        if not isinstance(arg, fx.Node):
+            return self.const(arg, dtype or dtype_of(arg))
+        value = self.values[arg]
+        return value if dtype is None or dtype_of(arg) == dtype else self.cast(value, dtype)
+
+    def cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+        """A value in another dtype; the same cast is emitted once."""
+        if dtype not in DTYPES:
+            raise Unsupported(f"a cast to {dtype}", ReasonType.DTYPE)
+        key = (value, dtype)
+        if key not in self._casts:
+            self._casts[key] = self.op("Cast", value, to=int(DTYPES[dtype]))
+        return self._casts[key]
+
+    def sizes(self, sizes: Sequence[Union[int, fx.Node]]) -> ir.Value:
+        """A shape as a 1-D int64 value; symbolic entries are read from their int64 scalars."""
+        if all(isinstance(size, int) for size in sizes):
+            return self.ints(list(sizes))  # type: ignore[arg-type]
+        parts = [
+            self.ints([size]) if isinstance(size, int) else self.op("Unsqueeze", self.values[size], self.ints([0]))
+            for size in sizes
+        ]
+        return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
+
+    def reshape_like(self, value: ir.Value, node: fx.Node, sizes: Sequence[Union[int, fx.Node]]) -> ir.Value:
+        """Reshape to ``sizes``, the sizes of ``node``; one symbolic size is left to ONNX as -1."""
+        known = [size if isinstance(size, int) else None for size in shape_of(node)]
+        if known.count(None) <= 1 and 0 not in known:
+            return self.op("Reshape", value, self.ints([-1 if size is None else size for size in known]))
+        # allowzero: a 0 is an empty dimension here, not "copy from the input"
+        return self.op("Reshape", value, self.sizes(sizes), allowzero=1 if 0 in known else None)
+
+    def shape_tensor(self, node: fx.Node) -> ir.Value:
+        """The run-time shape of a tensor node as a 1-D int64 value; a constant where it is static."""
+        sizes = shape_of(node)
+        if static(sizes):
+            return self.ints([int(size) for size in sizes])
+        return self.op("Shape", self.values[node])
+
+    def has(self, op_type: str) -> bool:
+        """Whether the training kernel ``op_type`` may be used: it is installed and the config allows it."""
+        return self.kernels.has_training(op_type)
+
+
+def _live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
+    """Drop nodes that no output needs, such as a transpose that was folded into a Gemm."""
+    needed = {id(value) for value in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if any(id(output) in needed for output in node.outputs):
+            needed.update(id(value) for value in node.inputs if value is not None)
+            kept.append(node)
+        else:
+            for index in range(len(node.inputs)):
+                node.replace_input_with(index, None)
+    return kept[::-1]

@@ -1,0 +1,111 @@
+"""Matrix products. A transposed operand is folded into the product instead of being copied."""
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.conversion.registry import Unsupported, converts
+
+aten = torch.ops.aten
+
+
+def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[ir.Value, int]:
+    """The operand, and 1 where it is the transpose (of the last two dimensions) of the value returned."""
+    swaps = False
+    if x.target is aten.t.default:
+        swaps = rank_of(x) == 2
+    elif x.target is aten.transpose.int:
+        rank = rank_of(x)
+        swaps = {dim % rank for dim in x.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[operator]
+    elif x.target is aten.permute.default:
+        rank = rank_of(x)
+        dims = [dim % rank for dim in x.args[1]]  # type: ignore[operator, union-attr]
+        swaps = dims == [*range(rank - 2), rank - 1, rank - 2]
+    # a transpose computed by another region is not known here
+    if swaps and x.args[0] in ctx.values:
+        return ctx.values[x.args[0]], 1
+    return ctx.value(x), 0
+
+
+def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+    if not dtype_of(node).is_floating_point:
+        raise Unsupported(f"a matrix product of {dtype_of(node)}")
+    a, trans_a = _untransposed(ctx, x)
+    b, trans_b = _untransposed(ctx, y)
+    if rank_of(node) == 2:
+        return ctx.op("Gemm", a, b, transA=trans_a or None, transB=trans_b or None)
+    if trans_a or trans_b:
+        # contrib op with a CPU kernel for float32 only
+        if dtype_of(node) is torch.float32 or node.meta["val"].is_cuda:
+            return ctx.ms("FusedMatMul", a, b, transA=trans_a, transB=trans_b)
+        a, b = ctx.value(x), ctx.value(y)
+    return ctx.op("MatMul", a, b)
+
+
+@converts(aten.mm.default)
+def mm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+    """mm(Tensor self, Tensor mat2) -> Tensor"""
+    return _matmul(ctx, node, x, y)
+
+
+@converts(aten.bmm.default)
+def bmm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+    """bmm(Tensor self, Tensor mat2) -> Tensor"""
+    return _matmul(ctx, node, x, y)
+
+
+@converts(aten.addmm.default)
+def addmm(
+    ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
+) -> ir.Value:
+    """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    if not dtype_of(node).is_floating_point:
+        raise Unsupported(f"a matrix product of {dtype_of(node)}")
+    a, trans_a = _untransposed(ctx, x)
+    b, trans_b = _untransposed(ctx, y)
+    scale: dict[str, Any] = {"alpha": float(alpha)} if alpha != 1 else {}
+    if beta == 0:  # torch then ignores even a NaN in the bias
+        return ctx.op("Gemm", a, b, transA=trans_a or None, transB=trans_b or None, **scale)
+    if beta != 1:
+        scale["beta"] = float(beta)
+    return ctx.op("Gemm", a, b, ctx.value(bias), transA=trans_a or None, transB=trans_b or None, **scale)
+
+
+@converts(aten.baddbmm.default)
+def baddbmm(
+    ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
+) -> ir.Value:
+    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    dtype = dtype_of(node)
+    product = _matmul(ctx, node, x, y)
+    if alpha != 1:
+        product = ctx.op("Mul", product, ctx.const(alpha, dtype))
+    if beta == 0:
+        return product
+    scaled = ctx.value(bias) if beta == 1 else ctx.op("Mul", ctx.value(bias), ctx.const(beta, dtype))
+    return ctx.op("Add", product, scaled)
+
+
+@converts(aten.dot.default)
+def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+    """dot(Tensor self, Tensor tensor) -> Tensor"""
+    return ctx.op("MatMul", ctx.value(x), ctx.value(y))
+
+
+@converts(aten.mv.default)
+def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
+    """mv(Tensor self, Tensor vec) -> Tensor"""
+    return ctx.op("MatMul", ctx.value(x), ctx.value(vec))
+
+
+@converts(aten.linear.default)
+def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: Any = None) -> ir.Value:
+    """linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"""
+    if rank_of(x) == 2 and len(shape_of(weight)) == 2:
+        inputs = [ctx.value(x), ctx.value(weight)] + ([ctx.value(bias)] if bias is not None else [])
+        return ctx.op("Gemm", *inputs, transB=1)
+    product = ctx.op("MatMul", ctx.value(x), ctx.op("Transpose", ctx.value(weight), perm=[1, 0]))
+    return product if bias is None else ctx.op("Add", product, ctx.value(bias))

@@ -1,0 +1,174 @@
+"""Prepare graphs for ONNX Runtime: decompositions for AOTAutograd, then ordered passes over its graphs.
+
+Passes over the joint graph (before it is split into forward and backward) and over each final graph share one signature,
+``(gm) -> None``, and edit in place.
+"""
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import core_aten_decompositions
+from torch._functorch.partitioners import default_partition
+from torch._ops import OpOverload
+
+from lightning_ort.compiler.conversion import CONVERTERS
+from lightning_ort.compiler.partitioning import is_view
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+# torch runs these whole and well; taken apart they would be slower there and no better on ORT
+_WHOLE = {
+    aten.convolution_backward.default,
+    aten.embedding_dense_backward.default,
+    aten.native_dropout.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.native_batch_norm_backward.default,
+    aten.native_group_norm_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_nearest2d.vec,
+}
+
+
+@functools.cache
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """torch's own decompositions to core ATen, without the ops that have a converter or run well whole."""
+    return {
+        op: decomposition
+        for op, decomposition in core_aten_decompositions().items()
+        if op not in CONVERTERS and op not in _WHOLE
+    }
+
+
+def split_joint(
+    joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it as torch's default does."""
+    for joint_pass in (drop_detach, recompute_views):
+        joint_pass(joint)
+    joint.graph.lint()
+    joint.recompile()
+    return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+
+def lower(gm: fx.GraphModule) -> None:
+    """Apply the passes for one final graph."""
+    for graph_pass in (draw_masks_first, cancel_transposes, drop_kept_dims):
+        graph_pass(gm)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def drop_detach(gm: fx.GraphModule) -> None:
+    """Read the tensor instead of its detached alias: the joint graph has no autograd left to detach from.
+
+    A detached graph output stays, since AOTAutograd tells outputs apart by identity.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.detach.default):
+        node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def recompute_views(gm: fx.GraphModule) -> None:
+    """Take views again in the backward graph instead of saving them.
+
+    A saved view, such as a transposed weight, would become a real copy in ONNX.
+    """
+    nodes = list(gm.graph.nodes)
+    border = max(index for index, node in enumerate(nodes) if _is_forward(node))
+    position = {node: index for index, node in enumerate(nodes)}
+    for node in reversed(nodes[: border + 1]):
+        later = [user for user in node.users if position.get(user, border + 1) > border and user.op != "output"]
+        if not later or not is_view(node):
+            continue
+        with gm.graph.inserting_before(nodes[border + 1]):
+            copy = gm.graph.node_copy(node)
+        copy.meta["partitioner_tag"] = "is_backward"
+        node.replace_all_uses_with(copy, delete_user_cb=set(later).__contains__)
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_forward" or (
+        node.op == "placeholder" and "tangents" not in str(node.target)
+    )
+
+
+def draw_masks_first(gm: fx.GraphModule) -> None:
+    """Draw every dropout mask from its size alone, so that drawing never cuts an ORT region in two.
+
+    torch's CPU kernel of ``native_dropout`` is ``input * mask.bernoulli_(1 - p) * scale``; the same generator gives the same
+    mask here. On other devices the kernel fuses both, so it stays whole.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        x, p, train = node.args
+        val = x.meta["val"]
+        sizes = _sizes_without(x, gm)
+        if not train or p in (0, 1) or val.device.type != "cpu" or sizes is None:
+            continue
+        with gm.graph.inserting_before(node):
+            empty = _call(gm, aten.empty.memory_format, (sizes,), {"dtype": torch.bool, "device": val.device})
+            mask = _call(gm, aten.bernoulli.p, (empty, 1 - p))
+            kept = _call(gm, aten.mul.Tensor, (x, mask))
+            scaled = _call(gm, aten.mul.Tensor, (kept, 1 / (1 - p)))
+        for user in list(node.users):  # all getitem
+            user.replace_all_uses_with((scaled, mask)[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+
+
+def _sizes_without(x: fx.Node, gm: fx.GraphModule) -> list[Any] | None:
+    """The sizes of a tensor as constants and placeholders of the graph, so that they can be known before the tensor is."""
+    symbols = {
+        node.meta["val"].node.expr: node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["val"], torch.SymInt)
+    }
+    sizes = [size if isinstance(size, int) else symbols.get(size.node.expr) for size in x.meta["val"].shape]
+    return None if None in sizes else sizes
+
+
+def _call(gm: fx.GraphModule, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    node = gm.graph.call_function(target, args, kwargs or {})
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+    mode = next((v.fake_mode for n in gm.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode")))
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def cancel_transposes(gm: fx.GraphModule) -> None:
+    """``t(t(x))`` is ``x``: autograd transposes every weight gradient twice."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.t.default):
+        source = node.args[0]
+        if source.target is aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+            gm.graph.erase_node(node)
+            if not source.users:
+                gm.graph.erase_node(source)
+
+
+def drop_kept_dims(gm: fx.GraphModule) -> None:
+    """``view(sum(x, dims, keepdim=True), sizes without dims)`` is ``sum(x, dims)``: so autograd reduces a bias gradient."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+        source = node.args[0]
+        if source.target is not aten.sum.dim_IntList or len(source.args) < 3 or len(source.users) > 1:
+            continue
+        x, dims = source.args[:2]
+        rank = x.meta["val"].dim()
+        kept = [size for dim, size in enumerate(x.meta["val"].shape) if dim - rank not in dims and dim not in dims]
+        if dims and source.args[2] is True and str(kept) == str(list(node.meta["val"].shape)):
+            source.args = (x, dims)
+            source.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)

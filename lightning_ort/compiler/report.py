@@ -1,0 +1,246 @@
+"""What ran where, why not, and how fast: objects first, text and JSON from them."""
+
+import enum
+import io
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+
+class ReasonType(enum.Enum):
+    """Why something runs in torch and not on ONNX Runtime."""
+
+    NO_CONVERTER = "no converter"
+    UNSUPPORTED_ARGUMENTS = "unsupported arguments"
+    DTYPE = "dtype"
+    NO_KERNEL = "no kernel in this onnxruntime"
+    DYNAMIC_SHAPE = "dynamic shape"
+    RANDOM = "random op stays with torch's generator"
+    DEVICE = "device without a provider"
+    USER = "listed in torch_ops"
+    TOO_SMALL = "region too small"
+    SLOWER = "slower than torch"
+    STATIC_RULE = "static rule of deterministic mode"
+    CONVERSION_FAILED = "conversion failed"
+    CHECKER_FAILED = "ONNX checker failed"
+    SESSION_FAILED = "session could not be built"
+    RUN_FAILED = "run failed"
+    MISMATCH = "differs from eager"
+    RUNTIME_UNAVAILABLE = "onnxruntime unavailable"
+    CAPTURE_FAILED = "capture failed"
+    RECOMPILING = "kept recompiling"
+    ALREADY_COMPILED = "compiled by the user"
+    CAPTURE_OFF = "capture is off"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether this is a failure (counted as a fallback) and not a choice or a known limit."""
+        return self in _FAILURES
+
+
+_FAILURES = {
+    ReasonType.CONVERSION_FAILED,
+    ReasonType.CHECKER_FAILED,
+    ReasonType.SESSION_FAILED,
+    ReasonType.RUN_FAILED,
+    ReasonType.MISMATCH,
+    ReasonType.RUNTIME_UNAVAILABLE,
+    ReasonType.CAPTURE_FAILED,
+    ReasonType.RECOMPILING,
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a node, a region or a step runs in torch.
+
+    Args:
+        type: The kind of reason.
+        text: The particulars, for a person.
+
+    """
+
+    type: ReasonType
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.type.value}: {self.text}" if self.text else self.type.value
+
+
+@dataclass
+class RegionReport:
+    """One region of a graph.
+
+    Args:
+        name: ``ort_N`` or ``torch_N``, as in the printed graph.
+        executor: Who runs it.
+        num_nodes: Compute nodes (no views, no tuple access).
+        ops: How often each ATen op occurs.
+        reason: Why it runs in torch; ``None`` on ORT.
+        node_reasons: For a torch region, op -> why that op is not on ORT.
+        ort_ms: Median time of one run on ONNX Runtime in ms, where measured.
+        torch_ms: Median time of one run in torch in ms, where measured.
+        threads: Intra-op threads of the session.
+        runs: How often ONNX Runtime ran it.
+
+    """
+
+    name: str
+    executor: Literal["ort", "torch"]
+    num_nodes: int
+    ops: dict[str, int] = field(default_factory=dict)
+    reason: Reason | None = None
+    node_reasons: dict[str, Reason] = field(default_factory=dict)
+    ort_ms: float | None = None
+    torch_ms: float | None = None
+    threads: int | None = None
+    runs: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types for JSON."""
+        return {
+            **{k: v for k, v in vars(self).items() if k not in ("reason", "node_reasons")},
+            "reason": _reason_dict(self.reason),
+            "node_reasons": {op: _reason_dict(reason) for op, reason in self.node_reasons.items()},
+        }
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph: a forward, a backward or an inference graph.
+
+    Args:
+        name: Such as ``forward_0`` or ``backward_0``.
+        regions: In order of execution.
+        seconds: What compiling took, in seconds.
+
+    """
+
+    name: str
+    regions: list[RegionReport] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def num_nodes(self) -> int:
+        """Compute nodes in all."""
+        return sum(region.num_nodes for region in self.regions)
+
+    @property
+    def num_ort_nodes(self) -> int:
+        """Compute nodes that ONNX Runtime runs."""
+        return sum(region.num_nodes for region in self.regions if region.executor == "ort")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types for JSON."""
+        return {"name": self.name, "seconds": self.seconds, "regions": [region.to_dict() for region in self.regions]}
+
+
+@dataclass(frozen=True)
+class FallbackReport:
+    """Something that should have been compiled and runs in torch.
+
+    Args:
+        where: The graph, region or step.
+        reason: Why.
+
+    """
+
+    where: str
+    reason: Reason
+
+
+@dataclass
+class CompileReport:
+    """All that a backend compiled.
+
+    Args:
+        graphs: In order of compilation.
+        fallbacks: What failed and went to torch.
+        notes: What was left to torch by choice, such as a step under ``capture="off"``.
+        graph_breaks: How often capture ended a graph early.
+        recompiles: How often a frame was compiled again.
+        compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
+
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    fallbacks: list[FallbackReport] = field(default_factory=list)
+    notes: list[FallbackReport] = field(default_factory=list)
+    graph_breaks: int = 0
+    recompiles: int = 0
+    compile_seconds: float = 0.0
+
+    @property
+    def ort_runs(self) -> int:
+        """How often ONNX Runtime ran a region."""
+        return sum(region.runs for graph in self.graphs for region in graph.regions)
+
+    @property
+    def ort_node_fraction(self) -> float:
+        """Share of the compute nodes that ONNX Runtime runs, 0 to 1."""
+        total = sum(graph.num_nodes for graph in self.graphs)
+        return sum(graph.num_ort_nodes for graph in self.graphs) / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types for JSON."""
+        return {
+            "ort_runs": self.ort_runs,
+            "ort_node_fraction": self.ort_node_fraction,
+            "graph_breaks": self.graph_breaks,
+            "recompiles": self.recompiles,
+            "compile_seconds": self.compile_seconds,
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "fallbacks": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.fallbacks],
+            "notes": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.notes],
+        }
+
+    def to_text(self, width: int = 120) -> str:
+        """Return a table of the regions, and the totals.
+
+        Args:
+            width: Width of the table in characters.
+
+        """
+        table = Table(title="lightning-ort: what ran where")
+        for column in ("graph", "region", "executor", "why / ops"):
+            table.add_column(column, overflow="fold")
+        for column in ("nodes", "runs", "ORT ms", "torch ms"):
+            table.add_column(column, justify="right")
+        for graph in self.graphs:
+            for region in graph.regions:
+                ops = ", ".join(f"{op}x{n}" for op, n in sorted(region.ops.items(), key=lambda kv: -kv[1])[:4])
+                why = f"{region.reason} ({ops})" if region.reason else ops
+                table.add_row(
+                    graph.name,
+                    region.name,
+                    region.executor,
+                    why,
+                    str(region.num_nodes),
+                    str(region.runs),
+                    _ms(region.ort_ms),
+                    _ms(region.torch_ms),
+                )
+        console = Console(width=width, record=True, file=io.StringIO())
+        if self.graphs:
+            console.print(table)
+        console.print(
+            f"{self.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime, {self.ort_runs} runs, "
+            f"{len(self.graphs)} graphs in {self.compile_seconds:.1f} s, {self.graph_breaks} graph breaks, "
+            f"{self.recompiles} recompiles, {len(self.fallbacks)} fallbacks",
+            markup=False,
+            highlight=False,
+        )
+        for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):
+            for entry in entries:
+                console.print(f"{title}: {entry.where}: {entry.reason}", markup=False, highlight=False)
+        return console.export_text()
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _reason_dict(reason: Reason | None) -> dict[str, str] | None:
+    return None if reason is None else {"reason": reason.type.name, "text": reason.text}

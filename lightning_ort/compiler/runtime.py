@@ -1,0 +1,315 @@
+"""The hot path: a session bound to torch's memory, nothing copied.
+
+A call compares addresses, rebinds what moved, allocates the outputs and runs. Parameters and, most of the time, activations
+stay where they are, so in steady state little is rebound.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+from torch._prims_common import is_contiguous_or_false
+from torch.utils._sympy.printers import PythonPrinter
+
+from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort.compiler.partitioning import Region
+from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
+from lightning_ort.compiler.session import RegionFailed
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+# how far the first run may be from torch under check_against_eager: |difference| <= this x the largest magnitude
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# inductor's allocator: a quarter of the time of torch.empty_strided, which a small region would feel
+_empty_strided_cpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None)
+
+
+class BoundSession:
+    """A session with its inputs and outputs bound to torch's memory; called like the region's module.
+
+    Args:
+        region: The region that the session's model was made of.
+        session: The session.
+        device: Where the region's tensors are.
+
+    Raises:
+        RegionFailed: If an output's shape cannot be known before the run.
+
+    """
+
+    def __init__(self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device) -> None:
+        import onnxruntime
+        from onnxruntime.capi.onnxruntime_pybind11_state import OrtDevice
+
+        self.session = session
+        self._binding = session.io_binding()._iobinding
+        self._options = onnxruntime.RunOptions()
+        if device.type == "cuda":
+            self._place = OrtDevice(OrtDevice.cuda(), OrtDevice.default_memory(), device.index or 0)
+            # both sides use torch's stream: order is kept without waiting for the device
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        else:
+            self._place = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
+        # onnxruntime leaves out inputs that no node reads
+        used = {value.name for value in session.get_inputs()}
+        self._inputs = [f"i{i}" if f"i{i}" in used else None for i in range(len(region.inputs))]
+        self._input_dtypes = [_numpy_dtype(node) for node in region.inputs]
+        self._bound_inputs: list[Any] = [None] * len(region.inputs)
+        self._bound_outputs: list[Any] = [None] * len(region.outputs)
+        self._output_dtypes = [_numpy_dtype(node) for node in region.outputs]
+        self._allocate = _allocator(region.outputs, device)
+        self._restride = _non_contiguous(region.outputs)
+        self._integers = {
+            index: torch.zeros((), dtype=torch.int64)
+            for index, node in enumerate(region.inputs)
+            if not isinstance(node.meta["val"], torch.Tensor)
+        }
+        sizes = _size_program(region)
+        self._static_sizes = sizes if isinstance(sizes, tuple) else None
+        self._sizes_of = None if isinstance(sizes, tuple) else sizes
+
+    def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
+        """Run the region.
+
+        Args:
+            *args: The region's inputs: tensors, and integers for symbolic sizes.
+
+        Returns:
+            The region's outputs, newly allocated.
+
+        """
+        kept = None
+        bound = self._bound_inputs
+        if self._static_sizes is not None:
+            sizes = self._static_sizes
+            for index, tensor in enumerate(args):
+                if not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                    kept = (kept, tensor)  # alive until the run is over
+                address = tensor.data_ptr()
+                if address != bound[index]:
+                    self._bind_input(index, tensor, address)
+                    bound[index] = address
+        else:
+            sizes = self._sizes_of(*args)  # type: ignore[misc]
+            for index, value in enumerate(args):
+                tensor = value
+                if index in self._integers:
+                    tensor = self._integers[index].fill_(value)
+                elif not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                    kept = (kept, tensor)
+                where = (tensor.data_ptr(), tensor.shape)
+                if where != bound[index]:
+                    self._bind_input(index, tensor, where[0])
+                    bound[index] = where
+        outputs = self._allocate(sizes)
+        bound = self._bound_outputs
+        for index, tensor in enumerate(outputs):
+            where = (tensor.data_ptr(), sizes[index])
+            if where != bound[index]:
+                self._binding.bind_output(f"o{index}", self._place, self._output_dtypes[index], sizes[index], where[0])
+                bound[index] = where
+        self.session._sess.run_with_iobinding(self._binding, self._options)
+        for index, node in self._restride:
+            outputs[index] = _like_meta(outputs[index], node)
+        return outputs
+
+    def _bind_input(self, index: int, tensor: torch.Tensor, address: int) -> None:
+        name = self._inputs[index]
+        if name is not None:
+            self._binding.bind_input(name, self._place, self._input_dtypes[index], tuple(tensor.shape), address)
+
+
+class TorchRegion:
+    """A torch region as the compiled graph calls it.
+
+    Args:
+        region: The region.
+
+    """
+
+    def __init__(self, region: Region) -> None:
+        # how it appears in the code of the compiled graph
+        self.__name__, self.__module__ = region.name, __name__
+        self._forward = region.module.forward
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the region."""
+        return self._forward(*args)
+
+
+class OrtRegion:
+    """An ORT region as the compiled graph calls it: it runs in torch for good once a run has failed.
+
+    Args:
+        region: The region.
+        session: Its bound session.
+        report: Where runs are counted.
+        on_failure: Called with the reason when a run fails; may raise to refuse the fallback.
+        check: Compare the first run with torch.
+
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        session: BoundSession,
+        report: RegionReport,
+        on_failure: Callable[[Reason], None],
+        check: bool,
+    ) -> None:
+        # how it appears in the code of the compiled graph
+        self.__name__, self.__module__ = region.name, __name__
+        self._torch_forward = region.module.forward
+        self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
+        self.report = report
+        self._on_failure = on_failure
+
+    def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
+        """Run the region."""
+        if self._run is None:
+            return self._torch_forward(*args)
+        try:
+            outputs = self._run(*args)
+        except RegionFailed as error:
+            reason = error.reason
+        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+            reason = RegionFailed(ReasonType.RUN_FAILED, error).reason
+        else:
+            self.report.runs += 1
+            return outputs
+        # a region has no side effects, so torch can do it again
+        self._run = None
+        self.report.executor, self.report.reason = "torch", reason
+        self._on_failure(reason)
+        return self._torch_forward(*args)
+
+    def rename(self, name: str) -> None:
+        """Take another name in the report and in the code of the compiled graph."""
+        self.__name__ = self.report.name = name
+
+    def _checked(self, session: BoundSession) -> Callable[..., Sequence[torch.Tensor]]:
+        def run(*args: Any) -> Sequence[torch.Tensor]:
+            outputs = session(*args)
+            for index, (got, expected) in enumerate(zip(outputs, self._torch_forward(*args), strict=True)):
+                if (difference := mismatch(got, expected)) is not None:
+                    raise RegionFailed(ReasonType.MISMATCH, f"output {index}: {difference}")
+            self._run = session
+            return outputs
+
+        return run
+
+
+def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """How a result differs from torch's beyond :data:`TOLERANCE`, or ``None``."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not expected.dtype.is_floating_point:
+        wrong = int((got != expected).sum())
+        return f"{wrong} of {expected.numel()} elements differ" if wrong else None
+    finite = expected.isfinite()
+    if not torch.equal(torch.nan_to_num(got[~finite]), torch.nan_to_num(expected[~finite])):
+        return "infinities or NaN in other places"
+    if not bool(finite.any()):
+        return None
+    reference = expected[finite].double()
+    difference = float((got[finite].double() - reference).abs().max())
+    allowed = TOLERANCE[expected.dtype] * max(float(reference.abs().max()), 1e-3)
+    # written so that a NaN difference fails
+    return None if difference <= allowed else f"largest difference {difference:.3g}, allowed {allowed:.3g}"
+
+
+def _numpy_dtype(node: fx.Node) -> Any:
+    val = node.meta["val"]
+    data_type = DTYPES[val.dtype if isinstance(val, torch.Tensor) else torch.int64]
+    # numpy has no bfloat16; the binding takes ONNX's number for it
+    return int(data_type) if data_type.name == "BFLOAT16" else data_type.numpy()
+
+
+def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:
+    """A function from sizes to newly allocated contiguous tensors."""
+    dtypes = [node.meta["val"].dtype for node in outputs]
+    if device.type == "cpu" and _empty_strided_cpu is not None and all(_is_static(node) for node in outputs):
+        specs = [
+            (tuple(node.meta["val"].shape), _contiguous_strides(node.meta["val"].shape), dtype)
+            for node, dtype in zip(outputs, dtypes, strict=True)
+        ]
+        return lambda sizes: [_empty_strided_cpu(*spec) for spec in specs]
+    return lambda sizes: [
+        torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+
+
+def _is_static(node: fx.Node) -> bool:
+    return all(isinstance(size, int) for size in node.meta["val"].shape)
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(int(size), 1)
+    return tuple(reversed(strides))
+
+
+def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, fx.Node]]:
+    """Outputs that later nodes expect in another memory layout, such as channels_last, with their index."""
+    return [(index, node) for index, node in enumerate(outputs) if not is_contiguous_or_false(node.meta["val"])]
+
+
+def _like_meta(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """The tensor in the dense layout that its node had when it was traced."""
+    val = node.meta["val"]
+    order = sorted(range(val.dim()), key=lambda dim: (int_hint(val.stride(dim)), int_hint(val.shape[dim])), reverse=True)
+    inverse = sorted(range(val.dim()), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def int_hint(size: Any) -> int:
+    """A size as a number: of a symbolic one, that which it had when the graph was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _size_program(region: Region) -> Any:
+    """The outputs' sizes: a tuple of tuples if static, else a function from the region's inputs to one.
+
+    Raises:
+        RegionFailed: If a symbol is shown by no input.
+
+    """
+    shapes = [tuple(node.meta["val"].shape) for node in region.outputs]
+    symbolic_inputs = any(
+        not isinstance(val := node.meta["val"], torch.Tensor) or not all(isinstance(s, int) for s in val.shape)
+        for node in region.inputs
+    )
+    if not symbolic_inputs and all(isinstance(size, int) for shape in shapes for size in shape):
+        return tuple(shapes)
+    where: dict[sympy.Symbol, str] = {}
+    for index, node in enumerate(region.inputs):
+        val = node.meta["val"]
+        found = val.shape if isinstance(val, torch.Tensor) else [val]
+        for dim, size in enumerate(found):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                code = f"a[{index}].shape[{dim}]" if isinstance(val, torch.Tensor) else f"a[{index}]"
+                where.setdefault(size.node.expr, code)
+    printer = PythonPrinter()
+
+    def code_of(size: Any) -> str:
+        if isinstance(size, int):
+            return str(size)
+        expression = size.node.expr
+        if missing := expression.free_symbols - where.keys():
+            raise RegionFailed(ReasonType.DYNAMIC_SHAPE, f"size {expression}: no input shows {missing}")
+        text = printer.doprint(expression)
+        for symbol in sorted(expression.free_symbols, key=lambda s: -len(s.name)):
+            text = text.replace(symbol.name, where[symbol])
+        return text
+
+    body = ", ".join("(" + "".join(f"{code_of(size)}, " for size in shape) + ")" for shape in shapes)
+    # the expressions come from torch's own printer, over names made above
+    return eval(f"lambda *a: ({body},)" if shapes else "lambda *a: ()", {"math": __import__("math")})

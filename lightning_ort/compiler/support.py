@@ -1,0 +1,120 @@
+"""Can ONNX Runtime run this node, and if not, why: the single source of truth.
+
+There is no second list of supported ops: a node is supported if its converter accepts it and the installed onnxruntime
+builds a session for what the converter emits.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler.conversion.graph import DTYPES, GraphBuilder
+from lightning_ort.compiler.conversion.registry import Unsupported
+from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.report import Reason, ReasonType
+
+# views: ONNX Runtime runs them inside a region, none is a reason to make one
+VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+# torch's own kernels are the better ones: no loss to report
+_TORCH_IS_BETTER = {
+    "aten.convolution_backward.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "aten.embedding_dense_backward.default",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer for one node.
+
+    Args:
+        ok: Whether ONNX Runtime can run it.
+        reason: Why not; ``None`` if it can.
+
+    """
+
+    ok: bool
+    reason: Optional[Reason] = None
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether the node computes something: an op that is neither a view nor access to a tuple nor size arithmetic."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target not in VIEWS
+
+
+def values_of(node: fx.Node) -> list[object]:
+    """The values (fake tensors, symbolic integers) that a node yields."""
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support:
+    """Decide whether ONNX Runtime can run a node by converting it alone.
+
+    Args:
+        node: A ``call_function`` node with ``meta["val"]``.
+        kernels: What the installed onnxruntime has.
+        torch_ops: Names of ops that the user keeps in torch, with or without overload.
+
+    """
+    if node.target is operator.getitem:  # goes where the op that made the tuple goes
+        return Support(False, Reason(ReasonType.NO_CONVERTER, "tuple access"))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return Support(False, Reason(ReasonType.NO_CONVERTER, str(node.target)))
+    if torch_ops and {str(node.target), str(node.target).rpartition(".")[0]} & torch_ops:
+        return Support(False, Reason(ReasonType.USER, str(node.target)))
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return Support(False, Reason(ReasonType.RANDOM, str(node.target)))
+    for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in DTYPES:
+                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}"))
+            if value.dtype in _HALF and value.device.type == "cpu":
+                # onnxruntime would cast to float32 and back; torch has real kernels
+                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU"))
+            if value.is_sparse or value.layout is not torch.strided:
+                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
+    try:
+        builder = GraphBuilder(kernels)
+        for index, source in enumerate(node.all_input_nodes):
+            builder.add_input(source, f"i{index}")
+        builder.convert(node)
+        error = kernels.missing(builder.model([node], "support"))
+    except Unsupported as unsupported:
+        return Support(False, unsupported.reason)
+    except Exception as error:  # a bug in a converter must not lose the run
+        text = f"{node.target}: {type(error).__name__}: {error}"
+        return Support(False, Reason(ReasonType.CONVERSION_FAILED, text))
+    return Support(error is None, None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}"))
+
+
+def is_loss(reason: Reason) -> bool:
+    """Whether a user should hear of it: an op that ONNX Runtime should have run, and that nobody chose to keep in torch."""
+    return reason.type is ReasonType.CONVERSION_FAILED or (
+        reason.type in (ReasonType.NO_CONVERTER, ReasonType.NO_KERNEL) and reason.text.split(":")[0] not in _TORCH_IS_BETTER
+    )

@@ -1,0 +1,54 @@
+"""``Trainer(strategy="ort")`` for ``pytorch_lightning``: one CPU or one GPU."""
+
+from typing import ClassVar
+
+from lightning_fabric.plugins import CheckpointIO
+from lightning_fabric.utilities.types import _DEVICE
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import SingleDeviceStrategy
+
+from lightning_ort._imports import PYTORCH_LIGHTNING, Flavor
+from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.compile_steps import CompiledStepsMixin
+from lightning_ort.strategies.one_device import OneDeviceMixin
+
+_DEFAULT = ORTConfig()
+
+
+class ORTStrategy(OneDeviceMixin, CompiledStepsMixin, SingleDeviceStrategy):
+    """Trains, validates, tests and predicts on ONNX Runtime, on a single device.
+
+    Args:
+        config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
+        device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
+        accelerator: As for any strategy.
+        checkpoint_io: As for any strategy.
+        precision_plugin: As for any strategy.
+
+    Example::
+
+        trainer = Trainer(strategy=ORTStrategy(config=ORTConfig(placement="always")))
+        trainer.fit(model)
+        print(trainer.strategy.report.to_text())
+
+    """
+
+    strategy_name = "ort"
+    flavor: ClassVar[Flavor] = PYTORCH_LIGHTNING
+
+    def __init__(
+        self,
+        config: ORTConfig = _DEFAULT,
+        device: _DEVICE | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            device=device,
+            config=config,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )

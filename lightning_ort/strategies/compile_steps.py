@@ -1,0 +1,388 @@
+"""Capture the steps of a LightningModule, for any strategy: :class:`CompiledStepsMixin`.
+
+The strategy's ``training_step`` (and validation, test, predict) runs as Lightning wrote it. For its length the module has
+a :class:`StepCapture` where its own step was, and the capture
+
+1. puts the stand-ins for Lightning's helpers in place (:mod:`~lightning_ort.strategies.step_patches`),
+2. calls the compiled step, or, in module mode, the step itself with its child modules compiled,
+3. takes the stand-ins out and gives Lightning what was logged,
+4. looks at what dynamo did, if it did anything (:mod:`~lightning_ort.strategies.dynamo_watch`), and decides how to go on.
+
+Nothing stays on the module between calls.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
+from lightning_ort.strategies.step_patches import (
+    ModulePatches,
+    StepPatches,
+    callable_children,
+    compiled_by_user,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy as _Strategy
+
+    from lightning_ort.compiler.backend import ORTBackend
+else:
+    _Strategy = object
+
+log = logging.getLogger(__name__)
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+# A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row than that which compile
+# what was compiled before mean that something differs in each step, and that this goes on until dynamo gives up.
+_MAX_RECOMPILING_STEPS = 3
+# Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
+_RECOMPILE_LIMIT = 32
+
+Mode = Literal["step", "modules", "off"]
+
+
+class CapturedModule:
+    """A LightningModule whose steps are captured.
+
+    Args:
+        strategy: The strategy that runs its steps.
+        module: The module.
+        backend: Compiles the graphs, and keeps the report.
+
+    """
+
+    def __init__(self, strategy: "CompiledStepsMixin", module: "pl.LightningModule", backend: "ORTBackend") -> None:
+        self.module = module
+        self.attributes = vars(module)
+        self.backend = backend
+        self.config = strategy.config
+        self.watch = DynamoWatch()
+        self.step_patches = StepPatches(module, self._on_closure)
+        self.recorder = self.step_patches.recorder
+        self.steps: dict[str, AbstractContextManager[None]] = {name: StepCapture(self, name) for name in STEPS}
+        self.mode: Mode = "off"
+        self.closure_seen = False
+        self._strategy = strategy
+        self._optimizers: Any = None
+
+    def start(self) -> None:
+        """Prepare for a run of the Trainer: the module may have changed since the last one."""
+        self._optimizers = None
+        self.watch.install()
+
+    def stop(self) -> None:
+        """End a run of the Trainer."""
+        self.watch.remove()
+
+    def refresh(self) -> None:
+        """Prepare for a step, where something has changed; all that has not changed stays the same object to dynamo."""
+        if self._optimizers is self._strategy._lightning_optimizers:
+            return
+        fresh = self._optimizers is None
+        self._optimizers = self._strategy._lightning_optimizers
+        self.step_patches.refresh([] if self.module.automatic_optimization else self._optimizers)
+        if fresh:
+            self.mode = self._choose_mode()
+
+    def _choose_mode(self) -> Mode:
+        compiled = compiled_by_user(self.module)
+        if compiled is None:
+            return "modules" if self.config.capture == "modules" else "step"
+        if compiled == "":
+            self.note("module", ReasonType.ALREADY_COMPILED, f"{type(self.module).__name__} is left as it is")
+            return "off"
+        self.note(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
+        return "modules"
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function with our backend; dynamo starts its work at the first call."""
+        return torch.compile(
+            function,
+            backend=self.backend,
+            dynamic=self.config.dynamic,
+            recompile_limit=_RECOMPILE_LIMIT,
+            # the limit is for this function, not for all modules of its class, nor for all our frames around children
+            isolate_recompiles=True,
+        )
+
+    @functools.cached_property
+    def module_patches(self) -> ModulePatches:
+        """The compiled children, for module mode."""
+        children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]
+        return ModulePatches(children, self.compile)
+
+    def note(self, where: str, kind: ReasonType, text: str) -> None:
+        """Report a choice that was made for the user, once."""
+        note = FallbackReport(where, Reason(kind, text))
+        if note not in self.backend.report.notes:
+            self.backend.report.notes.append(note)
+            rank_zero_info("lightning-ort: %s: %s", where, note.reason)
+
+    def _on_closure(self) -> None:
+        self.closure_seen = self.watch.dirty = True
+
+
+class StepCapture(AbstractContextManager):
+    """One captured step: in a ``with`` block, the module's step is the compiled one.
+
+    Args:
+        steps: The captured module.
+        name: Such as ``"training_step"``.
+
+    """
+
+    def __init__(self, steps: "CapturedModule", name: str) -> None:
+        self._steps = steps
+        self._name = name
+        self._mode: Mode = steps.mode
+        self._step: Any = None  # the user's, bound
+        self._function: Any = None
+        self._code: CodeType | None = None
+        self._call: Callable[..., Any] = _not_prepared
+        self._stand_in: Callable[..., Any] = _not_prepared
+        self._before: dict[str, Any] = {}
+        self._recompiling = 0
+
+    @override
+    def __enter__(self) -> None:
+        self._steps.refresh()
+        step = getattr(self._steps.module, self._name)
+        # bound methods are made anew by each access, so their function tells whether the user replaced the step
+        if getattr(step, "__func__", step) is not self._function:
+            self._prepare(step)
+        attributes = self._steps.attributes
+        if self._name in attributes:
+            self._before[self._name] = attributes[self._name]
+        attributes[self._name] = self._stand_in
+
+    @override
+    def __exit__(self, *exc_info: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        attributes = self._steps.attributes
+        if attributes.get(self._name) is self._stand_in:
+            if self._name in self._before:
+                attributes[self._name] = self._before.pop(self._name)
+            else:
+                del attributes[self._name]
+
+    def _prepare(self, step: Callable[..., Any]) -> None:
+        """Compile a step that is new here; dynamo starts its work at the first call."""
+        self._step, self._function = step, getattr(step, "__func__", step)
+        self._code = getattr(self._function, "__code__", None)
+        self._recompiling = 0
+        self._mode = self._steps.mode
+        if self._mode == "step":
+            if hasattr(step, "_torchdynamo_orig_callable"):
+                self._steps.note(self._name, ReasonType.ALREADY_COMPILED, "left as it is")
+                self._mode = "off"
+            elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
+                self._mode = "modules"
+        self._call = self._steps.compile(step) if self._mode == "step" else step
+
+        @functools.wraps(step)  # Lightning reads the signature of a step
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return self._run(*args, **kwargs)
+
+        self._stand_in = stand_in
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the module's step."""
+        self._restore()
+        if self._mode == "off":
+            return self._step(*args, **kwargs)
+        steps = self._steps
+        steps.backend.label = self._name
+        patches: StepPatches | ModulePatches = steps.step_patches if self._mode == "step" else steps.module_patches
+        patches.apply()
+        steps.watch.begin()
+        try:
+            output = self._call(*args, **kwargs)
+        except BaseException as error:
+            self._leave(patches)
+            if isinstance(error, Exception):  # what was logged before the user's error is logged in eager mode too
+                with suppress(Exception):
+                    steps.recorder.replay()
+            steps.recorder.discard()
+            if steps.watch.dirty:
+                self._count(steps.watch.outcome(self._code))
+            raise
+        self._leave(patches)
+        steps.recorder.replay()
+        if steps.watch.dirty:
+            self._decide(steps.watch.outcome(self._code))
+        elif self._recompiling:
+            self._recompiling = 0
+        return output
+
+    def _leave(self, patches: StepPatches | ModulePatches) -> None:
+        self._steps.watch.end()
+        patches.undo()
+
+    def _count(self, outcome: Outcome) -> None:
+        report = self._steps.backend.report
+        report.graph_breaks += outcome.graph_breaks
+        report.recompiles += outcome.recompiles
+
+    def _decide(self, outcome: Outcome) -> None:
+        """Go on capturing this step as before, or in another way."""
+        self._count(outcome)
+        self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
+        if outcome.error is not None:
+            self._give_up(ReasonType.CAPTURE_FAILED, _first_line(outcome.error), outcome.error)
+        elif outcome.limit is not None:
+            self._give_up(ReasonType.RECOMPILING, outcome.limit)
+        elif self._mode == "step" and outcome.skipped is not None:
+            self._give_up(ReasonType.CAPTURE_FAILED, _first_line(outcome.skipped))
+        elif self._mode == "step" and self._steps.closure_seen:
+            self._use_modules("a closure is given to an optimizer, and a captured step runs optimizers outside of a graph")
+        elif self._recompiling > _MAX_RECOMPILING_STEPS and self._steps.config.capture == "auto":
+            self._use_modules(f"{self._recompiling} steps in a row had to be compiled again")
+
+    def _give_up(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
+        """Report that a part of the step cannot be captured; a step becomes its child modules, or is left to torch.
+
+        Raises:
+            ORTFallbackError: Under ``fallback="raise"``.
+
+        """
+        inner = getattr(error, "inner_exception", None)
+        if inner is not None and self._steps.config.fallback == "raise":
+            raise inner  # from our compiler, which has reported it
+        if self._mode == "step":
+            if self._steps.config.capture == "auto":
+                self._set_mode("modules")
+                text += "; its child modules are captured instead"
+            else:
+                self._set_mode("off")
+        self._steps.backend.fall_back(self._name, Reason(kind, text))
+
+    def _use_modules(self, why: str) -> None:
+        self._set_mode("modules")
+        self._steps.note(self._name, ReasonType.RECOMPILING, f"{why}; its child modules are captured instead")
+
+    def _set_mode(self, mode: Mode) -> None:
+        self._mode, self._call, self._recompiling = mode, self._step, 0
+
+
+class CompiledStepsMixin(_Strategy):
+    """Runs the steps of the LightningModule on ONNX Runtime, under any strategy that it is put in front of.
+
+    Args:
+        config: Settings, or a mapping with the same keys.
+        **kwargs: For the strategy.
+
+    """
+
+    def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.config = ORTConfig.parse(config)
+        self._backend: ORTBackend | None = None
+        self._report = CompileReport()
+        self._report_due = False
+        self._captured: CapturedModule | None = None
+        self._steps = _NO_CAPTURE
+
+    @property
+    def report(self) -> CompileReport:
+        """What ran where, why not, and how fast; empty before the first run."""
+        return self._report
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        self._report_due = True
+        if self.config.capture == "off":
+            note = FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))
+            self._report.notes = [note]
+            return
+        if self._backend is None:
+            # here and not above: onnxruntime is loaded when there is something to run on it
+            from lightning_ort.compiler.backend import ORTBackend
+
+            self._backend = ORTBackend(self.config)
+            self._report = self._backend.report
+        if not self._backend.available:
+            return
+        module = self.lightning_module
+        assert module is not None
+        if self._captured is None or self._captured.module is not module:
+            self._captured = CapturedModule(self, module, self._backend)
+        self._captured.start()
+        self._steps = self._captured.steps
+
+    @override
+    def teardown(self) -> None:
+        self._steps = _NO_CAPTURE
+        if self._captured is not None:
+            self._captured.stop()
+        if self._report_due:
+            self._report_due = False
+            self._give_report()
+        super().teardown()
+
+    def _give_report(self) -> None:
+        """Log or write the report, as the config says."""
+        if self.config.report is None or not self.is_global_zero:
+            return
+        if self.config.report == "log":
+            log.info("%s", self.report.to_text())
+            return
+        try:
+            path = Path(self.config.report)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.report.to_dict(), indent=2), encoding="utf-8")
+        except OSError as error:  # a run is not lost for its report
+            log.warning("The report could not be written to %s: %s", self.config.report, error)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._steps["training_step"]:
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._steps["validation_step"]:
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._steps["test_step"]:
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._steps["predict_step"]:
+            return super().predict_step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # sessions and compiled code belong to a process; the next setup makes them anew
+        state = super().__getstate__()
+        return {**state, "_backend": None, "_captured": None, "_steps": _NO_CAPTURE}
+
+
+_NO_CAPTURE: Mapping[str, AbstractContextManager[None]] = dict.fromkeys(STEPS, nullcontext())
+
+
+def _not_prepared(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a capture is prepared when it is entered")
+
+
+def _first_line(error: BaseException | str) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]

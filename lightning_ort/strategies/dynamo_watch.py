@@ -1,0 +1,162 @@
+"""What dynamo did during a step, and the settings it needs while it compiles one.
+
+All of the work here happens when dynamo compiles. A step that runs what is compiled already pays for reading one flag:
+``torch._dynamo.config.patch`` around every call would cost more than a small model's step.
+"""
+
+import logging
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.utils import counters, get_compilation_metrics
+
+_SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
+
+
+@dataclass
+class Outcome:
+    """What dynamo did during one call.
+
+    Attributes:
+        compiled: Whether it compiled anything.
+        recompiles: Frames that it had compiled before and compiled again.
+        graph_breaks: Graphs that it had to end early.
+        skipped: Why it left the step's own frame in Python, if it did.
+        error: An error it met while compiling; the frame concerned ran in Python.
+        limit: The frame that reached the limit of recompiles and runs in Python from now on, and why.
+
+    """
+
+    compiled: bool = False
+    recompiles: int = 0
+    graph_breaks: int = 0
+    skipped: str | None = None
+    error: BaseException | None = None
+    limit: str | None = None
+
+
+class DynamoWatch(logging.Filter):
+    """Watches dynamo during the calls between :meth:`begin` and :meth:`end`.
+
+    Dynamo's own way of surviving an error in a frame (``suppress_errors``) is the only one that never runs a part of the
+    user's code twice: the frame that failed to compile has not begun to run. It tells of such an error, and of a frame
+    that reached the limit of recompiles, in its log alone: hence a filter, which takes those messages and leaves all others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dirty = False  # dynamo was at work in this call
+        self._active = False
+        self._outcome = Outcome()
+        self._breaks = 0
+        self._before: dict[str, Any] = {}
+        self._seen: Any = None
+
+    def install(self) -> None:
+        """Start to listen; a second call changes nothing."""
+        # a reset of dynamo by the user takes all callbacks away
+        if self._on_compile_start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._on_compile_start)
+            _convert_log().addFilter(self)
+
+    def remove(self) -> None:
+        """Stop listening; a second call changes nothing."""
+        if self._on_compile_start in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._on_compile_start)
+        _convert_log().removeFilter(self)
+
+    def begin(self) -> None:
+        """Listen from now on."""
+        if self._on_compile_start not in callback_handler.start_callbacks:
+            self.install()
+        self._active = True
+
+    def end(self) -> None:
+        """Stop listening, and leave dynamo's settings as they were; :attr:`dirty` says whether :meth:`outcome` has news."""
+        self._active = False
+        if self._before:
+            for name, value in self._before.items():
+                setattr(dynamo_config, name, value)
+            self._before = {}
+
+    def outcome(self, code: CodeType | None) -> Outcome:
+        """Return what happened since the last time.
+
+        Args:
+            code: The code of the step, to tell its own frame from those it calls.
+
+        """
+        outcome, self._outcome, self.dirty = self._outcome, Outcome(), False
+        outcome.graph_breaks = _count_breaks() - self._breaks if outcome.compiled else 0
+        for metrics in self._new_metrics():
+            outcome.recompiles += metrics.recompile_reason is not None
+            own = code is not None and (metrics.co_filename, metrics.co_firstlineno, metrics.co_name) == (
+                code.co_filename,
+                code.co_firstlineno,
+                code.co_name,
+            )
+            if own and metrics.fail_type in _SOFT_FAILURES and outcome.limit is None:
+                outcome.skipped = metrics.fail_reason or metrics.fail_type
+        return outcome
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Take dynamo's messages about this call; see the class."""
+        if not self._active or record.levelno != logging.WARNING:
+            return True
+        if record.exc_info and record.exc_info[1] is not None:
+            self._outcome.error = self._outcome.error or record.exc_info[1]
+        elif isinstance(record.args, tuple) and len(record.args) == 5 and "recompile" in str(record.args[0]):
+            _, limit, function, reason, _ = record.args
+            self._outcome.limit = f"{function} was compiled {limit} times; last because {reason}"
+        else:
+            return True
+        self.dirty = True
+        return False
+
+    def _on_compile_start(self, args: CallbackArgs) -> None:
+        if not self._active or args.callback_trigger is not CallbackTrigger.DYNAMO or self._before:
+            return
+        self.dirty = self._outcome.compiled = True
+        self._breaks = _count_breaks()
+        metrics = get_compilation_metrics()
+        self._seen = metrics[-1] if metrics else None
+        settings = {
+            # counters such as `self.global_step` would compile each step, until dynamo gives up
+            "allow_unspec_int_on_nn_module": True,
+            "suppress_errors": True,
+            # to dynamo a call of a logger is the end of a graph; GPT-2 in transformers would break into four
+            "ignore_logging_functions": dynamo_config.ignore_logging_functions | _transformers_log_methods(),
+        }
+        self._before = {name: getattr(dynamo_config, name) for name in settings}
+        for name, value in settings.items():
+            setattr(dynamo_config, name, value)
+
+    def _new_metrics(self) -> list[Any]:
+        metrics = get_compilation_metrics()
+        for index, entry in enumerate(metrics):
+            if entry is self._seen:
+                return metrics[index + 1 :]
+        return metrics
+
+
+def _convert_log() -> logging.Logger:
+    return logging.getLogger(torch._dynamo.convert_frame.__name__)
+
+
+def _count_breaks() -> int:
+    return sum(counters["graph_break"].values())
+
+
+def _transformers_log_methods() -> set[Any]:
+    loggers = logging.root.manager.loggerDict.items()
+    return {
+        getattr(logger, method)
+        for name, logger in loggers
+        if name.partition(".")[0] == "transformers" and isinstance(logger, logging.Logger)
+        for method in ("debug", "info", "warning", "warning_once", "error")
+        if hasattr(logger, method)
+    }

@@ -1,0 +1,65 @@
+"""One device, chosen by the Trainer: :class:`OneDeviceMixin`."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from lightning_ort._imports import Flavor
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _DEVICE
+    from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDeviceStrategy
+else:
+    _SingleDeviceStrategy = object
+
+
+class OneDeviceMixin(_SingleDeviceStrategy):
+    """Lets the Trainer choose the device of a single-device strategy.
+
+    A single-device strategy made from its name gets ``device="cpu"`` whatever the accelerator: the Trainer passes its
+    devices on to strategies that have ``parallel_devices``, and to no others.
+
+    Args:
+        device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
+        **kwargs: For the strategy.
+
+    """
+
+    flavor: ClassVar[Flavor]
+
+    def __init__(self, device: "_DEVICE | None" = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self._parallel_devices: list[torch.device] | None = None
+        if device is not None:
+            if self._root_device.type == "cuda" and self._root_device.index is None:
+                self._root_device = torch.device("cuda", 0)  # Lightning needs the index
+            self._parallel_devices = [self._root_device]
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The one device, in a list, once it is known."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1:
+            raise self._one_only(f"{len(devices)} devices ({', '.join(map(str, devices))})", "devices=1")
+        self._parallel_devices = devices
+        self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """One."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise self._one_only(f"num_nodes={num_nodes}", "num_nodes=1")
+
+    def _one_only(self, got: str, instead: str) -> Exception:
+        name = type(self).strategy_name
+        return self.flavor.misconfiguration(
+            f"Trainer(strategy={name!r}) runs on one device, but got {got}. Pass `{instead}`;"
+            f" several devices are for the strategy '{name}_ddp' (planned), until then for 'ddp'."
+        )
