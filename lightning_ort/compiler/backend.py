@@ -56,6 +56,7 @@ class ORTBackend:
 
     Raises:
         ORTFallbackError: Under ``fallback="raise"``, if onnxruntime cannot be used.
+        ValueError: If the installed onnxruntime lacks the ``providers`` or ``kernels`` that the config names.
 
     Example::
 
@@ -76,6 +77,8 @@ class ORTBackend:
         self.available = reason is None
         if reason is not None:
             self.fall_back("onnxruntime", reason)
+        else:
+            kernels.check_config(self.config)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one graph captured by dynamo, and its backward graph."""

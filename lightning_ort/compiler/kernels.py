@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,23 @@ def _installed(distribution: str) -> Optional[str]:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def check_config(config: ORTConfig) -> None:
+    """Refuse what the installed onnxruntime cannot give.
+
+    Raises:
+        ValueError: If it lacks a provider or the kernels that the config names.
+
+    """
+    import onnxruntime
+
+    available = onnxruntime.get_available_providers()
+    for provider in config.providers or ():
+        if provider not in available:
+            raise ValueError(f"providers: {provider} is not in this onnxruntime; available are {', '.join(available)}.")
+    if config.kernels == "training":
+        Kernels(config.kernels, config.providers or ("CPUExecutionProvider",))
 
 
 class Kernels:

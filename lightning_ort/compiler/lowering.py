@@ -88,12 +88,13 @@ def recompute_views(gm: fx.GraphModule) -> None:
     nodes = list(gm.graph.nodes)
     border = max(index for index, node in enumerate(nodes) if _is_forward(node))
     position = {node: index for index, node in enumerate(nodes)}
+    anchor = nodes[border + 1]
     for node in reversed(nodes[: border + 1]):
         later = [user for user in node.users if position.get(user, border + 1) > border and user.op != "output"]
         if not later or not is_view(node):
             continue
-        with gm.graph.inserting_before(nodes[border + 1]):
-            copy = gm.graph.node_copy(node)
+        with gm.graph.inserting_before(anchor):
+            anchor = copy = gm.graph.node_copy(node)
         copy.meta["partitioner_tag"] = "is_backward"
         node.replace_all_uses_with(copy, delete_user_cb=set(later).__contains__)
 

@@ -73,11 +73,11 @@ class CapturedModule:
         self.watch = DynamoWatch()
         self.step_patches = StepPatches(module, self._on_closure)
         self.recorder = self.step_patches.recorder
-        self.steps: dict[str, AbstractContextManager[None]] = {name: StepCapture(self, name) for name in STEPS}
         self.mode: Mode = "off"
         self.closure_seen = False
         self._strategy = strategy
         self._optimizers: Any = None
+        self.steps: dict[str, AbstractContextManager[None]] = {name: StepCapture(self, name) for name in STEPS}
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""

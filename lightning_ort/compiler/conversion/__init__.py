@@ -1,11 +1,32 @@
-"""From ATen nodes to ONNX nodes, one small function an op.
+"""ATen ops as ONNX: one short function per op, one file per family.
 
-- :mod:`.registry`: which overload is converted by which function
-- :mod:`.graph`: what converters write to
-- one module an op family, imported here so that its converters register
+In reading order:
+
+1. :mod:`registry`: which overload is converted by which function, and how one refuses.
+2. :mod:`graph`: the ONNX graph under construction, what converters write to.
+3. :mod:`pointwise`: arithmetic, comparison, logic, activations, casts.
+4. :mod:`linalg`: matrix products.
+5. :mod:`shape`: views, layout, tensors made from sizes.
+6. :mod:`reduction`: sums, extrema, variance, norms, sorting.
+7. :mod:`indexing`: gather, scatter, slices written to, triangles.
+8. :mod:`nn`: normalization, convolution, pooling, embedding.
+9. :mod:`loss`: losses and their gradients.
+10. :mod:`gradients`: backward ops of activations and layers.
+
+Importing this package registers all of them.
 """
 
-from lightning_ort.compiler.conversion import linalg, pointwise, shape
+from lightning_ort.compiler.conversion import (  # noqa: F401  (they register their converters)
+    gradients,
+    indexing,
+    linalg,
+    loss,
+    nn,
+    pointwise,
+    reduction,
+    shape,
+)
+from lightning_ort.compiler.conversion.graph import GraphBuilder
 from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported, converts
 
-__all__ = ["CONVERTERS", "Unsupported", "converts", "linalg", "pointwise", "shape"]
+__all__ = ["CONVERTERS", "GraphBuilder", "Unsupported", "converts"]

@@ -1,0 +1,346 @@
+"""Reading and writing by index: gather, scatter, slices written to, triangles."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.report import ReasonType
+
+aten = torch.ops.aten
+
+Indices = Sequence[fx.Node | None]
+
+
+def refusing_negative(ctx: GraphBuilder, index: ir.Value, size: Any) -> ir.Value:
+    """The index with its negative entries out of range.
+
+    ONNX counts them from the end, torch takes them for the errors that they are; now both refuse them.
+    """
+    if not isinstance(size, int):
+        return index
+    is_negative = ctx.op("Less", index, ctx.const(0, torch.int64))
+    return ctx.op("Where", is_negative, ctx.const(size, torch.int64), index)
+
+
+# reading
+
+
+def _indexed_dims(x: fx.Node, indices: Indices) -> list[int]:
+    """Which dimensions of ``x`` the index tensors are for."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    for dim in dims:
+        index = indices[dim]
+        if dtype_of(index) in (torch.bool, torch.uint8):  # type: ignore[arg-type]
+            raise Unsupported("a boolean mask as index: the size of the result depends on the data")
+    if not dims:
+        raise Unsupported("an index without index tensors")
+    return dims
+
+
+def _front(dims: Sequence[int], rank: int) -> list[int]:
+    """The permutation that brings ``dims`` to the front."""
+    return [*dims, *(dim for dim in range(rank) if dim not in dims)]
+
+
+def _transpose(ctx: GraphBuilder, value: ir.Value, perm: Sequence[int]) -> ir.Value:
+    return value if list(perm) == list(range(len(perm))) else ctx.op("Transpose", value, perm=list(perm))
+
+
+def _inverse(perm: Sequence[int]) -> list[int]:
+    return [list(perm).index(dim) for dim in range(len(perm))]
+
+
+def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> ir.Value:
+    """The index tensors, broadcast against each other, as the rows [..., k] that GatherND and ScatterND take."""
+    values = [ctx.value(index, torch.int64) for index in indices]
+    if len({shape_of(index) for index in indices}) > 1:
+        rank = max(rank_of(index) for index in indices)
+        common = ctx.op("Shape", values[0])
+        if len(values) > 1:
+            # the sum of zeros of each shape has the shape that all broadcast to
+            zeros = [ctx.op("Sub", value, value) for value in values]
+            total = zeros[0]
+            for zero in zeros[1:]:
+                total = ctx.op("Add", total, zero)
+            common = ctx.op("Shape", total)
+        values = [ctx.op("Expand", value, common) for value in values]
+    else:
+        rank = rank_of(indices[0])
+    rows = [ctx.op("Unsqueeze", value, ctx.ints([rank])) for value in values]
+    return rows[0] if len(rows) == 1 else ctx.op("Concat", *rows, axis=rank)
+
+
+@converts(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> ir.Value:
+    """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
+    dims, rank = _indexed_dims(x, indices), rank_of(x)
+    tensors = [indices[dim] for dim in dims]
+    if len(dims) == 1:
+        return ctx.op("Gather", ctx.value(x), ctx.value(tensors[0], torch.int64), axis=dims[0])  # type: ignore[arg-type]
+    rows = _index_rows(ctx, tensors)  # type: ignore[arg-type]
+    result = ctx.op("GatherND", _transpose(ctx, ctx.value(x), _front(dims, rank)), rows)
+    return _transpose(ctx, result, _result_order(dims, rank, rank_of(node) - (rank - len(dims))))
+
+
+def _result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
+    """The permutation of a result with the ``added`` index dimensions first to where torch has them."""
+    first, total = dims[0], rank - len(dims) + added
+    if list(dims) != list(range(first, first + len(dims))):
+        return list(range(total))  # torch too has them first where the index tensors are apart
+    return [*range(added, added + first), *range(added), *range(added + first, total)]
+
+
+@converts(aten.index_select.default)
+def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
+    """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
+    if rank_of(x) == 0 or rank_of(index) == 0:
+        raise Unsupported("index_select of or by a scalar")
+    return ctx.op("Gather", ctx.value(x), ctx.value(index), axis=dim)
+
+
+@converts(aten.gather.default)
+def gather(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
+) -> ir.Value:
+    """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
+    _refuse_scalars("gather", x, index)
+    return ctx.op("GatherElements", ctx.value(x), ctx.value(index, torch.int64), axis=dim)
+
+
+def _refuse_scalars(name: str, *nodes: fx.Node) -> None:
+    if any(rank_of(node) == 0 for node in nodes):
+        raise Unsupported(f"{name} on a scalar")
+
+
+# writing
+
+
+def _scatter(
+    ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: ir.Value, reduction: str | None
+) -> ir.Value:
+    return ctx.op(
+        "ScatterElements", ctx.value(x), ctx.value(index, torch.int64), source, axis=dim, reduction=reduction
+    )
+
+
+def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
+    """The part of the source that the index names; torch lets it be larger, ONNX does not."""
+    value = ctx.value(source, dtype)
+    if shape_of(source) == shape_of(index):
+        return value
+    rank = rank_of(index)
+    return ctx.op("Slice", value, ctx.ints([0] * rank), ctx.shape_tensor(index), ctx.ints(list(range(rank))))
+
+
+@converts(aten.scatter.src)
+def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+    """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
+    _refuse_scalars("scatter", x, index)
+    return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), None)
+
+
+@converts(aten.scatter.value)
+def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> ir.Value:
+    """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
+    _refuse_scalars("scatter", x, index)
+    return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.const(value, dtype_of(x)), ctx.shape_tensor(index)), None)
+
+
+@converts(aten.scatter_add.default)
+def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+    """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
+    _refuse_scalars("scatter_add", x, index)
+    return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), "add")
+
+
+@converts(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
+) -> ir.Value:
+    """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
+    dims, rank = _indexed_dims(x, indices), rank_of(x)
+    tensors = [indices[dim] for dim in dims]
+    rows = _index_rows(ctx, tensors)  # type: ignore[arg-type]
+    added = max(rank_of(tensor) for tensor in tensors)  # type: ignore[arg-type]
+    # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
+    front, back = _front(dims, rank), _result_order(dims, rank, added)
+    moved = _transpose(ctx, ctx.value(x), front)
+    parts = [ctx.op("Shape", rows, end=added), ctx.op("Shape", moved, start=len(dims))]
+    shape = ctx.op("Concat", *parts, axis=0)  # of the values with the indexed dimensions first
+    updates = ctx.value(values, dtype_of(x))
+    if back != list(range(len(back))):
+        shape = ctx.op("Gather", shape, ctx.ints(back))
+    updates = _transpose(ctx, ctx.op("Expand", updates, shape), _inverse(back))
+    written = ctx.op("ScatterND", moved, rows, updates, reduction="add" if accumulate else None)
+    return _transpose(ctx, written, _inverse(front))
+
+
+@converts(aten.index_add.default)
+def index_add(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, *, alpha: Scalar = 1
+) -> ir.Value:
+    """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
+    _refuse_scalars("index_add", x, index, source)
+    dtype, rank = dtype_of(x), rank_of(x)
+    updates = ctx.value(source, dtype)
+    if alpha != 1:
+        updates = ctx.op("Mul", updates, ctx.const(alpha, dtype))
+    perm = _front([dim % rank], rank)
+    rows = ctx.op("Unsqueeze", ctx.value(index, torch.int64), ctx.ints([1]))
+    x_value, updates = _transpose(ctx, ctx.value(x), perm), _transpose(ctx, updates, perm)
+    return _transpose(ctx, ctx.op("ScatterND", x_value, rows, updates, reduction="add"), _inverse(perm))
+
+
+@converts(aten.embedding_dense_backward.default)
+def embedding_dense_backward(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    grad: fx.Node,
+    indices: fx.Node,
+    num_weights: Any,
+    padding_idx: Any,
+    scale_grad_by_freq: bool,
+) -> ir.Value:
+    """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"""  # noqa: E501
+    if scale_grad_by_freq:
+        raise Unsupported("embedding gradient scaled by frequency")
+    shape = shape_of(node)
+    if not static(shape):
+        raise Unsupported("the gradient of an embedding of symbolic size", ReasonType.DYNAMIC_SHAPE)
+    dtype = dtype_of(node)
+    ids, grads = ctx.value(indices, torch.int64), ctx.value(grad)
+    if padding_idx >= 0:
+        is_padding = ctx.op("Equal", ids, ctx.const(padding_idx, torch.int64))
+        grads = ctx.op("Where", ctx.op("Unsqueeze", is_padding, ctx.ints([-1])), ctx.const(0, dtype), grads)
+    zeros = zeros_of(ctx, ctx.ints([int(size) for size in shape]), dtype)
+    rows = ctx.op("Unsqueeze", ids, ctx.ints([-1]))
+    return ctx.op("ScatterND", zeros, rows, grads, reduction="add")
+
+
+def zeros_of(ctx: GraphBuilder, shape: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """Zeros of a shape that is a 1-D int64 value."""
+    return ctx.op("ConstantOfShape", shape, value=ir.tensor(ctx.const([0], dtype).const_value.numpy()))  # type: ignore[union-attr]
+
+
+# slices
+
+
+def _clamp_bound(bound: Any, size: int, default: int) -> int:
+    """A slice bound as torch reads it: from the end if negative, then within the dimension."""
+    if bound is None:
+        return default
+    return min(max(bound + size if bound < 0 else bound, 0), size)
+
+
+def _static_slice(sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> tuple[int, int, int, int]:
+    """The dimension as a positive number, its size, and the bounds of the slice."""
+    axis = dim % len(sizes)
+    if not static([sizes[axis], step, *(bound for bound in (start, end) if bound is not None)]):
+        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
+    size = sizes[axis]
+    first = _clamp_bound(start, size, 0)
+    return axis, size, first, max(_clamp_bound(end, size, size), first)
+
+
+def _pad(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, axis: int, before: int, after: int) -> ir.Value:
+    """Add zeros along one dimension."""
+    if before == 0 and after == 0:
+        return value
+    # onnxruntime 1.19 has no int16 Pad; None is the value: zero
+    return ctx.op("Pad", value, ctx.ints([before, after]), None, ctx.ints([axis]))
+
+
+@converts(aten.slice_backward.default)
+def slice_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any
+) -> ir.Value:
+    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
+    axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
+    value, dtype = ctx.value(grad), dtype_of(grad)
+    length = shape_of(grad)[axis]
+    if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
+        value = _pad(ctx, ctx.op("Unsqueeze", value, ctx.ints([axis + 1])), dtype, axis + 1, 0, step - 1)
+        if not static(shape_of(grad)):
+            raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
+        spread = list(shape_of(grad))
+        spread[axis] = length * step
+        value = ctx.op("Reshape", value, ctx.ints(spread))  # type: ignore[arg-type]
+        length = min(length * step, size - first)
+        value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))  # type: ignore[arg-type]
+    if not isinstance(length, int):
+        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
+    return _pad(ctx, value, dtype, axis, first, size - first - length)
+
+
+@converts(aten.select_backward.default)
+def select_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
+) -> ir.Value:
+    """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
+    axis = dim % rank_of(node)
+    size = shape_of(node)[axis]
+    if not isinstance(size, int) or not isinstance(index, int):
+        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
+    position = index % size
+    value = ctx.op("Unsqueeze", ctx.value(grad), ctx.ints([axis]))
+    return _pad(ctx, value, dtype_of(grad), axis, position, size - position - 1)
+
+
+def _replace(ctx: GraphBuilder, x: ir.Value, source: ir.Value, axis: int, size: int, first: int, last: int) -> ir.Value:
+    """``x`` with what lies between two positions of a dimension replaced."""
+    parts = [source]
+    if first > 0:
+        parts.insert(0, ctx.op("Slice", x, ctx.ints([0]), ctx.ints([first]), ctx.ints([axis])))
+    if last < size:
+        parts.append(ctx.op("Slice", x, ctx.ints([last]), ctx.ints([size]), ctx.ints([axis])))
+    return source if len(parts) == 1 else ctx.op("Concat", *parts, axis=axis)
+
+
+@converts(aten.slice_scatter.default)
+def slice_scatter(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    src: fx.Node,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> ir.Value:
+    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
+    if step != 1:
+        raise Unsupported("slice_scatter with a step")
+    axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)
+    return _replace(ctx, ctx.value(x), ctx.value(src, dtype_of(x)), axis, size, first, last)
+
+
+@converts(aten.select_scatter.default)
+def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> ir.Value:
+    """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
+    axis = dim % rank_of(x)
+    size = shape_of(x)[axis]
+    if not isinstance(size, int) or not isinstance(index, int):
+        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
+    position = index % size
+    source = ctx.op("Unsqueeze", ctx.value(src, dtype_of(x)), ctx.ints([axis]))
+    return _replace(ctx, ctx.value(x), source, axis, size, position, position + 1)
+
+
+# triangles
+
+
+@converts(aten.tril.default)
+def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
+    """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
+    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=0)
+
+
+@converts(aten.triu.default)
+def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
+    """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
+    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=1)

@@ -1,0 +1,276 @@
+"""Reductions: sum, mean, extrema, variance, norms, cumulative sums, and sorting."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.conversion.registry import Unsupported, converts
+
+aten = torch.ops.aten
+
+Dims = int | Sequence[int] | None
+
+
+def reduce(
+    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, dims: Dims = None, keepdim: bool = False
+) -> ir.Value:
+    """Reduce ``value``, which has the shape of ``x``, along ``dims``; ``None`` or ``[]`` means all."""
+    if any(size == 0 for size in shape_of(x) if isinstance(size, int)):
+        # the neutral element of an empty reduction came to ONNX with opset 20
+        raise Unsupported("a reduction of an empty tensor")
+    if rank_of(x) == 0:  # torch takes dim 0 and -1 of a scalar, ONNX has no axis there
+        return ctx.op(onnx_op, value, keepdims=0)
+    axes = [dims] if isinstance(dims, int) else list(dims or [])
+    return ctx.op(onnx_op, value, ctx.ints(axes) if axes else None, keepdims=int(keepdim))
+
+
+def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> ir.Value:
+    """How many elements one result of a reduction is made of, as a scalar."""
+    rank = rank_of(x)
+    chosen = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    sizes = [shape_of(x)[dim] for dim in chosen] if rank else []
+    if static(sizes):
+        return ctx.const(math.prod(sizes), dtype)  # type: ignore[arg-type]
+    picked = ctx.op("Gather", ctx.op("Shape", ctx.value(x)), ctx.ints([dim % rank for dim in chosen]))
+    return ctx.cast(ctx.op("ReduceProd", picked, keepdims=0), dtype)
+
+
+# sum, mean, product
+
+
+@converts(aten.sum.default, aten.sum.dim_IntList)
+def sum_(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    # dtype_of(node) is int64 for bool and the short integers, as torch promotes them
+    return reduce(ctx, "ReduceSum", x, ctx.value(x, dtype_of(node)), dim, keepdim)
+
+
+@converts(aten.mean.default, aten.mean.dim)
+def mean(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    return reduce(ctx, "ReduceMean", x, ctx.value(x, dtype_of(node)), dim, keepdim)
+
+
+@converts(aten.prod.default, aten.prod.dim_int)
+def prod(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> ir.Value:
+    """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    return reduce(ctx, "ReduceProd", x, ctx.value(x, dtype_of(node)), dim, keepdim)
+
+
+@converts(aten.cumsum.default)
+def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any = None) -> ir.Value:
+    """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    value = ctx.value(x, dtype_of(node))
+    return ctx.op("CumSum", value, ctx.ints(dim)) if rank_of(x) else value
+
+
+@converts(aten.any.default, aten.any.dim, aten.any.dims)
+def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+    """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    # no bool reductions in opset 18
+    flags = ctx.cast(ctx.value(x, torch.bool), torch.int32)
+    return ctx.cast(reduce(ctx, "ReduceMax", x, flags, dim, keepdim), torch.bool)
+
+
+@converts(aten.all.default, aten.all.dim, aten.all.dims)
+def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+    """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    flags = ctx.cast(ctx.value(x, torch.bool), torch.int32)
+    return ctx.cast(reduce(ctx, "ReduceMin", x, flags, dim, keepdim), torch.bool)
+
+
+# extrema
+
+
+def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+        return reduce(ctx, onnx_op, x, ctx.value(x), dim, keepdim)
+
+    convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
+    convert.__qualname__ = f"extremum_{onnx_op.lower()}"
+    return convert
+
+
+converts(aten.amax.default, aten.max.default)(_extremum("ReduceMax"))
+converts(aten.amin.default, aten.min.default)(_extremum("ReduceMin"))
+
+
+def _arg_extremum(
+    ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None = None, keepdim: bool = False
+) -> ir.Value:
+    if any(size == 0 for size in shape_of(x) if isinstance(size, int)):
+        raise Unsupported("a reduction of an empty tensor")
+    value = ctx.value(x)
+    if rank_of(x) == 0:
+        return ctx.op("Squeeze", ctx.op(onnx_op, ctx.op("Unsqueeze", value, ctx.ints([0])), axis=0))
+    if dim is None:
+        index = ctx.op(onnx_op, ctx.op("Reshape", value, ctx.ints([-1])), axis=0, keepdims=0)
+        return ctx.op("Reshape", index, ctx.ints([1] * rank_of(x))) if keepdim else index
+    return ctx.op(onnx_op, value, axis=dim, keepdims=int(keepdim))
+
+
+@converts(aten.argmax.default)
+def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+    """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    # of a row with a NaN torch returns the NaN's index, onnxruntime 1.19 and 1.31 that of a number
+    return _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
+
+
+@converts(aten.argmin.default)
+def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+    """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    return _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+
+
+@converts(aten.max.dim)
+def max_dim(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return reduce(ctx, "ReduceMax", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
+
+
+@converts(aten.min.dim)
+def min_dim(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return reduce(ctx, "ReduceMin", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+
+
+@converts(aten.topk.default)
+def topk(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[ir.Value, ir.Value]:
+    """topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor, Tensor)"""
+    if rank_of(x) == 0:
+        raise Unsupported("topk of a scalar")
+    return ctx.op("TopK", ctx.value(x), ctx.sizes([k]), axis=dim, largest=int(largest), sorted=int(sorted), outputs=2)
+
+
+@converts(aten.sort.default)
+def sort(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
+    if rank_of(x) == 0:
+        raise Unsupported("sort of a scalar")
+    # among equals TopK takes the lower index first, so it is a stable sort
+    size = count(ctx, x, dim, torch.int64)
+    k = ctx.op("Reshape", size, ctx.ints([1]))
+    return ctx.op("TopK", ctx.value(x), k, axis=dim, largest=int(descending), sorted=1, outputs=2)
+
+
+@converts(aten.sort.stable)
+def sort_stable(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
+    return sort(ctx, node, x, dim, descending)
+
+
+# variance
+
+
+def moments(
+    ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Scalar | None, dtype: torch.dtype
+) -> tuple[ir.Value, ir.Value]:
+    """Variance and mean, in two passes and with the reduced dimensions kept."""
+    degrees = 1 if correction is None else correction
+    size = count(ctx, x, dims, dtype)
+    if size.const_value is not None and size.const_value.numpy() <= degrees:
+        raise Unsupported(f"a variance of {size.const_value.numpy()} elements with correction={degrees}")
+    value = ctx.value(x, dtype)
+    average = reduce(ctx, "ReduceMean", x, value, dims, keepdim=True)
+    centered = ctx.op("Sub", value, average)
+    squares = reduce(ctx, "ReduceSum", x, ctx.op("Mul", centered, centered), dims, keepdim=True)
+    return ctx.op("Div", squares, ctx.op("Sub", size, ctx.const(degrees, dtype))), average
+
+
+def _without(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dims: Dims, keepdim: bool) -> ir.Value:
+    """Drop the reduced dimensions unless they are to be kept."""
+    if keepdim or rank_of(x) == 0:
+        return value
+    axes = [dims] if isinstance(dims, int) else list(dims or [])
+    return ctx.op("Squeeze", value, ctx.ints(axes) if axes else None)
+
+
+@converts(aten.var.correction)
+def var(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    dim: Dims = None,
+    *,
+    correction: Scalar | None = None,
+    keepdim: bool = False,
+) -> ir.Value:
+    """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return _without(ctx, moments(ctx, x, dim, correction, dtype_of(node))[0], x, dim, keepdim)
+
+
+@converts(aten.std.correction)
+def std(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, **kwargs: Any) -> ir.Value:
+    """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return ctx.op("Sqrt", var(ctx, node, x, dim, **kwargs))
+
+
+@converts(aten.var_mean.correction)
+def var_mean(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    dim: Dims = None,
+    *,
+    correction: Scalar | None = None,
+    keepdim: bool = False,
+) -> tuple[ir.Value, ...]:
+    """var_mean.correction(Tensor self, int[1]? dim, *, Scalar? correction, bool keepdim) -> (Tensor, Tensor)"""
+    both = moments(ctx, x, dim, correction, dtype_of(x))
+    return tuple(_without(ctx, value, x, dim, keepdim) for value in both)
+
+
+# norms
+
+
+@converts(aten.logsumexp.default)
+def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> ir.Value:
+    """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
+    return reduce(ctx, "ReduceLogSumExp", x, ctx.value(x, dtype_of(node)), dim, keepdim)
+
+
+@converts(aten.linalg_vector_norm.default)
+def vector_norm(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    ord: Scalar = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> ir.Value:
+    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
+    result = dtype_of(node)
+    value = ctx.value(x, result)
+    if ord in (1, 2):
+        return reduce(ctx, f"ReduceL{int(ord)}", x, value, dim, keepdim)
+    if ord == 0:
+        nonzero = ctx.cast(ctx.cast(value, torch.bool), result)
+        return reduce(ctx, "ReduceSum", x, nonzero, dim, keepdim)
+    size = ctx.op("Abs", value)
+    if math.isinf(ord):
+        return reduce(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, size, dim, keepdim)
+    total = reduce(ctx, "ReduceSum", x, ctx.op("Pow", size, ctx.const(ord, result)), dim, keepdim)
+    return ctx.op("Pow", total, ctx.const(1 / ord, result))

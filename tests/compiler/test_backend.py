@@ -1,0 +1,446 @@
+"""The compiler end to end, without Lightning: values, gradients, shapes, randomness, failures."""
+
+import copy
+import logging
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import kernels, placement, runtime, session
+from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
+from lightning_ort.compiler.conversion.registry import CONVERTERS
+from lightning_ort.compiler.report import ReasonType
+
+aten = torch.ops.aten
+
+
+def always(**options):
+    return ORTBackend(ORTConfig(placement="always", **options))
+
+
+def gradients(module):
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_same_training_step(module, inputs, backend, rtol=1e-4, atol=1e-5):
+    """One step in eager and one compiled, from the same seed: output, gradients and buffers agree, and ORT ran."""
+    reference = copy.deepcopy(module)
+    torch.manual_seed(7)
+    expected = reference(*inputs)
+    expected.sum().backward()
+    torch.manual_seed(7)
+    got = torch.compile(module, backend=backend, dynamic=backend.config.dynamic)(*inputs)
+    got.sum().backward()
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+    for (name, grad), (_, other) in zip(gradients(module).items(), gradients(reference).items(), strict=True):
+        if other is None:
+            assert grad is None, name
+        else:
+            torch.testing.assert_close(grad, other, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    for (name, buffer), (_, other) in zip(module.named_buffers(), reference.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=lambda m, name=name: f"{name}: {m}")
+    assert backend.report.ort_runs > 0
+
+
+def mlp(depth=2):
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 3))
+
+
+def test_training_step_equals_eager():
+    backend = always()
+    assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
+    assert backend.report.ort_node_fraction == 1.0
+    assert [graph.name for graph in backend.report.graphs] == ["forward_0", "backward_0"]
+    assert not backend.report.fallbacks
+
+
+def test_a_compiled_module_stays_right_over_optimizer_steps():
+    backend, module = always(), mlp()
+    reference = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=backend)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    for _ in range(10):
+        x = torch.randn(4, 8)
+        losses = []
+        for call, optimizer in ((compiled, optimizers[0]), (reference, optimizers[1])):
+            optimizer.zero_grad()
+            loss = call(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert backend.report.ort_runs == 20
+
+
+def test_inference_graph():
+    backend, module = always(), mlp()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x), rtol=1e-5, atol=1e-6)
+    assert [graph.name for graph in backend.report.graphs] == ["inference_0"]
+    assert backend.report.ort_runs == 1
+
+
+class DropoutNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.second(self.drop(torch.relu(self.first(self.drop(x)))))
+
+
+def test_dropout_draws_the_masks_of_eager_and_does_not_cut_the_region():
+    backend = always()
+    assert_same_training_step(DropoutNet(), (torch.randn(32, 16),), backend)
+    forward = backend.report.graphs[0]
+    assert [region.executor for region in forward.regions] == ["torch", "ort"]
+
+
+def test_random_ops_keep_their_order():
+    def f(x):
+        a = torch.rand_like(x) + x  # depends on nothing
+        b = torch.bernoulli(torch.sigmoid(a @ a))  # depends on an ORT region
+        return (b @ b) + torch.rand_like(x) @ x
+
+    backend = always(min_region_nodes=1)
+    x = torch.randn(4, 4)
+    torch.manual_seed(3)
+    expected = f(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(torch.compile(f, backend=backend)(x), expected)
+    assert backend.report.ort_runs > 0
+
+
+def test_batch_norm_updates_its_statistics():
+    module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    assert_same_training_step(module, (torch.randn(32, 8),), always())
+
+
+def test_frozen_and_shared_parameters():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.weight = self.a.weight
+            self.c.requires_grad_(False)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.c(torch.relu(self.a(x)))))
+
+    assert_same_training_step(Tied(), (torch.randn(4, 8),), always())
+
+
+def test_outputs_that_alias_and_in_place_updates():
+    def f(x, buffer):
+        y = torch.relu(x @ x)
+        buffer.add_(y.sum(0))
+        y.mul_(2)
+        return y, y.view(-1), y.t(), x.detach()
+
+    backend = always(min_region_nodes=1)
+    x, mine, other = torch.randn(4, 4), torch.zeros(4), torch.zeros(4)
+    for got, expected in zip(torch.compile(f, backend=backend)(x, mine), f(x, other), strict=True):
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride()
+    torch.testing.assert_close(mine, other)
+    assert backend.report.ort_runs > 0
+
+
+def test_non_contiguous_inputs():
+    backend, module = always(), mlp()
+    compiled = torch.compile(module, backend=backend)
+    base = torch.randn(8, 4)
+    for x in (base.t(), base.t().contiguous(), base.t()):
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
+    assert backend.report.ort_runs >= 3
+
+
+def test_distinct_lengths_compile_twice_at_most():
+    backend, module = always(), mlp()
+    compiled = torch.compile(module, backend=backend)
+    for length in (4, 7, 5, 9, 12, 3):
+        x = torch.randn(length, 8)
+        module.zero_grad()
+        compiled(x).sum().backward()
+        got = [p.grad.clone() for p in module.parameters()]
+        module.zero_grad()
+        module(x).sum().backward()
+        for grad, p in zip(got, module.parameters(), strict=True):
+            torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-5)
+    assert len({graph.name for graph in backend.report.graphs if graph.name.startswith("forward")}) <= 2
+    assert backend.report.ort_runs == 12
+
+
+def test_two_dynamic_sizes():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            batch, length, width = x.shape
+            q, k, v = self.qkv(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+            weights = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1)
+            return (weights @ v).transpose(1, 2).reshape(batch, length, width)
+
+    module = Attention()
+    for batch, length in ((2, 5), (3, 7)):
+        assert_same_training_step(module, (torch.randn(batch, length, 16),), always(dynamic=True))
+        module.zero_grad()
+
+
+def test_zero_size_batch():
+    backend, module = always(dynamic=True), mlp()
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    compiled(torch.randn(4, 8)).sum().backward()
+    assert compiled(torch.randn(0, 8)).shape == (0, 3)
+    assert backend.report.ort_runs > 0
+
+
+# choices of the user
+
+
+def test_torch_ops_stay_in_torch():
+    for name in ("aten.relu", "aten.relu.default"):
+        torch._dynamo.reset()
+        backend = always(torch_ops=[name])
+        assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
+        reasons = {
+            op: reason.type
+            for graph in backend.report.graphs
+            for region in graph.regions
+            for op, reason in region.node_reasons.items()
+        }
+        assert reasons["aten.relu.default"] is ReasonType.USER
+
+
+def test_small_regions_stay_in_torch():
+    backend = always(min_region_nodes=50)
+    module, x = mlp(), torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert backend.report.ort_runs == 0
+    assert {r.reason.type for g in backend.report.graphs for r in g.regions} == {ReasonType.TOO_SMALL}
+
+
+def test_measured_placement_keeps_the_faster(monkeypatch):
+    def slower(sessions, torch_forward, args):
+        timing = original(sessions, torch_forward, args)
+        return placement.Timing(timing.torch_ms * 2, timing.torch_ms, timing.threads)
+
+    original = placement.measure
+    monkeypatch.setattr(placement, "measure", slower)
+    backend = ORTBackend()
+    module, x = mlp(), torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    regions = [region for graph in backend.report.graphs for region in graph.regions]
+    assert {region.reason.type for region in regions} == {ReasonType.SLOWER}
+    assert all(region.ort_ms == pytest.approx(2 * region.torch_ms) for region in regions)
+    assert backend.report.ort_runs == 0
+    assert not backend.report.fallbacks
+
+
+def test_measured_placement_reports_both_times(monkeypatch):
+    def faster(sessions, torch_forward, args):
+        timing = original(sessions, torch_forward, args)
+        return placement.Timing(timing.torch_ms / 2, timing.torch_ms, timing.threads)
+
+    original = placement.measure
+    monkeypatch.setattr(placement, "measure", faster)
+    backend = ORTBackend()
+    assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
+    assert all(r.ort_ms and r.torch_ms and r.threads for g in backend.report.graphs for r in g.regions)
+
+
+def test_deterministic_mode_times_nothing(monkeypatch):
+    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed under deterministic mode"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same_training_step(mlp(), (torch.randn(4, 8),), ORTBackend())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_cache_keeps_decisions(tmp_path, monkeypatch):
+    module, x = mlp(), torch.randn(4, 8)
+    first = ORTBackend(ORTConfig(cache_dir=tmp_path))
+    torch.compile(module, backend=first)(x).sum().backward()
+    assert list(tmp_path.glob("*.json"))
+    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
+    torch._dynamo.reset()
+    second = ORTBackend(ORTConfig(cache_dir=tmp_path))
+    torch.compile(module, backend=second)(x).sum().backward()
+    executors = [[r.executor for g in b.report.graphs for r in g.regions] for b in (first, second)]
+    assert executors[0] == executors[1]
+
+
+def test_damaged_cache_entry_counts_as_absent(tmp_path):
+    module, x = mlp(), torch.randn(4, 8)
+    torch.compile(module, backend=ORTBackend(ORTConfig(cache_dir=tmp_path)))(x)
+    for path in tmp_path.glob("*.json"):
+        path.write_text("{")
+    torch._dynamo.reset()
+    backend = ORTBackend(ORTConfig(cache_dir=tmp_path))
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert not backend.report.fallbacks
+
+
+def test_save_onnx_dir_holds_checked_models(tmp_path):
+    backend = always(save_onnx_dir=tmp_path)
+    torch.compile(mlp(), backend=backend)(torch.randn(4, 8)).sum().backward()
+    paths = sorted(tmp_path.glob("*.onnx"))
+    assert [path.name for path in paths] == ["backward_0.ort_1.onnx", "forward_0.ort_1.onnx"]
+    for path in paths:
+        onnx.checker.check_model(onnx.load(path))
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "always", "torch_ops": ["aten.relu"]}])
+def test_string_backend(options):
+    module, x = mlp(), torch.randn(4, 8)
+    compiled = torch.compile(module, backend="ort", options=options)
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+# failures: each is named, and training goes on in torch or stops under fallback="raise"
+
+
+# dynamo wraps what a backend raises while it compiles
+REFUSED = (ORTFallbackError, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def assert_falls_back(reason, where, caplog, module=None):
+    """Training goes on in torch with a warning, or stops under ``fallback="raise"``; something must be broken already."""
+    module, x = module or mlp(), torch.randn(4, 8)
+    backend = always()
+    with caplog.at_level(logging.WARNING, logger="lightning_ort"):
+        got = torch.compile(module, backend=backend)(x)
+        got.sum().backward()
+        torch.testing.assert_close(got, module(x))
+    assert reason in {fallback.reason.type for fallback in backend.report.fallbacks}
+    assert all(p.grad is not None for p in module.parameters())
+    assert any(where in record.getMessage() for record in caplog.records)
+    torch._dynamo.reset()
+    with pytest.raises(REFUSED, match=where):
+        torch.compile(module, backend=always(fallback="raise"))(x).sum().backward()
+
+
+def test_unsupported_op(caplog):
+    class Erfinv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.erfinv(torch.tanh(self.linear(x)) * 0.5)
+
+    assert_falls_back(ReasonType.NO_CONVERTER, "erfinv", caplog, Erfinv())
+
+
+def test_converter_that_raises(monkeypatch, caplog):
+    def broken(ctx, node, *args):
+        raise RuntimeError("broken converter")
+
+    monkeypatch.setitem(CONVERTERS, aten.relu.default, broken)
+    assert_falls_back(ReasonType.CONVERSION_FAILED, "broken converter", caplog)
+
+
+def test_checker_failure(monkeypatch, caplog):
+    def refuse(model):
+        raise onnx.checker.ValidationError("refused by the checker")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    assert_falls_back(ReasonType.CHECKER_FAILED, "refused by the checker", caplog)
+
+
+def test_session_that_does_not_build(monkeypatch, caplog):
+    def refuse(*args):
+        raise session.RegionFailed(ReasonType.SESSION_FAILED, "no session today")
+
+    monkeypatch.setattr(session, "build", refuse)
+    assert_falls_back(ReasonType.SESSION_FAILED, "no session today", caplog)
+
+
+def test_kernel_that_raises_in_its_first_run(monkeypatch, caplog):
+    def refuse(self, *args):
+        raise RuntimeError("kernel exploded")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # nothing to time: the first run is the real one
+    monkeypatch.setattr(runtime.BoundSession, "__call__", refuse)
+    assert_falls_back(ReasonType.RUN_FAILED, "kernel exploded", caplog)
+
+
+def test_mismatch_with_eager(monkeypatch, caplog):
+    def wrong(ctx, node, x):
+        return ctx.op("Neg", ctx.value(x))
+
+    monkeypatch.setitem(CONVERTERS, aten.relu.default, wrong)
+    module, x = mlp(), torch.randn(4, 8)
+    backend = always(check_against_eager=True)
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert [f.reason.type for f in backend.report.fallbacks] == [ReasonType.MISMATCH]
+    torch._dynamo.reset()
+    with pytest.raises(REFUSED, match="differs from eager"):
+        torch.compile(module, backend=always(check_against_eager=True, fallback="raise"))(x)
+
+
+def test_check_against_eager_passes_what_is_right():
+    backend = always(check_against_eager=True)
+    assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
+    assert not backend.report.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, "no onnxruntime is installed"),
+        ({"onnxruntime": "1.25.0", "onnxruntime-training-cpu": "1.19.2"}, "are installed together"),
+        ({"onnxruntime": "1.17.0"}, "is too old"),
+    ],
+)
+def test_unusable_onnxruntime(installed, message, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "_installed", installed.get)
+    with pytest.raises(ORTFallbackError, match=message):
+        always(fallback="raise")
+    with caplog.at_level(logging.WARNING, logger="lightning_ort"):
+        backend = always()
+    assert not backend.available
+    assert [record for record in caplog.records if message in record.getMessage()]
+    module, x = mlp(), torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert backend.report.fallbacks[0].reason.type is ReasonType.RUNTIME_UNAVAILABLE
+
+
+def test_onnxruntime_that_does_not_import(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert "does not import" in str(kernels.unavailable())
+
+
+def test_training_kernels_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(kernels, "_has_training_kernel", lambda *args: False)
+    with pytest.raises(ValueError, match="no gradient kernels"):
+        kernels.Kernels("training", ("CPUExecutionProvider",))
+
+
+def test_unknown_provider_is_refused():
+    with pytest.raises(ValueError, match="TPUExecutionProvider.*available"):
+        ORTBackend(ORTConfig(providers=["TPUExecutionProvider"]))
+    assert "CPUExecutionProvider" in onnxruntime.get_available_providers()
+
+
+def test_losses_with_class_indices():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.net(x), y, ignore_index=-100)
+
+    assert_same_training_step(Classifier(), (torch.randn(4, 8), torch.tensor([0, 2, -100, 1])), always())

@@ -1,0 +1,56 @@
+"""Every test starts with dynamo, the environment and the random numbers as the process found them."""
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    environment = dict(os.environ)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    deterministic, default_dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    torch._dynamo.reset()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_default_dtype(default_dtype)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(autouse=True)
+def loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    # both keep their messages from the root logger where the program has not configured logging
+    for name in ("lightning_ort", "lightning.pytorch", "lightning.fabric"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Any]:
+    """A Trainer that shows nothing and writes below ``tmp_path`` only."""
+    from lightning.pytorch import Trainer
+
+    def make(**kwargs: Any) -> Trainer:
+        quiet = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": tmp_path,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        return Trainer(**{**quiet, **kwargs})
+
+    return make

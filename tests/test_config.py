@@ -1,0 +1,68 @@
+import dataclasses
+import re
+
+import pytest
+
+from lightning_ort import ORTConfig
+
+
+def test_defaults_are_valid_and_frozen():
+    config = ORTConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.placement = "always"
+
+
+def test_parse_takes_a_config_a_mapping_or_nothing():
+    config = ORTConfig(placement="always")
+    assert ORTConfig.parse(config) is config
+    assert ORTConfig.parse({"placement": "always"}) == config
+    assert ORTConfig.parse(None) == ORTConfig()
+
+
+def test_parse_keeps_lists_from_yaml_as_tuples():
+    config = ORTConfig.parse({"torch_ops": ["aten.gelu"], "providers": ["CPUExecutionProvider"]})
+    assert config.torch_ops == ("aten.gelu",)
+    assert config.providers == ("CPUExecutionProvider",)
+
+
+def test_unknown_key_names_the_closest_field():
+    with pytest.raises(ValueError, match=re.escape("no field 'placment': did you mean 'placement'?")):
+        ORTConfig.parse({"placment": "always"})
+
+
+def test_unknown_key_with_nothing_close_lists_the_fields():
+    with pytest.raises(ValueError, match="the fields are placement, kernels"):
+        ORTConfig.parse({"xyzzy": 1})
+
+
+def test_parse_refuses_what_is_no_mapping():
+    with pytest.raises(TypeError, match="pass an ORTConfig, a mapping"):
+        ORTConfig.parse("always")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("placement", "sometimes", ValueError, "choose one of 'measured', 'always'"),
+        ("kernels", "all", ValueError, "choose one of 'auto', 'training', 'standard'"),
+        ("fallback", "ignore", ValueError, "choose one of 'warn', 'raise'"),
+        ("capture", "graph", ValueError, "choose one of 'auto', 'step', 'modules', 'off'"),
+        ("dynamic", 1, ValueError, "choose one of None, True, False"),
+        ("check_against_eager", "yes", ValueError, "choose one of True, False"),
+        ("torch_ops", "aten.gelu", TypeError, "pass a list of strings"),
+        ("torch_ops", None, TypeError, "pass a list of ATen op names"),
+        ("providers", [1], TypeError, "pass a list of strings"),
+        ("min_region_nodes", 0, ValueError, "must be at least 1"),
+        ("min_region_nodes", None, TypeError, "pass an integer"),
+        ("intra_op_threads", 0, ValueError, "must be at least 1"),
+        ("intra_op_threads", True, TypeError, "pass an integer"),
+        ("cache_dir", 3, TypeError, "pass a path or None"),
+    ],
+)
+def test_bad_values_are_refused(field, value, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        ORTConfig(**{field: value})
+
+
+def test_paths_become_strings(tmp_path):
+    assert ORTConfig(cache_dir=tmp_path).cache_dir == str(tmp_path)
