@@ -78,7 +78,7 @@ def main() -> None:
 
     for network in (MLP, CNN):
         seed_everything(0, verbose=False)
-        strategy = lightning_ort.ORTStrategy(config={"placement": args.placement})
+        strategy = lightning_ort.ORTStrategy(config=lightning_ort.ORTConfig(placement=args.placement))
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",

@@ -56,7 +56,7 @@ class Run:
 
 def train(name: str, args: argparse.Namespace) -> Run:
     # `strategy="ort"` would do: only the class takes settings
-    ort = lightning_ort.ORTStrategy(config={"placement": args.placement}) if name == "ort" else None
+    ort = lightning_ort.ORTStrategy(config=lightning_ort.ORTConfig(placement=args.placement)) if name == "ort" else None
     seed_everything(args.seed, verbose=False)
     recorder = StepRecorder()
     trainer = Trainer(

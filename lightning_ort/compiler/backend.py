@@ -203,7 +203,8 @@ class ORTBackend:
                 answers[node] = answers[node.args[0]]  # access to a tuple goes where the tuple is made
             else:
                 answers[node] = support.check(node, kernel_set, keep)
-        for op, reason in {str(n.target): a.reason for n, a in answers.items() if a.reason}.items():
+        refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and support.is_compute(n)}
+        for op, reason in refused.items():
             if support.is_loss(reason) and op not in self._reported_ops:
                 self._reported_ops.add(op)
                 self.fall_back(f"{name}/{op}", reason)

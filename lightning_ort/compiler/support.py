@@ -36,6 +36,7 @@ VIEWS = {
     torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
 }
+_ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -63,8 +64,17 @@ class Support:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether the node computes something: an op that is neither a view nor access to a tuple nor size arithmetic."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target not in VIEWS
+    """Whether a node computes something.
+
+    Views, access to tuples, arithmetic on sizes, allocation and random draws (which always are torch's) do not count.
+    """
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target not in VIEWS
+        and node.target not in _ALLOCATIONS
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
 
 
 def values_of(node: fx.Node) -> list[object]:

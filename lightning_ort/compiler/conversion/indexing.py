@@ -247,12 +247,15 @@ def _static_slice(sizes: Sequence[Any], dim: int, start: Any, end: Any, step: An
     return axis, size, first, max(_clamp_bound(end, size, size), first)
 
 
-def _pad(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, axis: int, before: int, after: int) -> ir.Value:
+def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, after: int) -> ir.Value:
     """Add zeros along one dimension."""
     if before == 0 and after == 0:
         return value
-    # onnxruntime 1.19 has no int16 Pad; None is the value: zero
-    return ctx.op("Pad", value, ctx.ints([before, after]), None, ctx.ints([axis]))
+    # all dimensions, not the `axes` input: onnxruntime's transpose optimizer (1.19) permutes the pads as if they were all
+    # there ("indices element out of data bounds"); without a value it pads with zeros
+    pads = [0] * (2 * rank)
+    pads[axis], pads[rank + axis] = before, after
+    return ctx.op("Pad", value, ctx.ints(pads))
 
 
 @converts(aten.slice_backward.default)
@@ -261,10 +264,10 @@ def slice_backward(
 ) -> ir.Value:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
     axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
-    value, dtype = ctx.value(grad), dtype_of(grad)
+    value, rank = ctx.value(grad), rank_of(grad)
     length = shape_of(grad)[axis]
     if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
-        value = _pad(ctx, ctx.op("Unsqueeze", value, ctx.ints([axis + 1])), dtype, axis + 1, 0, step - 1)
+        value = _pad(ctx, ctx.op("Unsqueeze", value, ctx.ints([axis + 1])), rank + 1, axis + 1, 0, step - 1)
         if not static(shape_of(grad)):
             raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
         spread = list(shape_of(grad))
@@ -274,7 +277,7 @@ def slice_backward(
         value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))  # type: ignore[arg-type]
     if not isinstance(length, int):
         raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    return _pad(ctx, value, dtype, axis, first, size - first - length)
+    return _pad(ctx, value, rank, axis, first, size - first - length)
 
 
 @converts(aten.select_backward.default)
@@ -288,7 +291,7 @@ def select_backward(
         raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
     position = index % size
     value = ctx.op("Unsqueeze", ctx.value(grad), ctx.ints([axis]))
-    return _pad(ctx, value, dtype_of(grad), axis, position, size - position - 1)
+    return _pad(ctx, value, rank_of(node), axis, position, size - position - 1)
 
 
 def _replace(ctx: GraphBuilder, x: ir.Value, source: ir.Value, axis: int, size: int, first: int, last: int) -> ir.Value:
