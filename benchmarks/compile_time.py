@@ -14,28 +14,32 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+
+from lightning_ort.compiler.backend import ORTBackend
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "language_model"))
 
 
 def seconds(backend_name: str) -> tuple[float, float]:
     """Compile and run one training step; return seconds of the first step and of a later one."""
-    from model import LanguageModel
-
-    from lightning_ort import ORTConfig
-    from lightning_ort.compiler.backend import ORTBackend
+    from model import GPT
 
     torch.manual_seed(0)
-    model = LanguageModel(vocabulary_size=200)
-    tokens = torch.randint(0, 200, (8, model.hparams.context_length + 1))
-    backend = ORTBackend(ORTConfig()) if backend_name == "ort" else backend_name
-    compiled = torch.compile(model.loss, backend=backend)
+    model = GPT()
+    tokens, targets = torch.randint(0, 256, (2, 16, model.hparams["context"]))
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    backend = ORTBackend() if backend_name == "ort" else backend_name
+    compiled = torch.compile(loss, backend=backend)
     compiled_times = []
     for _ in range(3):
         start = time.perf_counter()
-        compiled(tokens).backward()
+        compiled().backward()
         compiled_times.append(time.perf_counter() - start)
     return compiled_times[0], compiled_times[-1]
 
@@ -55,7 +59,8 @@ results = {}
 for name in ("inductor", "ort", "aot_eager"):
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        run = subprocess.run([sys.executable, __file__, "--only", name], env=env, capture_output=True, text=True, check=True)
+        command = [sys.executable, __file__, "--only", name]
+        run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     results[name] = float(run.stdout.split()[-1])
 for name, value in results.items():
     table.add_row(name, f"{value:.2f}", f"{value / results['inductor']:.2f}")

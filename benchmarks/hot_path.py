@@ -1,7 +1,8 @@
 """What a compiled step costs beyond its kernels: ten Linear(64) + ReLU layers at batch 8, forward and backward.
 
-Eager and compiled steps alternate in rounds in one process; the table shows medians and their ratio, then where a compiled step's
-time goes: the two sessions alone, the same through the hot path (binding, allocation), and what dynamo and AOTAutograd add.
+Eager and compiled steps alternate in rounds in one process; the table shows medians and their ratio, then where a
+compiled step's time goes: the two sessions alone, and the same through the hot path (binding, allocation); the rest is
+what dynamo, AOTAutograd and autograd add.
 ``python benchmarks/hot_path.py [--rounds N]``
 """
 
@@ -23,6 +24,7 @@ from lightning_ort.compiler.runtime import BoundSession, OrtRegion
 
 
 def microseconds(call: Callable[[], object]) -> float:
+    """Time one call."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e6
@@ -34,7 +36,9 @@ def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
     original = OrtRegion.__call__
 
     def call(self: OrtRegion, *args: object) -> object:
-        seen[id(self)] = (self._run, args)  # type: ignore[assignment]
+        assert isinstance(self._run, BoundSession)
+        detached = tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        seen[id(self)] = (self._run, detached)
         return original(self, *args)
 
     OrtRegion.__call__ = call  # type: ignore[method-assign]
@@ -46,10 +50,12 @@ def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
 
 
 def step() -> None:
+    """Run one compiled forward and backward."""
     compiled(x).sum().backward()
 
 
 def eager_step() -> None:
+    """Run the same in eager."""
     net(x).sum().backward()
 
 
@@ -69,22 +75,22 @@ regions = record_regions()
 
 
 def sessions_alone() -> None:
+    """Run both sessions as they are bound."""
     for bound, _ in regions:
         bound.session._sess.run_with_iobinding(bound._binding, bound._options)
 
 
 def regions_alone() -> None:
+    """Run both regions: bind, allocate, run."""
     for bound, args in regions:
         bound(*args)
 
 
 candidates = {"eager": eager_step, "ort": step, "  both regions": regions_alone, "    both sessions": sessions_alone}
 times: dict[str, list[float]] = {name: [] for name in candidates}
-with torch.no_grad():
-    for _ in range(rounds):
-        for name, call in candidates.items():
-            with torch.enable_grad():
-                times[name].append(microseconds(call))
+for _ in range(rounds):
+    for name, call in candidates.items():
+        times[name].append(microseconds(call))
 
 table = Table(title=f"10 x (Linear(64) + ReLU), batch 8, forward + backward, {rounds} interleaved rounds")
 for column in ("what", "median us", "10 % us", "90 % us", "ratio to eager"):

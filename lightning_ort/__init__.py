@@ -1,7 +1,7 @@
 """ONNX Runtime as a training backend for PyTorch Lightning.
 
-``import lightning_ort`` makes ``Trainer(strategy="ort")`` work; :class:`ORTStrategy` is the same with settings. Importing
-this package starts nothing: neither onnxruntime nor Lightning is loaded before it is used.
+``import lightning_ort`` makes ``Trainer(strategy="ort")`` work; :class:`ORTStrategy` is the same with settings.
+Importing this package starts nothing: neither onnxruntime nor Lightning is loaded before it is used.
 """
 
 import importlib
@@ -23,7 +23,7 @@ try:
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
-# As Lightning does: what we have to say at INFO is for the person at the console, unless the program configures logging.
+# As Lightning does: what we say at INFO is for the person at the console, unless the program configures logging.
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
 if not logging.getLogger().hasHandlers():

@@ -1,7 +1,7 @@
 """What is installed: the one place that knows that Lightning comes under two names.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees with the same content: a strategy of one fails in
-the Trainer of the other. A :class:`Flavor` names the modules of one of them, without importing them.
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees with the same content: a strategy of one fails
+in the Trainer of the other. A :class:`Flavor` names the modules of one of them, without importing them.
 """
 
 import importlib

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+# pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
+logging.getLogger("torch.__trace").propagate = True
+
 
 @pytest.fixture(autouse=True)
 def clean_state() -> Iterator[None]:

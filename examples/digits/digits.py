@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_ort
@@ -23,8 +23,8 @@ class Digits(LightningDataModule):
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         everything = TensorDataset(images, torch.tensor(digits.target))
-        parts: list[Dataset] = list(random_split(everything, [0.8, 0.2], torch.Generator().manual_seed(0)))
-        self.train_set, self.test_set = parts
+        split = torch.Generator().manual_seed(0)
+        self.train_set, self.test_set = random_split(everything, [0.8, 0.2], split)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_set, self.batch_size, shuffle=True)

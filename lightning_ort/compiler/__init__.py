@@ -1,0 +1,14 @@
+"""From a graph that dynamo captured to a callable on ONNX Runtime and torch, in the order of execution.
+
+- :mod:`.backend`: the entry point of ``torch.compile``; reads as the pipeline
+- :mod:`.lowering`: decompositions for AOTAutograd, passes over its graphs
+- :mod:`.support`: can ONNX Runtime run this node, and if not, why
+- :mod:`.partitioning`: regions, ``ort_N`` and ``torch_N``
+- :mod:`.conversion`: a region as an ONNX model, one small function an ATen op
+- :mod:`.kernels`: what the installed onnxruntime really has
+- :mod:`.session`: the model as a session
+- :mod:`.placement`: who is faster
+- :mod:`.cache`: decisions kept between runs
+- :mod:`.runtime`: the hot path
+- :mod:`.report`: what ran where, why not, how fast
+"""

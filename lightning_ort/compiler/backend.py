@@ -296,7 +296,7 @@ class Placed:
 
 def link(placed: Placed) -> Callable[[list[Any]], Any]:
     """Make one boxed function of the regions: it calls them in order, by name, and frees what is no longer needed."""
-    gm, floating = placed.parts.gm, placed.parts.floating
+    gm = placed.parts.gm
     graph = fx.Graph()
     graph.set_codegen(_BoxedCodeGen())
     outer: dict[fx.Node, fx.Node] = {}

@@ -1,8 +1,9 @@
 """Placement decisions kept between runs.
 
-One JSON file a region in ``cache_dir``, named by the SHA-256 of: the region's ONNX model, the versions of onnxruntime, torch and
-this package, the execution providers, the CPU's name, torch's thread count, and ``intra_op_threads``. A file that cannot be
-read counts as absent. Files appear whole (written aside, then renamed), so several processes may share a folder.
+One JSON file a region in ``cache_dir``, named by the SHA-256 of: the region's ONNX model, the versions of onnxruntime,
+torch and this package, the execution providers, the CPU's name, torch's thread count, and ``intra_op_threads``. A file
+that cannot be read counts as absent. Files appear whole (written aside, then renamed), so several processes may share a
+folder.
 """
 
 import hashlib

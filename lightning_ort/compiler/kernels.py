@@ -1,9 +1,9 @@
-"""Which onnxruntime is installed, and which kernels it really has: asked by loading models, never by version strings."""
+"""Which onnxruntime is installed, and which kernels it really has: asked by loading models, not by version."""
 
 import functools
 import importlib.metadata
 import logging
-from typing import Any, Optional
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -41,7 +41,7 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
 }
 
 
-def unavailable() -> Optional[Reason]:
+def unavailable() -> Reason | None:
     """Why onnxruntime cannot be used here, or ``None`` if it can."""
     found = {name: version for name in DISTRIBUTIONS if (version := _installed(name))}
     if not found:
@@ -65,7 +65,7 @@ def unavailable() -> Optional[Reason]:
     return None
 
 
-def _installed(distribution: str) -> Optional[str]:
+def _installed(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -116,7 +116,7 @@ class Kernels:
             raise KeyError(f"{op_type} is not among TRAINING_OPS")
         return not self._standard and _has_training_kernel(op_type, self.providers)
 
-    def missing(self, model: ir.Model) -> Optional[str]:
+    def missing(self, model: ir.Model) -> str | None:
         """Why the nodes of a small model have no kernel, or ``None`` where all have one.
 
         The answer is kept by operators, attribute names and input dtypes.
@@ -143,7 +143,7 @@ class _Model:
 
 
 @functools.cache
-def _load_error(key: tuple[Any, ...], providers: tuple[str, ...], carrier: _Model) -> Optional[str]:
+def _load_error(key: tuple[Any, ...], providers: tuple[str, ...], carrier: _Model) -> str | None:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -177,7 +177,7 @@ def _has_training_kernel(op_type: str, providers: tuple[str, ...]) -> bool:
     return error is None
 
 
-def providers_for(device: torch.device) -> Optional[tuple[str, ...]]:
+def providers_for(device: torch.device) -> tuple[str, ...] | None:
     """The installed execution providers that serve tensors on ``device``, or ``None``."""
     import onnxruntime
 

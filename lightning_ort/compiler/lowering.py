@@ -1,12 +1,11 @@
 """Prepare graphs for ONNX Runtime: decompositions for AOTAutograd, then ordered passes over its graphs.
 
-Passes over the joint graph (before it is split into forward and backward) and over each final graph share one signature,
-``(gm) -> None``, and edit in place.
+Passes over the joint graph (before it is split into forward and backward) and over each final graph share one
+signature, ``(gm) -> None``, and edit in place.
 """
 
 import functools
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ _WHOLE = {
 
 @functools.cache
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """torch's own decompositions to core ATen, without the ops that have a converter or run well whole."""
+    """Return torch's decompositions to core ATen, without the ops that have a converter or run well whole."""
     return {
         op: decomposition
         for op, decomposition in core_aten_decompositions().items()
@@ -108,7 +107,7 @@ def _is_forward(node: fx.Node) -> bool:
 def draw_masks_first(gm: fx.GraphModule) -> None:
     """Draw every dropout mask from its size alone, so that drawing never cuts an ORT region in two.
 
-    torch's CPU kernel of ``native_dropout`` is ``input * mask.bernoulli_(1 - p) * scale``; the same generator gives the same
+    The CPU kernel of ``native_dropout`` is ``input * mask.bernoulli_(1 - p) * scale``; the same generator gives that
     mask here. On other devices the kernel fuses both, so it stays whole.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
@@ -129,7 +128,7 @@ def draw_masks_first(gm: fx.GraphModule) -> None:
 
 
 def _sizes_without(x: fx.Node, gm: fx.GraphModule) -> list[Any] | None:
-    """The sizes of a tensor as constants and placeholders of the graph, so that they can be known before the tensor is."""
+    """The sizes of a tensor as constants and placeholders of the graph, known before the tensor is."""
     symbols = {
         node.meta["val"].node.expr: node
         for node in gm.graph.find_nodes(op="placeholder")
@@ -139,10 +138,12 @@ def _sizes_without(x: fx.Node, gm: fx.GraphModule) -> list[Any] | None:
     return None if None in sizes else sizes
 
 
-def _call(gm: fx.GraphModule, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+def _call(
+    gm: fx.GraphModule, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
     node = gm.graph.call_function(target, args, kwargs or {})
     fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-    mode = next((v.fake_mode for n in gm.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode")))
+    mode = next(v.fake_mode for n in gm.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode"))
     with mode:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
@@ -160,7 +161,7 @@ def cancel_transposes(gm: fx.GraphModule) -> None:
 
 
 def drop_kept_dims(gm: fx.GraphModule) -> None:
-    """``view(sum(x, dims, keepdim=True), sizes without dims)`` is ``sum(x, dims)``: so autograd reduces a bias gradient."""
+    """``view(sum(x, dims, keepdim=True), sizes without dims)`` is ``sum(x, dims)``: autograd's bias gradient."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
         source = node.args[0]
         if source.target is not aten.sum.dim_IntList or len(source.args) < 3 or len(source.users) > 1:

@@ -1,9 +1,9 @@
 """Cut a graph into regions, each run by one executor.
 
-Every compute node gets a level: torch nodes have even levels, ORT nodes odd ones, and a node's level is never below that of
-what it reads. All nodes of one level form a region, so regions are acyclic by construction, there are as few of them as
-the alternation between executors allows, and random ops keep their order (each is held at or above the level of the one
-before it, so a seeded run draws the same numbers as eager).
+Every compute node gets a level: torch nodes have even levels, ORT nodes odd ones, and a node's level is never below
+that of what it reads. All nodes of one level form a region, so regions are acyclic by construction, there are as few of
+them as the alternation between executors allows, and random ops keep their order (each is held at or above the level of
+the one before it, so a seeded run draws the same numbers as eager; torch's CapabilityBasedPartitioner promises none).
 
 Views are not assigned: each region repeats the views that it needs of what it reads, so that no view ever crosses a
 boundary (ONNX Runtime would have to materialize it), and views at the end of the graph are taken in torch, where they

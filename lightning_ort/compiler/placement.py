@@ -1,8 +1,8 @@
 """Time a region on ONNX Runtime and in torch, and decide who runs it.
 
 Both run on tensors of the region's real shapes, dtypes and strides, in interleaved rounds; medians are compared. Under
-``torch.use_deterministic_algorithms`` (``Trainer(deterministic=True)``) nothing is timed: a fixed rule on the size of the region's
-matrix products decides.
+``torch.use_deterministic_algorithms`` (``Trainer(deterministic=True)``) nothing is timed: a fixed rule on the size of
+the region's matrix products decides.
 """
 
 import statistics

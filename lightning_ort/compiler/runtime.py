@@ -1,7 +1,7 @@
 """The hot path: a session bound to torch's memory, nothing copied.
 
-A call compares addresses, rebinds what moved, allocates the outputs and runs. Parameters and, most of the time, activations
-stay where they are, so in steady state little is rebound.
+A call compares addresses, rebinds what moved, allocates the outputs and runs. Parameters and, most of the time,
+activations stay where they are, so in steady state little is rebound.
 """
 
 from collections.abc import Callable, Sequence
@@ -265,7 +265,8 @@ def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, fx.Node]]:
 def _like_meta(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
     """The tensor in the dense layout that its node had when it was traced."""
     val = node.meta["val"]
-    order = sorted(range(val.dim()), key=lambda dim: (int_hint(val.stride(dim)), int_hint(val.shape[dim])), reverse=True)
+    steps = [(int_hint(stride), int_hint(size)) for stride, size in zip(val.stride(), val.shape, strict=True)]
+    order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
     inverse = sorted(range(val.dim()), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(inverse)
 

@@ -62,7 +62,9 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
     return model
 
 
-def build(model: bytes, providers: tuple[str, ...], threads: int, device: torch.device) -> "onnxruntime.InferenceSession":
+def build(
+    model: bytes, providers: tuple[str, ...], threads: int, device: torch.device
+) -> "onnxruntime.InferenceSession":
     """Build a session.
 
     Args:

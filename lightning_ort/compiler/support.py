@@ -6,7 +6,6 @@ builds a session for what the converter emits.
 
 import operator
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import fx
@@ -60,7 +59,7 @@ class Support:
     """
 
     ok: bool
-    reason: Optional[Reason] = None
+    reason: Reason | None = None
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -124,7 +123,7 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
 
 
 def is_loss(reason: Reason) -> bool:
-    """Whether a user should hear of it: an op that ONNX Runtime should have run, and that nobody chose to keep in torch."""
-    return reason.type is ReasonType.CONVERSION_FAILED or (
-        reason.type in (ReasonType.NO_CONVERTER, ReasonType.NO_KERNEL) and reason.text.split(":")[0] not in _TORCH_IS_BETTER
-    )
+    """Whether a user should hear of it: an op that ORT should have run, and that nobody chose to keep in torch."""
+    if reason.type in (ReasonType.NO_CONVERTER, ReasonType.NO_KERNEL):
+        return reason.text.split(":")[0] not in _TORCH_IS_BETTER
+    return reason.type is ReasonType.CONVERSION_FAILED

@@ -1,8 +1,9 @@
-"""Lightning strategies, for ``lightning.pytorch`` (their twins for ``pytorch_lightning``: ``lightning_ort.pytorch_lightning``).
+"""Lightning strategies, for ``lightning.pytorch`` (for ``pytorch_lightning``: ``lightning_ort.pytorch_lightning``).
 
 - :mod:`~lightning_ort.strategies.compile_steps`: the mixin that captures the steps of a LightningModule
 - :mod:`~lightning_ort.strategies.step_patches`: what stands in for the module's helpers while a step is captured
 - :mod:`~lightning_ort.strategies.dynamo_watch`: what dynamo did during a step
+- :mod:`~lightning_ort.strategies.one_device`: lets the Trainer choose the device
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 """
 

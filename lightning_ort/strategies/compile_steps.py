@@ -1,12 +1,12 @@
 """Capture the steps of a LightningModule, for any strategy: :class:`CompiledStepsMixin`.
 
-The strategy's ``training_step`` (and validation, test, predict) runs as Lightning wrote it. For its length the module has
-a :class:`StepCapture` where its own step was, and the capture
+The strategy's ``training_step`` (and validation, test, predict) runs as Lightning wrote it. For its length the module
+has a :class:`StepCapture` where its own step was, and the capture
 
 1. puts the stand-ins for Lightning's helpers in place (:mod:`~lightning_ort.strategies.step_patches`),
 2. calls the compiled step, or, in module mode, the step itself with its child modules compiled,
 3. takes the stand-ins out and gives Lightning what was logged,
-4. looks at what dynamo did, if it did anything (:mod:`~lightning_ort.strategies.dynamo_watch`), and decides how to go on.
+4. looks at what dynamo did, if anything (:mod:`~lightning_ort.strategies.dynamo_watch`), and decides how to go on.
 
 Nothing stays on the module between calls.
 """
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-# A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row than that which compile
-# what was compiled before mean that something differs in each step, and that this goes on until dynamo gives up.
+# A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row than that which
+# compile what was compiled before mean that something differs in each step, until dynamo gives up.
 _MAX_RECOMPILING_STEPS = 3
 # Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 _RECOMPILE_LIMIT = 32
@@ -244,15 +244,20 @@ class StepCapture(AbstractContextManager):
         self._count(outcome)
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
         if outcome.error is not None:
-            self._give_up(ReasonType.CAPTURE_FAILED, _first_line(outcome.error), outcome.error)
+            self._give_up(ReasonType.CAPTURE_FAILED, _explanation(str(outcome.error)), outcome.error)
         elif outcome.limit is not None:
             self._give_up(ReasonType.RECOMPILING, outcome.limit)
-        elif self._mode == "step" and outcome.skipped is not None:
-            self._give_up(ReasonType.CAPTURE_FAILED, _first_line(outcome.skipped))
-        elif self._mode == "step" and self._steps.closure_seen:
-            self._use_modules("a closure is given to an optimizer, and a captured step runs optimizers outside of a graph")
-        elif self._recompiling > _MAX_RECOMPILING_STEPS and self._steps.config.capture == "auto":
-            self._use_modules(f"{self._recompiling} steps in a row had to be compiled again")
+        elif self._mode != "step":
+            return
+        elif outcome.skipped is not None:
+            self._give_up(ReasonType.CAPTURE_FAILED, _explanation(outcome.skipped))
+        elif self._steps.closure_seen:
+            self._use_modules(ReasonType.CAPTURE_FAILED, "an optimizer runs a closure, which no graph can hold")
+        elif self._steps.config.capture == "auto":
+            if outcome.skipped_rest is not None:
+                self._use_modules(ReasonType.CAPTURE_FAILED, f"of a part: {_explanation(outcome.skipped_rest)}")
+            elif self._recompiling > _MAX_RECOMPILING_STEPS:
+                self._use_modules(ReasonType.RECOMPILING, f"{self._recompiling} steps in a row compiled again")
 
     def _give_up(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; a step becomes its child modules, or is left to torch.
@@ -272,9 +277,9 @@ class StepCapture(AbstractContextManager):
                 self._set_mode("off")
         self._steps.backend.fall_back(self._name, Reason(kind, text))
 
-    def _use_modules(self, why: str) -> None:
+    def _use_modules(self, kind: ReasonType, why: str) -> None:
         self._set_mode("modules")
-        self._steps.note(self._name, ReasonType.RECOMPILING, f"{why}; its child modules are captured instead")
+        self._steps.note(self._name, kind, f"{why}; its child modules are captured instead")
 
     def _set_mode(self, mode: Mode) -> None:
         self._mode, self._call, self._recompiling = mode, self._step, 0
@@ -383,6 +388,7 @@ def _not_prepared(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a capture is prepared when it is entered")
 
 
-def _first_line(error: BaseException | str) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+def _explanation(message: str) -> str:
+    """Return the sentence of one of dynamo's messages that is worth a line, which they hide in a page."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["no message"]
+    return next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])

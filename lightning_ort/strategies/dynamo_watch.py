@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 _SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
@@ -26,6 +27,7 @@ class Outcome:
         recompiles: Frames that it had compiled before and compiled again.
         graph_breaks: Graphs that it had to end early.
         skipped: Why it left the step's own frame in Python, if it did.
+        skipped_rest: Why it left the rest of that frame in Python after the end of a graph, if it did.
         error: An error it met while compiling; the frame concerned ran in Python.
         limit: The frame that reached the limit of recompiles and runs in Python from now on, and why.
 
@@ -35,6 +37,7 @@ class Outcome:
     recompiles: int = 0
     graph_breaks: int = 0
     skipped: str | None = None
+    skipped_rest: str | None = None
     error: BaseException | None = None
     limit: str | None = None
 
@@ -42,9 +45,10 @@ class Outcome:
 class DynamoWatch(logging.Filter):
     """Watches dynamo during the calls between :meth:`begin` and :meth:`end`.
 
-    Dynamo's own way of surviving an error in a frame (``suppress_errors``) is the only one that never runs a part of the
-    user's code twice: the frame that failed to compile has not begun to run. It tells of such an error, and of a frame
-    that reached the limit of recompiles, in its log alone: hence a filter, which takes those messages and leaves all others.
+    Dynamo's own way of surviving an error in a frame (``suppress_errors``) is the only one that never runs a part of
+    the user's code twice: the frame that failed to compile has not begun to run. It tells of such an error, and of a
+    frame that reached the limit of recompiles, in its log alone: hence a filter, which takes those messages and leaves
+    all others.
     """
 
     def __init__(self) -> None:
@@ -76,7 +80,7 @@ class DynamoWatch(logging.Filter):
         self._active = True
 
     def end(self) -> None:
-        """Stop listening, and leave dynamo's settings as they were; :attr:`dirty` says whether :meth:`outcome` has news."""
+        """Stop listening, and leave dynamo's settings as they were; if :attr:`dirty`, :meth:`outcome` has news."""
         self._active = False
         if self._before:
             for name, value in self._before.items():
@@ -94,13 +98,14 @@ class DynamoWatch(logging.Filter):
         outcome.graph_breaks = _count_breaks() - self._breaks if outcome.compiled else 0
         for metrics in self._new_metrics():
             outcome.recompiles += metrics.recompile_reason is not None
-            own = code is not None and (metrics.co_filename, metrics.co_firstlineno, metrics.co_name) == (
-                code.co_filename,
-                code.co_firstlineno,
-                code.co_name,
-            )
-            if own and metrics.fail_type in _SOFT_FAILURES and outcome.limit is None:
-                outcome.skipped = metrics.fail_reason or metrics.fail_type
+            if code is None or metrics.co_filename != code.co_filename or metrics.fail_type not in _SOFT_FAILURES:
+                continue
+            if metrics.co_name == code.co_name and metrics.co_firstlineno == code.co_firstlineno:
+                outcome.skipped = metrics.fail_reason
+            elif metrics.co_name.startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
+                outcome.skipped_rest = metrics.fail_reason
+        if outcome.limit is not None:  # such a frame is skipped as well, and that is no news
+            outcome.skipped = outcome.skipped_rest = None
         return outcome
 
     def filter(self, record: logging.LogRecord) -> bool:

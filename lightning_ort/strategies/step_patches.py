@@ -222,7 +222,8 @@ def _is_lightning(method: Callable[..., Any]) -> bool:
 
 def _opaque(method: Callable[..., Any]) -> Callable[..., Any]:
     # keeps the signature, which Lightning and torchmetrics inspect
-    return torch.compiler.disable(method)
+    name = getattr(method, "__name__", "it")
+    return torch.compiler.disable(method, reason=f"{name} runs outside of graphs")
 
 
 def _watch_closure(step: Callable[..., Any], on_closure: Callable[[], None]) -> Callable[..., Any]:

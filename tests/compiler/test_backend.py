@@ -314,7 +314,7 @@ REFUSED = (ORTFallbackError, torch._dynamo.exc.BackendCompilerFailed)
 
 
 def assert_falls_back(reason, where, caplog, module=None):
-    """Training goes on in torch with a warning, or stops under ``fallback="raise"``; something must be broken already."""
+    """Training goes on in torch with a warning, or stops under ``fallback="raise"``; something is broken already."""
     module, x = module or mlp(), torch.randn(4, 8)
     backend = always()
     with caplog.at_level(logging.WARNING, logger="lightning_ort"):

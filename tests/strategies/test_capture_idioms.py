@@ -46,7 +46,6 @@ class LogsMany(Small):
         loss = F.mse_loss(logits, F.one_hot(y, 3).float())
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(x))
         self.log_dict({"max": logits.max(), "half": loss / 2}, on_epoch=True, reduce_fx="max")
-        self.log("nested", {"a": loss, "b": logits.mean()})
         self.log("number", 3)
         self.log("summed", logits.sum(), on_epoch=True, reduce_fx=torch.sum)
         return loss
@@ -303,8 +302,8 @@ class Inherited(Small):
 
 @idiom()
 class Keywords(Small):
-    def training_step(self, batch: Any, **kwargs: Any) -> Tensor:
-        return self.loss(batch) * (1 + kwargs["batch_idx"])
+    def training_step(self, batch: Any, *rest: int, **kwargs: Any) -> Tensor:
+        return self.loss(batch) * (1 + sum(rest) + len(kwargs))
 
 
 @idiom("either")
@@ -424,7 +423,7 @@ class Toggled(TwoOptimizers):
         return other
 
 
-@idiom("either")
+@idiom("modules")
 class ToggledInContext(TwoOptimizers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -471,7 +470,7 @@ def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.Captu
         modules.append(make())
         trainers.append(fit(modules[-1], strategy, make_trainer, logger=logger, log_every_n_steps=1))
         printed.append(capsys.readouterr().out)
-        logged = (tmp_path / str(len(printed) - 1) / "version_0" / "metrics.csv")
+        logged = tmp_path / str(len(printed) - 1) / "version_0" / "metrics.csv"
         printed[-1] += logged.read_text().splitlines()[0] if logged.exists() else ""
     (stock, ours), (plain, captured) = trainers, modules
 
@@ -494,4 +493,20 @@ def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.Captu
         assert ReasonType.CAPTURE_FAILED not in kinds
     elif mode == "modules":
         assert kinds.count(ReasonType.RECOMPILING) + kinds.count(ReasonType.CAPTURE_FAILED) == 1
-    print(name, [str(n.reason)[:150] for n in report.notes], [f"{f.where} {f.reason}"[:200] for f in report.fallbacks if f.reason.type.name in ("CAPTURE_FAILED","RECOMPILING")], "breaks", report.graph_breaks, "recompiles", report.recompiles, "graphs", len(report.graphs), "runs", report.ort_runs)
+    print(
+        name,
+        [str(n.reason)[:150] for n in report.notes],
+        [
+            f"{f.where} {f.reason}"[:200]
+            for f in report.fallbacks
+            if f.reason.type.name in ("CAPTURE_FAILED", "RECOMPILING")
+        ],
+        "breaks",
+        report.graph_breaks,
+        "recompiles",
+        report.recompiles,
+        "graphs",
+        len(report.graphs),
+        "runs",
+        report.ort_runs,
+    )

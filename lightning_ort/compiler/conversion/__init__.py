@@ -9,8 +9,8 @@ In reading order:
 5. :mod:`shape`: views, layout, tensors made from sizes.
 6. :mod:`reduction`: sums, extrema, variance, norms, sorting.
 7. :mod:`indexing`: gather, scatter, slices written to, triangles.
-8. :mod:`nn`: normalization, convolution, pooling, embedding.
-9. :mod:`loss`: losses and their gradients.
+8. :mod:`nn`: normalization, convolution, embedding; :mod:`pooling`: pooling and its gradient.
+9. :mod:`loss`: negative log likelihood and its gradient.
 10. :mod:`gradients`: backward ops of activations and layers.
 
 Importing this package registers all of them.
@@ -23,6 +23,7 @@ from lightning_ort.compiler.conversion import (  # noqa: F401  (they register th
     loss,
     nn,
     pointwise,
+    pooling,
     reduction,
     shape,
 )

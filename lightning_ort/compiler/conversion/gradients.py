@@ -1,6 +1,6 @@
 """Backward ops of activations, softmax, normalization, dropout and pooling.
 
-Where onnxruntime-training has a gradient kernel that is fast, it is used; everything else is written out in standard ONNX.
+Where onnxruntime-training has a gradient kernel that is fast, it is used; everything else is written out in ONNX.
 """
 
 import math
@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of
 from lightning_ort.compiler.conversion.nn import channel_axes, grouped, layer_norm_scale, per_channel, work_dtype
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
@@ -265,7 +265,15 @@ def fused_rms_norm_backward(
     work = work_dtype(dtype_of(x))
     mask = (output_mask[0], output_mask[1] and weight is not None, False)
     return _last_dims_backward(
-        ctx, grad, x, len(normalized_shape), ctx.value(x, work), ctx.value(rstd, work), weight, mask, subtract_mean=False
+        ctx,
+        grad,
+        x,
+        len(normalized_shape),
+        ctx.value(x, work),
+        ctx.value(rstd, work),
+        weight,
+        mask,
+        subtract_mean=False,
     )[:2]
 
 
@@ -325,7 +333,9 @@ def group_norm_backward(
     dtype, work = dtype_of(x), work_dtype(dtype_of(x))
     grads, last = ctx.value(grad, work), ctx.ints([2])
     spread = ctx.op("Unsqueeze", ctx.value(rstd, work), last)
-    centered = ctx.op("Sub", grouped(ctx, ctx.value(x, work), x, group), ctx.op("Unsqueeze", ctx.value(mean, work), last))
+    centered = ctx.op(
+        "Sub", grouped(ctx, ctx.value(x, work), x, group), ctx.op("Unsqueeze", ctx.value(mean, work), last)
+    )
     normal = ctx.op("Mul", centered, spread)
 
     def input_gradient() -> ir.Value:

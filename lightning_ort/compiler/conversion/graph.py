@@ -1,7 +1,7 @@
 """One ONNX graph under construction: what converters write to."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,8 +19,8 @@ OPSET = 18
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
 
-Scalar = Union[bool, int, float]
-Arg = Union[fx.Node, Scalar]
+Scalar = bool | int | float
+Arg = fx.Node | Scalar
 
 DTYPES: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -48,7 +48,7 @@ def dtype_of(arg: Arg) -> torch.dtype:
     return torch.int64 if isinstance(arg, int) else torch.float32
 
 
-def shape_of(node: fx.Node) -> tuple[Union[int, torch.SymInt], ...]:
+def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
     """The sizes of a tensor node; symbolic ones are ``torch.SymInt``."""
     return tuple(node.meta["val"].shape)
 
@@ -66,6 +66,16 @@ def onnx_shape(sizes: Sequence[Any]) -> ir.Shape:
 def static(sizes: Sequence[Any]) -> bool:
     """Whether no size is symbolic."""
     return all(isinstance(size, int) for size in sizes)
+
+
+def same_shape(x: fx.Node, y: fx.Node) -> bool:
+    """Whether two tensor nodes surely have the same shape; unlike ``==`` on symbolic sizes this installs no guard."""
+    pairs = list(zip(shape_of(x), shape_of(y), strict=False))
+    return rank_of(x) == rank_of(y) and all(_expression(a) == _expression(b) for a, b in pairs)
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size if isinstance(size, int) else size.node.expr
 
 
 class GraphBuilder:
@@ -147,7 +157,7 @@ class GraphBuilder:
 
     # what converters call
 
-    def op(self, op_type: str, *inputs: Union[ir.Value, None], outputs: int = 1, domain: str = "", **attrs: Any) -> Any:
+    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attrs: Any) -> Any:
         """Emit an ONNX node.
 
         Args:
@@ -175,7 +185,7 @@ class GraphBuilder:
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
 
-    def ms(self, op_type: str, *inputs: Union[ir.Value, None], outputs: int = 1, **attrs: Any) -> Any:
+    def ms(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attrs: Any) -> Any:
         """Emit a node of ONNX Runtime's contributed operators (``com.microsoft``, version 1)."""
         return self.op(op_type, *inputs, outputs=outputs, domain=MICROSOFT, **attrs)
 
@@ -195,11 +205,11 @@ class GraphBuilder:
             )
         return self._initializers[key]
 
-    def ints(self, values: Union[int, Sequence[int]]) -> ir.Value:
+    def ints(self, values: int | Sequence[int]) -> ir.Value:
         """An int64 constant, 1-D for a sequence: axes, split sizes and such."""
         return self.const(values, torch.int64)
 
-    def value(self, arg: Arg, dtype: Union[torch.dtype, None] = None) -> ir.Value:
+    def value(self, arg: Arg, dtype: torch.dtype | None = None) -> ir.Value:
         """The ONNX value of an argument.
 
         Args:
@@ -221,7 +231,7 @@ class GraphBuilder:
             self._casts[key] = self.op("Cast", value, to=int(DTYPES[dtype]))
         return self._casts[key]
 
-    def sizes(self, sizes: Sequence[Union[int, fx.Node]]) -> ir.Value:
+    def sizes(self, sizes: Sequence[int | fx.Node]) -> ir.Value:
         """A shape as a 1-D int64 value; symbolic entries are read from their int64 scalars."""
         if all(isinstance(size, int) for size in sizes):
             return self.ints(list(sizes))  # type: ignore[arg-type]
@@ -231,7 +241,7 @@ class GraphBuilder:
         ]
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
-    def reshape_like(self, value: ir.Value, node: fx.Node, sizes: Sequence[Union[int, fx.Node]]) -> ir.Value:
+    def reshape_like(self, value: ir.Value, node: fx.Node, sizes: Sequence[int | fx.Node]) -> ir.Value:
         """Reshape to ``sizes``, the sizes of ``node``; one symbolic size is left to ONNX as -1."""
         known = [size if isinstance(size, int) else None for size in shape_of(node)]
         if known.count(None) <= 1 and 0 not in known:

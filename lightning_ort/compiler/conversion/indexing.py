@@ -1,5 +1,6 @@
 """Reading and writing by index: gather, scatter, slices written to, triangles."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,15 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.conversion.graph import (
+    GraphBuilder,
+    Scalar,
+    dtype_of,
+    rank_of,
+    same_shape,
+    shape_of,
+    static,
+)
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
 
@@ -58,19 +67,11 @@ def _inverse(perm: Sequence[int]) -> list[int]:
 def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> ir.Value:
     """The index tensors, broadcast against each other, as the rows [..., k] that GatherND and ScatterND take."""
     values = [ctx.value(index, torch.int64) for index in indices]
-    if len({shape_of(index) for index in indices}) > 1:
-        rank = max(rank_of(index) for index in indices)
-        common = ctx.op("Shape", values[0])
-        if len(values) > 1:
-            # the sum of zeros of each shape has the shape that all broadcast to
-            zeros = [ctx.op("Sub", value, value) for value in values]
-            total = zeros[0]
-            for zero in zeros[1:]:
-                total = ctx.op("Add", total, zero)
-            common = ctx.op("Shape", total)
-        values = [ctx.op("Expand", value, common) for value in values]
-    else:
-        rank = rank_of(indices[0])
+    rank = max(rank_of(index) for index in indices)
+    if not all(same_shape(index, indices[0]) for index in indices):
+        # the shape that all broadcast to is that of their sum
+        total = functools.reduce(lambda a, b: ctx.op("Add", a, b), values)
+        values = [ctx.op("Expand", value, ctx.op("Shape", total)) for value in values]
     rows = [ctx.op("Unsqueeze", value, ctx.ints([rank])) for value in values]
     return rows[0] if len(rows) == 1 else ctx.op("Concat", *rows, axis=rank)
 
@@ -123,15 +124,13 @@ def _refuse_scalars(name: str, *nodes: fx.Node) -> None:
 def _scatter(
     ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: ir.Value, reduction: str | None
 ) -> ir.Value:
-    return ctx.op(
-        "ScatterElements", ctx.value(x), ctx.value(index, torch.int64), source, axis=dim, reduction=reduction
-    )
+    return ctx.op("ScatterElements", ctx.value(x), ctx.value(index, torch.int64), source, axis=dim, reduction=reduction)
 
 
 def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
     """The part of the source that the index names; torch lets it be larger, ONNX does not."""
     value = ctx.value(source, dtype)
-    if shape_of(source) == shape_of(index):
+    if same_shape(source, index):
         return value
     rank = rank_of(index)
     return ctx.op("Slice", value, ctx.ints([0] * rank), ctx.shape_tensor(index), ctx.ints(list(range(rank))))
@@ -251,8 +250,8 @@ def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, 
     """Add zeros along one dimension."""
     if before == 0 and after == 0:
         return value
-    # all dimensions, not the `axes` input: onnxruntime's transpose optimizer (1.19) permutes the pads as if they were all
-    # there ("indices element out of data bounds"); without a value it pads with zeros
+    # all dimensions, not the `axes` input: onnxruntime's transpose optimizer (1.19) permutes the pads as if they were
+    # all there ("indices element out of data bounds"); without a value it pads with zeros
     pads = [0] * (2 * rank)
     pads[axis], pads[rank + axis] = before, after
     return ctx.op("Pad", value, ctx.ints(pads))
@@ -260,9 +259,16 @@ def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, 
 
 @converts(aten.slice_backward.default)
 def slice_backward(
-    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any
+    ctx: GraphBuilder,
+    node: fx.Node,
+    grad: fx.Node,
+    input_sizes: Sequence[Any],
+    dim: int,
+    start: Any,
+    end: Any,
+    step: Any,
 ) -> ir.Value:
-    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
+    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
     axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
     value, rank = ctx.value(grad), rank_of(grad)
     length = shape_of(grad)[axis]
@@ -315,7 +321,7 @@ def slice_scatter(
     end: Any = None,
     step: Any = 1,
 ) -> ir.Value:
-    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
+    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
     if step != 1:
         raise Unsupported("slice_scatter with a step")
     axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)

@@ -48,7 +48,7 @@ def nll_loss_forward(
     reduction: int,
     ignore_index: int,
 ) -> tuple[ir.Value, ir.Value]:
-    """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor, Tensor)"""
+    """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor, Tensor)"""  # noqa: E501
     # not NegativeLogLikelihoodLoss: it does not return the total weight
     dtype, axis = dtype_of(x), _class_axis(x)
     counts, labels = _targets(ctx, x, target, ignore_index)

@@ -1,4 +1,4 @@
-"""Layers: normalization, convolution, pooling, embedding, upsampling."""
+"""Layers: normalization, convolution, embedding."""
 
 import math
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def native_layer_norm(
     bias: fx.Node | None,
     eps: float,
 ) -> tuple[ir.Value, ...]:
-    """native_layer_norm(Tensor input, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""
+    """native_layer_norm(Tensor input, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     dtype = dtype_of(x)
     scale = layer_norm_scale(ctx, weight, normalized_shape, dtype)
     shift = None if bias is None else ctx.value(bias, dtype)
@@ -174,9 +174,7 @@ def _batch_norm_eval(
     eps: float,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     work = work_dtype(dtype_of(x))
-    rstd = ctx.op(
-        "Reciprocal", ctx.op("Sqrt", ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work)))
-    )
+    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work))))
     centered = ctx.op("Sub", ctx.value(x, work), per_channel(ctx, ctx.value(running_mean, work), x))
     return _normalize(ctx, x, centered, rstd, weight, bias), _empty(ctx, work), _empty(ctx, work)
 
@@ -336,7 +334,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ir.Value:
-    """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq, bool sparse) -> Tensor"""
+    """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq, bool sparse) -> Tensor"""  # noqa: E501
     # the last three matter in the backward pass only
     rows = refusing_negative(ctx, ctx.value(indices, torch.int64), shape_of(weight)[0])
     return ctx.op("Gather", ctx.value(weight), rows, axis=0)

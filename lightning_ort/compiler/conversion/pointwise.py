@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of
+from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
 
 
 @converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: Optional[str] = None) -> ir.Value:
+def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: str | None = None) -> ir.Value:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode is None:
         return div(ctx, node, x, y)
@@ -127,7 +127,7 @@ def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Valu
 
 @converts(aten.clamp.default)
 def clamp(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Optional[Scalar] = None, max: Optional[Scalar] = None
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar | None = None, max: Scalar | None = None
 ) -> ir.Value:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
     dtype = dtype_of(node)
@@ -152,6 +152,30 @@ def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Scalar) -> ir.V
     return clamp(ctx, node, x, None, max)
 
 
+@converts(aten.clamp.Tensor)
+def clamp_tensor(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node | None = None, max: fx.Node | None = None
+) -> ir.Value:
+    """clamp.Tensor(Tensor self, Tensor? min=None, Tensor? max=None) -> Tensor"""
+    dtype = dtype_of(node)
+    value = ctx.value(x, dtype)
+    if min is not None:
+        value = ctx.op("Max", value, ctx.value(min, dtype))
+    return value if max is None else ctx.op("Min", value, ctx.value(max, dtype))
+
+
+@converts(aten.clamp_min.Tensor)
+def clamp_min_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node) -> ir.Value:
+    """clamp_min.Tensor(Tensor self, Tensor min) -> Tensor"""
+    return clamp_tensor(ctx, node, x, min)
+
+
+@converts(aten.clamp_max.Tensor)
+def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node) -> ir.Value:
+    """clamp_max.Tensor(Tensor self, Tensor max) -> Tensor"""
+    return clamp_tensor(ctx, node, x, None, max)
+
+
 # unary functions that ONNX has under the same meaning
 
 
@@ -172,7 +196,6 @@ for _overload, _onnx_op in {
     aten.ceil.default: "Ceil",
     aten.cos.default: "Cos",
     aten.cosh.default: "Cosh",
-    aten.erf.default: "Erf",
     aten.exp.default: "Exp",
     aten.floor.default: "Floor",
     aten.log.default: "Log",
@@ -195,6 +218,33 @@ for _overload, _onnx_op in {
 def rsqrt(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """rsqrt(Tensor self) -> Tensor"""
     return ctx.op("Reciprocal", ctx.op("Sqrt", ctx.value(x, dtype_of(node))))
+
+
+@converts(aten.erf.default)
+def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """erf(Tensor self) -> Tensor"""
+    # onnxruntime 1.19's kernel makes 1 of a NaN
+    value = ctx.value(x, dtype_of(node))
+    return ctx.op("Where", ctx.op("IsNaN", value), value, ctx.op("Erf", value))
+
+
+@converts(aten.expm1.default)
+def expm1(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """expm1(Tensor self) -> Tensor"""
+    # tanh(x / 2) (exp(x) + 1) keeps the digits of a small x, which exp(x) - 1 loses
+    dtype = dtype_of(node)
+    value = ctx.value(x, dtype)
+    half = ctx.op("Tanh", ctx.op("Mul", value, ctx.const(0.5, dtype)))
+    return ctx.op("Mul", half, ctx.op("Add", ctx.op("Exp", value), ctx.const(1, dtype)))
+
+
+@converts(aten.trunc.default)
+def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """trunc(Tensor self) -> Tensor"""
+    value = ctx.value(x)
+    if not dtype_of(node).is_floating_point:
+        return value
+    return ctx.op("Mul", ctx.op("Sign", value), ctx.op("Floor", ctx.op("Abs", value)))
 
 
 @converts(aten.log2.default)
@@ -287,13 +337,21 @@ def isinf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
     """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
-    return ctx.op("Where", ctx.value(condition, torch.bool), ctx.value(x, dtype), ctx.value(y, dtype))
+    chosen, x_value, y_value = ctx.value(condition, torch.bool), ctx.value(x, dtype), ctx.value(y, dtype)
+    if dtype is torch.bool:  # no kernel of Where in onnxruntime 1.19 to 1.31
+        kept = ctx.op("And", chosen, x_value)
+        return ctx.op("Or", kept, ctx.op("And", ctx.op("Not", chosen), y_value))
+    return ctx.op("Where", chosen, x_value, y_value)
 
 
 @converts(aten.masked_fill.Scalar)
 def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> ir.Value:
     """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
-    return ctx.op("Where", ctx.value(mask, torch.bool), ctx.value(value, dtype_of(node)), ctx.value(x))
+    filled, dtype = ctx.value(mask, torch.bool), dtype_of(node)
+    if dtype is torch.bool:
+        chosen = ctx.op("And", filled, ctx.value(value, dtype))
+        return ctx.op("Or", chosen, ctx.op("And", ctx.op("Not", filled), ctx.value(x)))
+    return ctx.op("Where", filled, ctx.value(value, dtype), ctx.value(x))
 
 
 @converts(aten.masked_fill.Tensor)
@@ -310,6 +368,15 @@ def clone(ctx: GraphBuilder, node: fx.Node, x: fx.Node, memory_format: Any = Non
     """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
     # values are immutable inside a region: no copy is needed
     return ctx.value(x)
+
+
+@converts(aten.copy.default)
+def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> ir.Value:
+    """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
+    if src.meta["val"].device != x.meta["val"].device:
+        raise Unsupported("a copy between devices")
+    value = ctx.value(src, dtype_of(x))
+    return value if same_shape(x, src) else ctx.op("Expand", value, ctx.shape_tensor(x))
 
 
 @converts(aten._to_copy.default)

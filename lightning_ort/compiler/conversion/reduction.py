@@ -134,17 +134,13 @@ def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None,
 
 
 @converts(aten.max.dim)
-def max_dim(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
-) -> tuple[ir.Value, ir.Value]:
+def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return reduce(ctx, "ReduceMax", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
 @converts(aten.min.dim)
-def min_dim(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
-) -> tuple[ir.Value, ir.Value]:
+def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     return reduce(ctx, "ReduceMin", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
 

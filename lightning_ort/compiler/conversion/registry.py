@@ -1,8 +1,8 @@
 """Which ATen overload is converted by which function.
 
-A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX nodes
-for tensors (and for symbolic integers), plain Python values for the rest. It emits ONNX nodes through ``ctx`` and returns
-one value, or a tuple of them for an op with several results. What it cannot express it refuses by raising
+A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX
+nodes for tensors (and for symbolic integers), plain Python values for the rest. It emits ONNX nodes through ``ctx`` and
+returns one value, or a tuple of them for an op with several results. What it cannot express it refuses by raising
 :class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen schema.
 """
 

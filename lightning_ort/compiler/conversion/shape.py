@@ -2,18 +2,27 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import DTYPES, GraphBuilder, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.conversion.graph import (
+    DTYPES,
+    GraphBuilder,
+    dtype_of,
+    rank_of,
+    same_shape,
+    shape_of,
+    static,
+)
 from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported, converts
+from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
 
-Size = Union[int, fx.Node]
+Size = int | fx.Node
 
 
 def getitem(ctx: GraphBuilder, node: fx.Node, source: fx.Node, index: int) -> ir.Value:
@@ -61,7 +70,7 @@ def unsqueeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Valu
 
 
 @converts(aten.squeeze.dim, aten.squeeze.dims)
-def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Union[int, Sequence[int]]) -> ir.Value:
+def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | Sequence[int]) -> ir.Value:
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
     sizes = shape_of(x)
     dims = [d % max(len(sizes), 1) for d in ([dim] if isinstance(dim, int) else dim)]
@@ -72,7 +81,7 @@ def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Union[int, Sequen
 @converts(aten.expand.default)
 def expand(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size], *, implicit: bool = False) -> ir.Value:
     """expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)"""
-    if shape_of(x) == shape_of(node):
+    if same_shape(x, node):
         return ctx.value(x)
     # ONNX Expand broadcasts both ways: 1 keeps the input's size, as -1 does in torch
     sizes = [1 if isinstance(s, int) and s == -1 else s for s in size]
@@ -95,12 +104,12 @@ def slice_(
     node: fx.Node,
     x: fx.Node,
     dim: int = 0,
-    start: Optional[Size] = None,
-    end: Optional[Size] = None,
+    start: Size | None = None,
+    end: Size | None = None,
     step: int = 1,
 ) -> ir.Value:
     """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"""
-    if shape_of(x) == shape_of(node):
+    if same_shape(x, node):
         return ctx.value(x)
     bounds = [ctx.sizes([0 if start is None else start]), ctx.sizes([2**63 - 1 if end is None else end])]
     return ctx.op("Slice", ctx.value(x), *bounds, ctx.ints([dim]), ctx.ints([step]))
@@ -117,7 +126,7 @@ def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int =
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     dtype = dtype_of(node)
     # torch lets an empty 1-D tensor of any rank take part
-    full = [x for x in tensors if shape_of(x) != (0,)] or list(tensors)[:1]
+    full = [x for x in tensors if rank_of(x) != 1 or not static(shape_of(x)) or shape_of(x)[0]] or list(tensors)[:1]
     return ctx.op("Concat", *(ctx.value(x, dtype) for x in full), axis=dim)
 
 
@@ -209,10 +218,23 @@ def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> ir
 @converts(aten.arange.start_step)
 def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> ir.Value:
     """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
-    dtype = dtype_of(node)
-    if dtype is not torch.int64:
-        raise Unsupported(f"arange of {dtype}")
-    return ctx.op("Range", *(ctx.value(arg, dtype) for arg in (start, end, step)))
+    dtype, (size,) = dtype_of(node), shape_of(node)
+    if not dtype.is_floating_point:
+        if any(isinstance(arg, float) for arg in (start, end, step)):
+            raise Unsupported("an integer arange with fractional bounds")
+        numbers = ctx.op("Range", *(ctx.value(arg, torch.int64) for arg in (start, end, step)))
+        return numbers if dtype is torch.int64 else ctx.cast(numbers, dtype)
+    # torch multiplies a count by the step where Range adds up steps and drifts
+    if isinstance(size, int):
+        count = ctx.ints(size)
+    elif start == 0 and step == 1:
+        count = ctx.value(end, torch.int64)
+    else:
+        raise Unsupported(f"arange of {dtype} of symbolic size", ReasonType.DYNAMIC_SHAPE)
+    numbers = ctx.cast(ctx.op("Range", ctx.ints(0), count, ctx.ints(1)), dtype)
+    if step != 1:
+        numbers = ctx.op("Mul", numbers, ctx.const(step, dtype))
+    return numbers if start == 0 else ctx.op("Add", numbers, ctx.const(start, dtype))
 
 
 @converts(aten.arange.start)
