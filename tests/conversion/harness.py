@@ -1,5 +1,6 @@
 """Run a function on ONNX Runtime, forward and backward, and compare it with eager in float64."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,14 @@ class Run:
 
 
 def compile_function(
-    fn: Callable[..., Any], inputs: Sequence[Any], **config: Any
+    fn: Callable[..., Any], inputs: Sequence[Any], num_outputs: int, **config: Any
 ) -> tuple[Callable[..., Any], CompileReport]:
-    """Compile a function as dynamo would hand it over, without the time that dynamo takes."""
+    """Compile a function that returns a tuple as dynamo would hand it over, without the time that dynamo takes."""
     backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, intra_op_threads=1, **config))
     graph = fx.Graph()
     placeholders = [graph.placeholder(f"x{index}") for index in range(len(inputs))]
-    graph.output((graph.call_function(_as_tuple(fn), tuple(placeholders)),))
+    call = graph.call_function(fn, tuple(placeholders))
+    graph.output(tuple(graph.call_function(operator.getitem, (call, index)) for index in range(num_outputs)))
     return backend(fx.GraphModule({}, graph), list(inputs)), backend.report
 
 
@@ -44,10 +46,8 @@ def _as_tuple(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(fn: Callable[..., Any], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor] | None = None) -> Run:
-    """Call a function, and its backward pass where an output has one."""
+    """Call a function that returns a tuple, and its backward pass where an output has one."""
     outputs = list(fn(*inputs))
-    while len(outputs) == 1 and isinstance(outputs[0], (tuple, list)):
-        outputs = list(outputs[0])
     result = Run(outputs, inputs=list(inputs))
     differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
     if differentiable:
@@ -102,7 +102,7 @@ def check(
     same = run(eager, copies(inputs))
     config.setdefault("fallback", "warn" if in_torch else "raise")
     given = copies(inputs)
-    compiled, report = compile_function(fn, given, **config)
+    compiled, report = compile_function(eager, given, len(expected.outputs), **config)
     actual = run(compiled, given)
 
     rtol, atol = tolerance

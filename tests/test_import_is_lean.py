@@ -1,0 +1,24 @@
+"""Importing the package loads nothing that is slow, or that patches torch, before it is needed."""
+
+import subprocess
+import sys
+
+HEAVY = ("onnxruntime", "deepspeed", "transformers", "bitsandbytes", "onnx", "lightning.pytorch", "pytorch_lightning")
+
+CODE = f"""
+import sys
+import lightning_ort
+print(",".join(name for name in {HEAVY!r} if name in sys.modules))
+import torch
+assert not torch.cuda.is_initialized()
+from lightning_ort import ORTStrategy
+strategy = ORTStrategy()
+print(",".join(name for name in {HEAVY[:5]!r} if name in sys.modules))
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_import_is_lean() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["", ""]
