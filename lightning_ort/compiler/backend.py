@@ -224,7 +224,7 @@ class ORTBackend:
 
         def bind(threads: int) -> BoundSession:
             if threads not in bound:
-                inference_session = session.build(model, kernel_set.providers, threads, device)
+                inference_session = session.build(model, region, kernel_set.providers, threads, device)
                 bound[threads] = BoundSession(region, inference_session, device)
             return bound[threads]
 

@@ -11,6 +11,7 @@ from lightning_ort.compiler.cache import Timing
 from lightning_ort.compiler.conversion.graph import GraphBuilder
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.support import values_of
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -63,12 +64,13 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
 
 
 def build(
-    model: bytes, providers: tuple[str, ...], threads: int, device: torch.device
+    model: bytes, region: Region, providers: tuple[str, ...], threads: int, device: torch.device
 ) -> "onnxruntime.InferenceSession":
     """Build a session.
 
     Args:
         model: The serialized model.
+        region: What it was made of.
         providers: Execution providers in order of preference.
         threads: Intra-op threads.
         device: Where the tensors are.
@@ -85,6 +87,9 @@ def build(
     options.log_severity_level = 4  # what goes wrong is raised, and reported by us
     # spinning threads fight torch's own pool: a BERT step took 362 ms with and 315 ms without (onnxruntime 1.19)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if _has_float64(region):
+        # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have kernels for float32 alone (1.19)
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     configured: list[Any] = [
         (provider, _cuda_options(device)) if provider == "CUDAExecutionProvider" else provider for provider in providers
     ]
@@ -95,6 +100,11 @@ def build(
     if session.get_providers()[0] != providers[0]:  # onnxruntime replaces a provider that does not load, silently
         raise RegionFailed(ReasonType.SESSION_FAILED, f"{providers[0]} did not load; are its libraries installed?")
     return session
+
+
+def _has_float64(region: Region) -> bool:
+    values = (value for node in region.module.graph.nodes for value in values_of(node))
+    return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
 
 
 def _cuda_options(device: torch.device) -> dict[str, str]:

@@ -35,7 +35,11 @@ VIEWS = {
     torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
 }
-_ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_permuted.default,
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 

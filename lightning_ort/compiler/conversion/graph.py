@@ -171,9 +171,12 @@ class GraphBuilder:
             The output, or a tuple of them where there are several.
 
         """
+        given = list(inputs)
+        while given and given[-1] is None:  # onnxruntime 1.19 takes an empty name at the end of Squeeze for an input
+            given.pop()
         node = ir.node(
             op_type,
-            list(inputs),
+            given,
             {name: value for name, value in attrs.items() if value is not None},
             domain=domain,
             num_outputs=outputs,

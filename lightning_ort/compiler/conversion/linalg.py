@@ -98,7 +98,10 @@ def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
 @converts(aten.mv.default)
 def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
     """mv(Tensor self, Tensor vec) -> Tensor"""
-    return ctx.op("MatMul", ctx.value(x), ctx.value(vec))
+    # as a matrix of one column: onnxruntime 1.19 fuses a transpose into a MatMul with a vector and gets it wrong
+    a, trans_a = _untransposed(ctx, x)
+    column = ctx.op("Unsqueeze", ctx.value(vec), ctx.ints([1]))
+    return ctx.op("Squeeze", ctx.op("Gemm", a, column, transA=trans_a or None), ctx.ints([1]))
 
 
 @converts(aten.linear.default)

@@ -95,7 +95,14 @@ def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim
 
 def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
-        return reduce(ctx, onnx_op, x, ctx.value(x), dim, keepdim)
+        value, dtype = ctx.value(x), dtype_of(x)
+        result = reduce(ctx, onnx_op, x, value, dim, keepdim)
+        if not dtype.is_floating_point:
+            return result
+        # torch hands a NaN on, onnxruntime 1.19 only where it meets it first
+        flags = ctx.cast(ctx.op("IsNaN", value), dtype)
+        poisoned = ctx.cast(reduce(ctx, "ReduceMax", x, flags, dim, keepdim), torch.bool)
+        return ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
 
     convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
     convert.__qualname__ = f"extremum_{onnx_op.lower()}"
@@ -260,6 +267,8 @@ def vector_norm(
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
     result = dtype_of(node)
     value = ctx.value(x, result)
+    if ord == 2 and result is torch.float64:  # ReduceL2 computes in float32 (1.19)
+        return ctx.op("Sqrt", reduce(ctx, "ReduceSum", x, ctx.op("Mul", value, value), dim, keepdim))
     if ord in (1, 2):
         return reduce(ctx, f"ReduceL{int(ord)}", x, value, dim, keepdim)
     if ord == 0:
