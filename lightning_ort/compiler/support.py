@@ -40,6 +40,7 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_permuted.default,
 }
+_CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -69,13 +70,15 @@ class Support:
 def is_compute(node: fx.Node) -> bool:
     """Whether a node computes something.
 
-    Views, access to tuples, arithmetic on sizes, allocation and random draws (which always are torch's) do not count.
+    Views, access to tuples, arithmetic on sizes, allocation, checks of values and random draws (which always are
+    torch's) do not count.
     """
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
         and node.target not in VIEWS
         and node.target not in _ALLOCATIONS
+        and node.target not in _CHECKS
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
 

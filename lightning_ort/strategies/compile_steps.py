@@ -52,6 +52,8 @@ _MAX_RECOMPILING_STEPS = 3
 # Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 _RECOMPILE_LIMIT = 32
 
+_MISSING = object()
+
 Mode = Literal["step", "modules", "off"]
 
 
@@ -77,11 +79,15 @@ class CapturedModule:
         self.closure_seen = False
         self._strategy = strategy
         self._optimizers: Any = None
-        self.steps: dict[str, AbstractContextManager[None]] = {name: StepCapture(self, name) for name in STEPS}
+        self.steps: dict[str, AbstractContextManager[None]] = {}
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
         self._optimizers = None
+        if (mode := self._choose_mode()) != self.mode or not self.steps:
+            self.mode = mode
+            self.steps = {name: StepCapture(self, name) for name in STEPS}
+            self.__dict__.pop("module_patches", None)
         self.watch.install()
 
     def stop(self) -> None:
@@ -89,14 +95,11 @@ class CapturedModule:
         self.watch.remove()
 
     def refresh(self) -> None:
-        """Prepare for a step, where something has changed; all that has not changed stays the same object to dynamo."""
+        """Prepare for a step, where something has changed; what has not changed stays the same object to dynamo."""
         if self._optimizers is self._strategy._lightning_optimizers:
             return
-        fresh = self._optimizers is None
         self._optimizers = self._strategy._lightning_optimizers
         self.step_patches.refresh([] if self.module.automatic_optimization else self._optimizers)
-        if fresh:
-            self.mode = self._choose_mode()
 
     def _choose_mode(self) -> Mode:
         compiled = compiled_by_user(self.module)
@@ -154,7 +157,7 @@ class StepCapture(AbstractContextManager):
         self._code: CodeType | None = None
         self._call: Callable[..., Any] = _not_prepared
         self._stand_in: Callable[..., Any] = _not_prepared
-        self._before: dict[str, Any] = {}
+        self._before: Any = _MISSING
         self._recompiling = 0
 
     @override
@@ -165,8 +168,7 @@ class StepCapture(AbstractContextManager):
         if getattr(step, "__func__", step) is not self._function:
             self._prepare(step)
         attributes = self._steps.attributes
-        if self._name in attributes:
-            self._before[self._name] = attributes[self._name]
+        self._before = attributes.get(self._name, _MISSING)
         attributes[self._name] = self._stand_in
 
     @override
@@ -176,10 +178,10 @@ class StepCapture(AbstractContextManager):
     def _restore(self) -> None:
         attributes = self._steps.attributes
         if attributes.get(self._name) is self._stand_in:
-            if self._name in self._before:
-                attributes[self._name] = self._before.pop(self._name)
-            else:
+            if self._before is _MISSING:
                 del attributes[self._name]
+            else:
+                attributes[self._name] = self._before
 
     def _prepare(self, step: Callable[..., Any]) -> None:
         """Compile a step that is new here; dynamo starts its work at the first call."""
@@ -209,9 +211,9 @@ class StepCapture(AbstractContextManager):
         steps = self._steps
         steps.backend.label = self._name
         patches: StepPatches | ModulePatches = steps.step_patches if self._mode == "step" else steps.module_patches
-        patches.apply()
-        steps.watch.begin()
         try:
+            patches.apply()
+            steps.watch.begin()
             output = self._call(*args, **kwargs)
         except BaseException as error:
             self._leave(patches)

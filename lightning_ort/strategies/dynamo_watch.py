@@ -106,6 +106,7 @@ class DynamoWatch(logging.Filter):
                 outcome.skipped_rest = metrics.fail_reason
         if outcome.limit is not None:  # such a frame is skipped as well, and that is no news
             outcome.skipped = outcome.skipped_rest = None
+        self._seen = _newest_metrics()
         return outcome
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -127,8 +128,7 @@ class DynamoWatch(logging.Filter):
             return
         self.dirty = self._outcome.compiled = True
         self._breaks = _count_breaks()
-        metrics = get_compilation_metrics()
-        self._seen = metrics[-1] if metrics else None
+        self._seen = _newest_metrics()
         settings = {
             # counters such as `self.global_step` would compile each step, until dynamo gives up
             "allow_unspec_int_on_nn_module": True,
@@ -150,6 +150,11 @@ class DynamoWatch(logging.Filter):
 
 def _convert_log() -> logging.Logger:
     return logging.getLogger(torch._dynamo.convert_frame.__name__)
+
+
+def _newest_metrics() -> Any:
+    metrics = get_compilation_metrics()
+    return metrics[-1] if metrics else None
 
 
 def _count_breaks() -> int:

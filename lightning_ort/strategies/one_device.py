@@ -29,22 +29,21 @@ class OneDeviceMixin(_SingleDeviceStrategy):
 
     def __init__(self, device: "_DEVICE | None" = None, **kwargs: Any) -> None:
         super().__init__(device="cpu" if device is None else device, **kwargs)
-        self._parallel_devices: list[torch.device] | None = None
+        self._chosen_devices: list[torch.device] | None = None
         if device is not None:
             if self._root_device.type == "cuda" and self._root_device.index is None:
                 self._root_device = torch.device("cuda", 0)  # Lightning needs the index
-            self._parallel_devices = [self._root_device]
+            self._chosen_devices = [self._root_device]
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, in a list, once it is known."""
-        return self._parallel_devices
+        """The one device, in a list, where this strategy was given one; ``None`` lets the Trainer choose."""
+        return self._chosen_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
             raise self._one_only(f"{len(devices)} devices ({', '.join(map(str, devices))})", "devices=1")
-        self._parallel_devices = devices
         self._root_device = devices[0]
 
     @property

@@ -55,7 +55,10 @@ def run(fn: Callable[..., Any], inputs: Sequence[Any], cotangents: Sequence[torc
         given = cotangents or cotangents_for(outputs)
         result.gradients = list(
             torch.autograd.grad(
-                differentiable, leaves, [g.to(out.dtype) for g, out in zip(given, differentiable, strict=True)], allow_unused=True
+                differentiable,
+                leaves,
+                [g.to(out.dtype) for g, out in zip(given, differentiable, strict=True)],
+                allow_unused=True,
             )
         )
     return result

@@ -115,7 +115,12 @@ op("erf", torch.erf, X, no_f64="erf.default")
 for _fn in (torch.asin, torch.acos, torch.atan, torch.sinh, torch.cosh):
     op(_fn.__name__, _fn, uniform(4, low=-0.9, high=0.9), no_f64=f"{_fn.__name__}.default cosh.default sinh.default")
 op("log1p_small", torch.log1p, values([0.0, 1e-30, -1e-9, 1e-5, -0.5, 1e20, INF]).fixed(), tolerance={F32: (1e-6, 0)})
-op("expm1_small", torch.expm1, values([0.0, 1e-30, -1e-9, 1e-5, -5.0, 50.0, INF, -INF]).fixed(), tolerance={F32: (1e-6, 0)})
+op(
+    "expm1_small",
+    torch.expm1,
+    values([0.0, 1e-30, -1e-9, 1e-5, -5.0, 50.0, INF, -INF]).fixed(),
+    tolerance={F32: (1e-6, 0)},
+)
 for _fn in (torch.exp, torch.tanh, torch.sigmoid, torch.relu, torch.abs, torch.erf, F.leaky_relu, F.elu, F.softplus):
     op(f"{_fn.__name__}_weird", _fn, values(WEIRD).fixed(), no_f64="erf.default")
 op("exp_zero_dim", torch.exp, normal())

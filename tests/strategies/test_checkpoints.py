@@ -1,0 +1,98 @@
+"""A checkpoint does not tell under which strategy it was written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_modules import Small
+
+from lightning_ort import ORTStrategy
+
+
+class Momentum(Small):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"},
+        }
+
+
+def strategy(name: str) -> Any:
+    return "auto" if name == "stock" else ORTStrategy(config={"placement": "always"})
+
+
+def train(name: str, epochs: int, make_trainer: Callable[..., Any], ckpt_path: Path | None = None) -> tuple[Any, Any]:
+    module = Momentum()
+    trainer = make_trainer(strategy=strategy(name), max_epochs=epochs, limit_val_batches=0)
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def assert_same(left: Any, right: Any, **tolerance: float) -> None:
+    """Same structure and keys, tensors and floats equal within the tolerance."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key], **tolerance)
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other, **tolerance)
+    elif isinstance(left, torch.Tensor):
+        torch.testing.assert_close(left, right, **tolerance)
+    elif isinstance(left, float):
+        assert left == pytest.approx(right, rel=1e-3)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("resumed", ["ort", "stock"])
+@pytest.mark.parametrize("first", ["ort", "stock"])
+def test_resume(first: str, resumed: str, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    whole, _ = train("stock", 3, make_trainer)
+    module, trainer = train(first, 1, make_trainer)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    continued, _ = train(resumed, 3, make_trainer, ckpt_path=tmp_path / "first.ckpt")
+    assert module.losses + continued.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
+def test_content(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoints = []
+    for name in ("stock", "ort"):
+        _, trainer = train(name, 1, make_trainer)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        checkpoints.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True))
+    assert trainer.strategy.report.ort_runs > 0
+    stock, ours = checkpoints
+    assert_same(ours, stock, rtol=1e-3, atol=1e-5)
+    assert ours["optimizer_states"][0]["state"][0]["exp_avg"].abs().sum() > 0
+
+
+def test_load_is_exact(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    module, trainer = train("ort", 1, make_trainer)
+    trainer.save_checkpoint(tmp_path / "ort.ckpt")
+    state = torch.load(tmp_path / "ort.ckpt", weights_only=True)["state_dict"]
+    state = dict(state)
+    assert_same(state, dict(module.state_dict()), rtol=0, atol=0)
+    loaded = Momentum.load_from_checkpoint(tmp_path / "ort.ckpt")
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
+
+
+def test_checkpoint_in_the_middle_of_a_run(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    class Saves(Momentum):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            if self.global_step == 2:
+                self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    module = Saves()
+    make_trainer(strategy=strategy("ort"), max_epochs=1, limit_val_batches=0).fit(module)
+    stock, _ = train("stock", 1, make_trainer, ckpt_path=tmp_path / "middle.ckpt")
+    ours, trainer = train("ort", 1, make_trainer, ckpt_path=tmp_path / "middle.ckpt")
+    assert len(module.losses) > len(stock.losses) > 0
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-3)
+    assert trainer.strategy.report.ort_runs > 0
