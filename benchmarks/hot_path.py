@@ -37,7 +37,7 @@ def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
 
     def call(self: OrtRegion, *args: object) -> object:
         assert isinstance(self._run, BoundSession)
-        detached = tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        detached = tuple(arg.detach().contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
         seen[id(self)] = (self._run, detached)
         return original(self, *args)
 
@@ -72,18 +72,18 @@ for _ in range(50):
     eager_step()
     step()
 regions = record_regions()
+kept: list[object] = []
 
 
 def sessions_alone() -> None:
-    """Run both sessions as they are bound."""
+    """Run both sessions as :func:`regions_alone` bound them, which has to come right before."""
     for bound, _ in regions:
         bound.session._sess.run_with_iobinding(bound._binding, bound._options)
 
 
 def regions_alone() -> None:
     """Run both regions: bind, allocate, run."""
-    for bound, args in regions:
-        bound(*args)
+    kept[:] = [bound(*args) for bound, args in regions]  # the sessions stay bound to these outputs
 
 
 candidates = {"eager": eager_step, "ort": step, "  both regions": regions_alone, "    both sessions": sessions_alone}

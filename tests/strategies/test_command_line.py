@@ -1,0 +1,85 @@
+"""An unmodified LightningCLI script takes the strategy by class path, and each of its settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from small_modules import Small
+
+from lightning_ort import ORTConfig, ORTStrategy
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+}
+
+
+def cli(*args: str, run: bool = False) -> LightningCLI:
+    return LightningCLI(Small, run=run, args=list(args), trainer_defaults=QUIET, save_config_callback=None)
+
+
+def config_file(folder: Path, strategy: Any) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    return f"--config={path}"
+
+
+def test_yaml(tmp_path: Path) -> None:
+    init_args = {"config": {"placement": "always", "torch_ops": ["aten.gelu"], "report": None}}
+    strategy = {"class_path": "lightning_ort.ORTStrategy", "init_args": init_args}
+    trainer = cli(config_file(tmp_path, strategy)).trainer
+    assert type(trainer.strategy) is ORTStrategy
+    assert trainer.strategy.config == ORTConfig(placement="always", torch_ops=("aten.gelu",))
+
+
+def test_fit(tmp_path: Path) -> None:
+    strategy = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"config": {"placement": "always"}}}
+    instance = LightningCLI(
+        Small,
+        args=["fit", config_file(tmp_path, strategy), f"--trainer.default_root_dir={tmp_path}"],
+        trainer_defaults=QUIET,
+        save_config_callback=None,
+    )
+    assert instance.trainer.strategy.report.ort_runs > 0
+
+
+def test_arguments() -> None:
+    trainer = cli("--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.config.capture=modules").trainer
+    assert trainer.strategy.config == ORTConfig(capture="modules")
+    assert cli("--trainer.strategy=ort").trainer.strategy.strategy_name == "ort"
+
+
+def test_print_config_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.config.placement=always"]
+    with pytest.raises(SystemExit):
+        cli(*arguments, "--print_config")
+    text = capsys.readouterr().out
+    printed = yaml.safe_load(text)["trainer"]["strategy"]
+    assert printed["init_args"]["config"]["placement"] == "always"
+    assert printed["init_args"]["config"]["fallback"] == "warn"  # a default, for people to see and change
+    (tmp_path / "printed.yaml").write_text(text)
+    assert cli(f"--config={tmp_path / 'printed.yaml'}").trainer.strategy.config == ORTConfig(placement="always")
+
+
+def test_help_shows_each_setting(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        cli("--trainer.strategy.help=lightning_ort.ORTStrategy")
+    text = capsys.readouterr().out
+    for name in ("placement", "fallback", "capture", "intra_op_threads", "report"):
+        assert f"config.{name}" in text
+    assert "ONNX Runtime execution providers in order of preference" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("setting", [{"placment": "always"}, {"placement": "never"}])
+def test_wrong_settings_are_refused(setting: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    strategy = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"config": setting}}
+    with pytest.raises(SystemExit):
+        cli(config_file(tmp_path, strategy))
+    assert next(iter(setting)) in capsys.readouterr().err

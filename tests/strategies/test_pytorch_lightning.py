@@ -1,0 +1,57 @@
+"""The twin for ``pytorch_lightning``, whose classes are not those of ``lightning.pytorch``."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pl = pytest.importorskip("pytorch_lightning")
+
+
+def make_module() -> Any:
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            generator = torch.Generator().manual_seed(1)
+            return torch.utils.data.DataLoader(torch.randn(32, 8, generator=generator), batch_size=8)
+
+    return Small()
+
+
+def make_trainer(strategy: Any, **kwargs: Any) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, enable_model_summary=False, **quiet, **kwargs)
+
+
+def test_trains_like_the_stock_strategy() -> None:
+    from lightning_ort.pytorch_lightning.strategies import ORTStrategy
+
+    losses = []
+    for strategy in ("auto", ORTStrategy(config={"placement": "always"})):
+        trainer = make_trainer(strategy)
+        trainer.fit(make_module())
+        losses.append(trainer.callback_metrics["loss_epoch"].item())
+    assert isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert trainer.strategy.report.ort_runs > 0
+    assert trainer.strategy.report.graph_breaks == 0
+
+
+def test_name_and_devices() -> None:
+    from lightning_ort.pytorch_lightning.strategies import ORTStrategy
+
+    assert type(make_trainer("ort").strategy) is ORTStrategy
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="ort_ddp"):
+        make_trainer("ort", devices=2)
