@@ -147,7 +147,7 @@ for _fn in (F.silu, F.leaky_relu, F.elu, F.softplus, F.hardswish, F.relu6, F.har
     op(_fn.__name__, _fn, normal(4, 6, scale=3))
 for _fn in (F.mish, F.logsigmoid, F.softsign, F.tanhshrink, F.hardshrink, F.softshrink, F.glu):
     op(_fn.__name__, _fn, normal(4, 6, scale=3))
-op("hardsigmoid", F.hardsigmoid, X, tolerance={F64: (1e-7, 0)})  # eager multiplies by a float32 1/6
+op("hardsigmoid", F.hardsigmoid, normal(4, 6, scale=3), tolerance={F64: (1e-7, 0)})  # eager multiplies by a float32 1/6
 op("gelu", F.gelu, normal(4, 6, scale=3), no_f64="gelu.default gelu_backward.default")
 op("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), normal(4, 6, scale=3))
 op("gelu_nan", F.gelu, values([NAN, -30.0, 30.0]), no_f64="gelu.default gelu_backward.default")

@@ -146,9 +146,6 @@ def test_untraceable_child_in_modules_mode(make_trainer: Callable[..., Any]) -> 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.other(x))
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch)  # without self.log, which dynamo alone cannot take in Lightning 2.6.6
-
     plain, module = WithChild(), WithChild()
     fit(plain, "auto", make_trainer)
     report = fit(module, always(capture="modules"), make_trainer)

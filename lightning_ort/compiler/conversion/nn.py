@@ -1,4 +1,4 @@
-"""Layers: normalization, convolution, embedding."""
+"""Layers: softmax, normalization, convolution, embedding."""
 
 import math
 from collections.abc import Sequence
@@ -38,6 +38,29 @@ def per_channel(ctx: GraphBuilder, value: ir.Value, x: fx.Node) -> ir.Value:
     """A vector of one entry per channel, shaped to broadcast against ``x`` of [N, C, ...]."""
     spatial = rank_of(x) - 2
     return ctx.op("Unsqueeze", value, ctx.ints(list(range(1, spatial + 1)))) if spatial > 0 else value
+
+
+# softmax
+
+
+@converts(aten._softmax.default)
+def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
+    """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    return _along(ctx, "Softmax", ctx.value(x, dtype_of(node)), x, dim)
+
+
+@converts(aten._log_softmax.default)
+def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
+    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    return _along(ctx, "LogSoftmax", ctx.value(x, dtype_of(node)), x, dim)
+
+
+def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+    if rank_of(x):
+        return ctx.op(op_type, value, axis=dim)
+    # ONNX has no axis of a scalar
+    row = ctx.op(op_type, ctx.op("Unsqueeze", value, ctx.ints([0])), axis=0)
+    return ctx.op("Squeeze", row, ctx.ints([0]))
 
 
 # normalization over the last dimensions

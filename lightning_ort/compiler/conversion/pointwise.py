@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, rank_of, same_shape
+from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -83,6 +83,26 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
     if rounding_mode == "floor":
         return ctx.op("Floor", quotient)
     return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
+
+
+@converts(aten.fmod.Scalar, aten.fmod.Tensor)
+def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+    """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
+    dtype = dtype_of(node)
+    return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
+
+
+@converts(aten.remainder.Scalar, aten.remainder.Tensor)
+def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+    """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
+    dtype = dtype_of(node)
+    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
+    if not dtype.is_floating_point:
+        return ctx.op("Mod", a, b)  # the sign of the divisor, as in Python
+    rest = ctx.op("Mod", a, b, fmod=1)  # the sign of the dividend
+    zero = ctx.const(0, dtype)
+    differs = ctx.op("Less", ctx.op("Mul", rest, ctx.op("Sign", b)), zero)
+    return ctx.op("Where", differs, ctx.op("Add", rest, b), rest)
 
 
 @converts(aten.pow.Tensor_Scalar)
@@ -467,10 +487,6 @@ def hardtanh(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min_val: Scalar = -1,
 @converts(aten.hardsigmoid.default)
 def hardsigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """hardsigmoid(Tensor self) -> Tensor"""
-    return _hardsigmoid(ctx, x)
-
-
-def _hardsigmoid(ctx: GraphBuilder, x: fx.Node) -> ir.Value:
     dtype, value = dtype_of(x), ctx.value(x)
     if dtype is torch.float64:  # ONNX attributes are float32
         line = ctx.op("Div", ctx.op("Add", value, ctx.const(3, dtype)), ctx.const(6, dtype))
@@ -481,44 +497,4 @@ def _hardsigmoid(ctx: GraphBuilder, x: fx.Node) -> ir.Value:
 @converts(aten.hardswish.default)
 def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """hardswish(Tensor self) -> Tensor"""
-    return ctx.op("Mul", ctx.value(x), _hardsigmoid(ctx, x))
-
-
-@converts(aten._softmax.default)
-def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
-    """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(ctx, "Softmax", ctx.value(x, dtype_of(node)), x, dim)
-
-
-@converts(aten._log_softmax.default)
-def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
-    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(ctx, "LogSoftmax", ctx.value(x, dtype_of(node)), x, dim)
-
-
-def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
-    if rank_of(x):
-        return ctx.op(op_type, value, axis=dim)
-    # ONNX has no axis of a scalar
-    row = ctx.op(op_type, ctx.op("Unsqueeze", value, ctx.ints([0])), axis=0)
-    return ctx.op("Squeeze", row, ctx.ints([0]))
-
-
-@converts(aten.fmod.Scalar, aten.fmod.Tensor)
-def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
-    """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
-    return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
-
-
-@converts(aten.remainder.Scalar, aten.remainder.Tensor)
-def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
-    """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
-    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
-    if not dtype.is_floating_point:
-        return ctx.op("Mod", a, b)  # the sign of the divisor, as in Python
-    rest = ctx.op("Mod", a, b, fmod=1)  # the sign of the dividend
-    zero = ctx.const(0, dtype)
-    differs = ctx.op("Less", ctx.op("Mul", rest, ctx.op("Sign", b)), zero)
-    return ctx.op("Where", differs, ctx.op("Add", rest, b), rest)
+    return ctx.op("Mul", ctx.value(x), hardsigmoid(ctx, node, x))

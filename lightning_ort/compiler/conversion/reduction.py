@@ -78,9 +78,12 @@ def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    return _any(ctx, x, ctx.value(x, torch.bool), dim, keepdim)
+
+
+def _any(ctx: GraphBuilder, x: fx.Node, flags: ir.Value, dim: Dims, keepdim: bool) -> ir.Value:
     # no bool reductions in opset 18
-    flags = ctx.cast(ctx.value(x, torch.bool), torch.int32)
-    return ctx.cast(reduce(ctx, "ReduceMax", x, flags, dim, keepdim), torch.bool)
+    return ctx.cast(reduce(ctx, "ReduceMax", x, ctx.cast(flags, torch.int32), dim, keepdim), torch.bool)
 
 
 @converts(aten.all.default, aten.all.dim, aten.all.dims)
@@ -100,8 +103,7 @@ def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
         if not dtype.is_floating_point:
             return result
         # torch hands a NaN on, onnxruntime 1.19 only where it meets it first
-        flags = ctx.cast(ctx.op("IsNaN", value), dtype)
-        poisoned = ctx.cast(reduce(ctx, "ReduceMax", x, flags, dim, keepdim), torch.bool)
+        poisoned = _any(ctx, x, ctx.op("IsNaN", value), dim, keepdim)
         return ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
 
     convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
