@@ -163,6 +163,7 @@ class ORTBackend:
             new = [region for region in parts.regions if region.on_ort and tuple(region.nodes) not in built]
             if not new:
                 break
+            assert kernel_set is not None  # else nothing is supported
             for region in new:
                 where = f"{graph.name}/{region.name}"
                 try:
@@ -303,8 +304,8 @@ def link(placed: Placed) -> Callable[[list[Any]], Any]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             outer[node] = graph.node_copy(node)
-    for region, run in zip(placed.parts.regions, placed.executables, strict=True):
-        call = graph.call_function(run, tuple(outer[source] for source in region.inputs))
+    for region, executable in zip(placed.parts.regions, placed.executables, strict=True):
+        call = graph.call_function(executable, tuple(outer[source] for source in region.inputs))
         for index, node in enumerate(region.outputs):
             outer[node] = graph.call_function(operator.getitem, (call, index))
     output = gm.graph.output_node()

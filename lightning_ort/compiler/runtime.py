@@ -82,7 +82,7 @@ class BoundSession:
             The region's outputs, newly allocated.
 
         """
-        kept = None
+        kept: Any = None
         bound = self._bound_inputs
         if self._static_sizes is not None:
             sizes = self._static_sizes

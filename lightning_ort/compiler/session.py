@@ -53,7 +53,7 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
         for node in graph.nodes:
             if node.op == "call_function":
                 builder.convert(node)
-        model = ir.to_proto(builder.model(graph.output_node().args[0], name))
+        model = ir.to_proto(builder.model(graph.output_node().args[0], name))  # type: ignore[arg-type]
     except Exception as error:  # a bug in a converter must not lose the run
         raise RegionFailed(ReasonType.CONVERSION_FAILED, error) from error
     try:

@@ -28,10 +28,12 @@ from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason,
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
 from lightning_ort.strategies.step_patches import (
+    MISSING,
     ModulePatches,
     StepPatches,
     callable_children,
     compiled_by_user,
+    put_back,
 )
 
 if TYPE_CHECKING:
@@ -51,8 +53,6 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _MAX_RECOMPILING_STEPS = 3
 # Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 _RECOMPILE_LIMIT = 32
-
-_MISSING = object()
 
 Mode = Literal["step", "modules", "off"]
 
@@ -113,7 +113,7 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function with our backend; dynamo starts its work at the first call."""
-        return torch.compile(
+        return torch.compile(  # type: ignore[call-overload]
             function,
             backend=self.backend,
             dynamic=self.config.dynamic,
@@ -157,7 +157,7 @@ class StepCapture(AbstractContextManager):
         self._code: CodeType | None = None
         self._call: Callable[..., Any] = _not_prepared
         self._stand_in: Callable[..., Any] = _not_prepared
-        self._before: Any = _MISSING
+        self._before: Any = MISSING
         self._recompiling = 0
 
     @override
@@ -168,7 +168,7 @@ class StepCapture(AbstractContextManager):
         if getattr(step, "__func__", step) is not self._function:
             self._prepare(step)
         attributes = self._steps.attributes
-        self._before = attributes.get(self._name, _MISSING)
+        self._before = attributes.get(self._name, MISSING)
         attributes[self._name] = self._stand_in
 
     @override
@@ -178,10 +178,7 @@ class StepCapture(AbstractContextManager):
     def _restore(self) -> None:
         attributes = self._steps.attributes
         if attributes.get(self._name) is self._stand_in:
-            if self._before is _MISSING:
-                del attributes[self._name]
-            else:
-                attributes[self._name] = self._before
+            put_back(attributes, self._name, self._before)
 
     def _prepare(self, step: Callable[..., Any]) -> None:
         """Compile a step that is new here; dynamo starts its work at the first call."""

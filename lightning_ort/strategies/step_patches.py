@@ -30,7 +30,7 @@ _HELPERS = (
 )
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 _METRICS = (Metric, MetricCollection)
-_MISSING = object()
+MISSING = object()
 
 
 class LogRecorder:
@@ -131,8 +131,8 @@ class StepPatches:
 
         def add(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _opaque) -> None:
             attributes = vars(owner)
-            before = attributes.get(name, _MISSING)
-            if owner is module and before is not _MISSING:
+            before = attributes.get(name, MISSING)
+            if owner is module and before is not MISSING:
                 return  # what a user put on the instance, such as a mock, stays
             owner_then, before_then, stand_in = known.get((id(owner), name), (None, None, None))
             if owner_then is not owner or before_then is not before:
@@ -140,7 +140,8 @@ class StepPatches:
             self._made[id(owner), name] = owner, before, stand_in
             self._patches.append((attributes, name, stand_in, before))
 
-        if _is_lightning(type(module).log) and _is_lightning(type(module).log_dict):
+        module_type: Any = type(module)
+        if _is_lightning(module_type.log) and _is_lightning(module_type.log_dict):
             add(module, "log", lambda _: self.recorder.log)
             add(module, "log_dict", lambda _: self.recorder.log_dict)
         else:
@@ -166,10 +167,15 @@ class StepPatches:
     def undo(self) -> None:
         """Take the stand-ins out."""
         for attributes, name, _, before in self._patches:
-            if before is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
+            put_back(attributes, name, before)
+
+
+def put_back(attributes: dict[str, Any], name: str, before: Any) -> None:
+    """Give an instance's dictionary the entry that it had before, or none if that was :data:`MISSING`."""
+    if before is MISSING:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = before
 
 
 class ModulePatches:

@@ -65,3 +65,16 @@ class Small(LightningModule):
 
     def predict_dataloader(self) -> DataLoader:
         return loader(16)
+
+
+class Appends(Small):
+    """Compiles again each step: dynamo guards on the length of the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.kept.append(loss.detach())
+        return loss

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_modules import Small, loader
+from small_modules import Appends, Small, loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -199,17 +199,6 @@ def test_user_error_is_no_fallback(make_trainer: Callable[..., Any], caplog: pyt
         fit(Raises(), strategy, make_trainer)
     assert not capture_entries(strategy.report.fallbacks)
     assert not warnings_of(caplog, "training_step")
-
-
-class Appends(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.kept.append(loss.detach())
-        return loss
 
 
 def test_recompiling_step_becomes_modules(make_trainer: Callable[..., Any]) -> None:

@@ -118,7 +118,7 @@ class GraphBuilder:
             Unsupported: If there is no converter, or it refuses the arguments.
 
         """
-        converter = CONVERTERS.get(node.target)  # type: ignore[arg-type]
+        converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
         if converter is None:
             raise Unsupported(str(node.target), ReasonType.NO_CONVERTER)
         self.values[node] = converter(self, node, *node.args, **node.kwargs)
@@ -132,7 +132,7 @@ class GraphBuilder:
             name: Name of the graph.
 
         """
-        closed = []
+        closed: list[ir.Value] = []
         for node in outputs:
             val, value = node.meta["val"], self.values[node]
             pairs = zip(val, value, strict=True) if isinstance(val, (tuple, list)) else [(val, value)]

@@ -280,7 +280,7 @@ def slice_backward(
         spread[axis] = length * step
         value = ctx.op("Reshape", value, ctx.ints(spread))  # type: ignore[arg-type]
         length = min(length * step, size - first)
-        value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))  # type: ignore[arg-type]
+        value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))
     if not isinstance(length, int):
         raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
     return _pad(ctx, value, rank, axis, first, size - first - length)

@@ -25,8 +25,8 @@ def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[ir.Value, int]:
         dims = [dim % rank for dim in x.args[1]]  # type: ignore[operator, union-attr]
         swaps = dims == [*range(rank - 2), rank - 1, rank - 2]
     # a transpose computed by another region is not known here
-    if swaps and x.args[0] in ctx.values:
-        return ctx.values[x.args[0]], 1
+    if swaps and isinstance(source := x.args[0], fx.Node) and source in ctx.values:
+        return ctx.values[source], 1
     return ctx.value(x), 0
 
 

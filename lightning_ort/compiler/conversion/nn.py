@@ -125,7 +125,7 @@ def fused_rms_norm(
 def grouped(ctx: GraphBuilder, value: ir.Value, x: fx.Node, group: int) -> ir.Value:
     """Reshape [N, C, ...] to [N, group, rest]."""
     rest = shape_of(x)[1:]
-    last = math.prod(rest) // group if static(rest) else -1  # type: ignore[arg-type]
+    last = math.prod(rest) // group if static(rest) else -1
     return ctx.op("Reshape", value, ctx.ints([0, group, last]))
 
 

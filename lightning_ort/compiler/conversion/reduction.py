@@ -35,7 +35,7 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> ir.V
     chosen = [dims] if isinstance(dims, int) else list(dims or range(rank))
     sizes = [shape_of(x)[dim] for dim in chosen] if rank else []
     if static(sizes):
-        return ctx.const(math.prod(sizes), dtype)  # type: ignore[arg-type]
+        return ctx.const(math.prod(sizes), dtype)
     picked = ctx.op("Gather", ctx.op("Shape", ctx.value(x)), ctx.ints([dim % rank for dim in chosen]))
     return ctx.cast(ctx.op("ReduceProd", picked, keepdims=0), dtype)
 

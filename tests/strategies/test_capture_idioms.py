@@ -1,0 +1,486 @@
+"""What people write in a training_step: each idiom gives under ``ort`` what it gives under the stock strategy."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from small_modules import Appends, Small, loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Accuracy, MeanMetric, MetricCollection
+
+from lightning_ort import ORTStrategy
+from lightning_ort.compiler.report import ReasonType
+
+IDIOMS: dict[str, tuple[type[Small], str]] = {}
+
+
+def idiom(mode: str = "step") -> Callable[[type[Small]], type[Small]]:
+    """Enter a module in the table.
+
+    Args:
+        mode: How its training_step ends up being captured: "step", "modules" or "either".
+
+    """
+
+    def enter(module: type[Small]) -> type[Small]:
+        IDIOMS[module.__name__] = (module, mode)
+        return module
+
+    return enter
+
+
+@idiom()
+class Plain(Small):
+    pass
+
+
+@idiom()
+class LogsMany(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.mse_loss(logits, F.one_hot(y, 3).float())
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log_dict({"max": logits.max(), "half": loss / 2}, on_epoch=True, reduce_fx="max")
+        self.log("number", 3)
+        self.log("summed", logits.sum(), on_epoch=True, reduce_fx=torch.sum)
+        return loss
+
+
+@idiom()
+class ChangesLossAfterLogging(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        value = loss.detach()
+        self.log("loss", value, on_epoch=True)
+        value.mul_(100)
+        self.log("hundredfold", value, on_epoch=True)
+        return self.loss(batch)
+
+
+@idiom()
+class ReadsTrainer(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("step", float(self.global_step), on_epoch=True)
+        self.log("epoch", float(self.current_epoch), on_epoch=True)
+        if self.trainer.is_global_zero and self.trainer.training and not self.trainer.sanity_checking:
+            loss = loss * (1 + 0.01 * self.global_step) * (self.current_epoch + 1) / self.trainer.max_epochs
+        return loss
+
+
+@idiom()
+class UsesBatchIdx(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 2 == 0:
+            self.log("even", loss, on_epoch=True)
+        if batch_idx % 3 == 0:
+            loss = loss * 2
+        return loss
+
+
+@idiom()
+class ReturnsDict(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.mse_loss(logits, F.one_hot(y, 3).float()), "logits": logits.detach(), "text": "kept", "x": x}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert outputs["text"] == "kept"
+        assert outputs["x"] is batch[0]
+        assert not outputs["logits"].requires_grad
+        self.losses.append(outputs["logits"].sum().item())
+
+
+@idiom()
+class SkipsSomeBatches(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 2 else self.loss(batch)
+
+
+class DictBatches(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(8, generator=generator), "y": index % 3, "id": "item" * (index // 8) + str(index)}
+
+
+@idiom()
+class DictBatchWithStrings(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.loss((batch["x"], batch["y"])), "id": batch["id"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert outputs["id"] == batch["id"]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(DictBatches(), batch_size=8)
+
+
+@idiom("either")
+class LengthOfStrings(DictBatchWithStrings):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = self.loss((batch["x"], batch["y"])) * (1 + len(batch["id"][0]) / 100)
+        return {"loss": loss, "id": batch["id"]}
+
+
+@idiom("modules")
+class AppendsToList(Appends):
+    def on_train_end(self) -> None:
+        self.losses += [kept.item() for kept in self.kept]
+
+
+@idiom("modules")
+class ChangesFloatAttribute(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.log("average", self.average, on_epoch=True)
+        return loss / self.average
+
+
+@idiom()
+class CountsSteps(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        self.seen += len(batch[0])
+        self.log("count", self.count, on_epoch=True)
+        self.log("seen", self.seen.float(), on_epoch=True)
+        return self.loss(batch) / self.count
+
+
+@idiom()
+class FunctionalMetric(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        from torchmetrics.functional import mean_squared_error
+
+        x, y = batch
+        logits = self(x)
+        self.log("mse", mean_squared_error(logits.detach(), F.one_hot(y, 3).float()), on_epoch=True)
+        return F.mse_loss(logits, F.one_hot(y, 3).float())
+
+
+@idiom()
+class ModuleMetric(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Accuracy("multiclass", num_classes=3)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.mse_loss(logits, F.one_hot(y, 3).float())
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return loss
+
+
+@idiom()
+class MetricLoggedTwice(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Accuracy("multiclass", num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("first", self.accuracy, on_step=True, on_epoch=False)
+        self.accuracy(logits, (y + 1) % 3)
+        self.log("second", self.accuracy, on_step=True, on_epoch=False)
+        self.log("value", self.accuracy.compute(), on_step=True)
+        return F.mse_loss(logits, F.one_hot(y, 3).float())
+
+
+@idiom()
+class Collection(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        metrics = {"micro": Accuracy("multiclass", num_classes=3, average="micro"), "mean": MeanMetric()}
+        self.metrics = MetricCollection({"micro": metrics["micro"]}, prefix="train_")
+        self.extra = nn.ModuleDict({"mean": metrics["mean"]})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.metrics(logits, y)
+        self.log_dict(self.metrics, on_step=True, on_epoch=True)
+        self.log_dict({"mean": self.extra["mean"](logits.mean()), "plain": logits.max()}, on_epoch=True)
+        return F.mse_loss(logits, F.one_hot(y, 3).float())
+
+
+@idiom()
+class OverridesLog(Small):
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        super().log(f"my/{name}", value, **kwargs)
+
+
+@idiom()
+class LogsInHelper(Small):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("inside", loss, on_epoch=True)
+        return loss
+
+
+@idiom()
+class Prints(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.print("batch", batch_idx)
+        return loss * 2
+
+
+@idiom("either")
+class UsesLogger(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.logger is not None:
+            self.logger.log_metrics({"direct": loss.item()}, step=self.global_step)
+            self.logger.experiment.log_metrics({"raw": 1.0}, step=self.global_step)
+        return loss
+
+
+@idiom()
+class CustomForwardHooks(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+@idiom()
+class GradientsInStep(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            target = self(x).softmax(-1)
+        return F.mse_loss(self(x), target + F.one_hot(y, 3))
+
+
+@idiom()
+class PartialLastBatch(Small):
+    def train_dataloader(self) -> DataLoader:
+        return loader(30)
+
+
+@idiom()
+class Inherited(Small):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs) * 2
+
+
+@idiom()
+class Keywords(Small):
+    def training_step(self, batch: Any, *rest: int, **kwargs: Any) -> Tensor:
+        return self.loss(batch) * (1 + sum(rest) + len(kwargs))
+
+
+@idiom("either")
+class DataloaderIterator(Small):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=len(batch[0]))
+        return loss
+
+
+class Manual(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@idiom()
+class ManualOptimization(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+@idiom()
+class ManualWithScheduler(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()
+        self.log("lr", optimizer.param_groups[0]["lr"], on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+@idiom()
+class ManualRawOptimizer(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@idiom()
+class ManualAccumulation(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        if (batch_idx + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+@idiom("modules")
+class ManualClosure(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class TwoOptimizers(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.net.parameters(), lr=0.01),
+            torch.optim.SGD(self.second.parameters(), lr=0.1),
+        ]
+
+
+@idiom()
+class Toggled(TwoOptimizers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        x, y = batch
+        target = F.one_hot(y, 3).float()
+        self.toggle_optimizer(first)
+        loss = F.mse_loss(self.second(self(x)), target)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        other = F.l1_loss(self.second(self(x)), target)
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.log_dict({"loss": loss, "other": other}, on_epoch=True)
+        return other
+
+
+@idiom("modules")
+class ToggledInContext(TwoOptimizers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        target = F.one_hot(y, 3).float()
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model():
+                loss = F.mse_loss(self.second(self(x)), target)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+        return loss
+
+
+@idiom("either")
+class Alternates(TwoOptimizers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        loss = F.mse_loss(self.second(self(batch[0])), F.one_hot(batch[1], 3).float())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        return loss
+
+
+def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> Any:
+    trainer = make_trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=0, **kwargs)
+    trainer.fit(module)
+    return trainer
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture, tmp_path: Any) -> None:
+    make, mode = IDIOMS[name]
+    printed, trainers, modules = [], [], []
+    for strategy in ("auto", ORTStrategy(config={"placement": "always"})):
+        logger = CSVLogger(tmp_path, name=str(len(printed)))
+        torch._dynamo.reset()
+        modules.append(make())
+        trainers.append(fit(modules[-1], strategy, make_trainer, logger=logger, log_every_n_steps=1))
+        printed.append(capsys.readouterr().out)
+        logged = tmp_path / str(len(printed) - 1) / "version_0" / "metrics.csv"
+        printed[-1] += logged.read_text().splitlines()[0] if logged.exists() else ""
+    (stock, ours), (plain, captured) = trainers, modules
+
+    assert len(captured.losses) == len(plain.losses) > 0
+    assert captured.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert numbers(ours.callback_metrics) == pytest.approx(numbers(stock.callback_metrics), rel=1e-3, abs=1e-6)
+    assert numbers(ours.logged_metrics) == pytest.approx(numbers(stock.logged_metrics), rel=1e-3, abs=1e-6)
+    assert numbers(ours.progress_bar_metrics) == pytest.approx(numbers(stock.progress_bar_metrics), rel=1e-3)
+    assert printed[1] == printed[0]
+    assert ours.global_step == stock.global_step
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(captured.state_dict()[key], value, rtol=1e-3, atol=1e-5)
+    assert vars(captured).keys() == vars(plain).keys()
+
+    report = ours.strategy.report
+    assert report.ort_runs > 0
+    kinds = [note.reason.type for note in (*report.notes, *report.fallbacks)]
+    if mode == "step":
+        assert ReasonType.RECOMPILING not in kinds
+        assert ReasonType.CAPTURE_FAILED not in kinds
+    elif mode == "modules":
+        assert kinds.count(ReasonType.RECOMPILING) + kinds.count(ReasonType.CAPTURE_FAILED) == 1
