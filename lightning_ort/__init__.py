@@ -14,9 +14,11 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
+    from lightning_ort.callbacks.optimizer import ORTOptimizer
+    from lightning_ort.optim.param_groups import param_groups
     from lightning_ort.strategies.single_device import ORTStrategy
 
-__all__ = ["CompileReport", "ORTConfig", "ORTStrategy", "__version__"]
+__all__ = ["CompileReport", "ORTConfig", "ORTOptimizer", "ORTStrategy", "__version__", "param_groups"]
 
 try:
     __version__ = version("lightning-ort")
@@ -34,10 +36,15 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ORTStrategy":
+    if name in ("ORTStrategy", "ORTOptimizer"):
         from lightning_ort._imports import preferred_flavor
 
-        return importlib.import_module(preferred_flavor().strategies).ORTStrategy
+        flavor = preferred_flavor()
+        return getattr(importlib.import_module(flavor.strategies if name == "ORTStrategy" else flavor.callbacks), name)
+    if name == "param_groups":
+        from lightning_ort.optim.param_groups import param_groups
+
+        return param_groups
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

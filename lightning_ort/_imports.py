@@ -19,12 +19,14 @@ class Flavor:
         package: The import package of the Trainer.
         distribution: The distribution that installs it.
         strategies: Our module with the strategy classes for it.
+        callbacks: Our module with the callbacks for it.
 
     """
 
     package: str
     distribution: str
     strategies: str
+    callbacks: str
 
     @property
     def available(self) -> RequirementCache:
@@ -42,9 +44,14 @@ class Flavor:
         return module.MisconfigurationException(message)
 
 
-LIGHTNING = Flavor("lightning.pytorch", "lightning", "lightning_ort.strategies.single_device")
+LIGHTNING = Flavor(
+    "lightning.pytorch", "lightning", "lightning_ort.strategies.single_device", "lightning_ort.callbacks"
+)
 PYTORCH_LIGHTNING = Flavor(
-    "pytorch_lightning", "pytorch-lightning", "lightning_ort.pytorch_lightning.strategies.single_device"
+    "pytorch_lightning",
+    "pytorch-lightning",
+    "lightning_ort.pytorch_lightning.strategies.single_device",
+    "lightning_ort.pytorch_lightning.callbacks",
 )
 FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)
 

@@ -151,6 +151,26 @@ class FallbackReport:
     reason: Reason
 
 
+@dataclass(frozen=True)
+class OptimizerReport:
+    """What runs one optimizer.
+
+    Args:
+        configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
+        runs_as: What it became, such as ``torch.AdamW (fused)``.
+        reason: Why it was left as it is, or what there is to know of the choice; may be empty.
+
+    """
+
+    configured: str
+    runs_as: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        runs = f"runs as {self.runs_as}" if self.runs_as != self.configured else "is left as it is"
+        return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
+
+
 @dataclass
 class CompileReport:
     """All that a backend compiled.
@@ -162,6 +182,7 @@ class CompileReport:
         graph_breaks: How often capture ended a graph early.
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
+        optimizers: What runs each of the Trainer's optimizers.
 
     """
 
@@ -171,6 +192,7 @@ class CompileReport:
     graph_breaks: int = 0
     recompiles: int = 0
     compile_seconds: float = 0.0
+    optimizers: list[OptimizerReport] = field(default_factory=list)
 
     @property
     def ort_runs(self) -> int:
@@ -194,6 +216,7 @@ class CompileReport:
             "graphs": [graph.to_dict() for graph in self.graphs],
             "fallbacks": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.fallbacks],
             "notes": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.notes],
+            "optimizers": [vars(optimizer) for optimizer in self.optimizers],
         }
 
     def to_text(self, width: int = 120) -> str:
@@ -232,6 +255,8 @@ class CompileReport:
             markup=False,
             highlight=False,
         )
+        for index, optimizer in enumerate(self.optimizers):
+            console.print(f"optimizer {index}: {optimizer}", markup=False, highlight=False)
         for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):
             for entry in entries:
                 console.print(f"{title}: {entry.where}: {entry.reason}", markup=False, highlight=False)

@@ -3,6 +3,7 @@
 - :mod:`~lightning_ort.strategies.compile_steps`: the mixin that captures the steps of a LightningModule
 - :mod:`~lightning_ort.strategies.step_patches`: what stands in for the module's helpers while a step is captured
 - :mod:`~lightning_ort.strategies.dynamo_watch`: what dynamo did during a step
+- :mod:`~lightning_ort.strategies.swap_optimizers`: the optimizers by another implementation
 - :mod:`~lightning_ort.strategies.one_device`: lets the Trainer choose the device
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 """

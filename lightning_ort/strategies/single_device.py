@@ -9,18 +9,24 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_ort._imports import LIGHTNING, Flavor
+from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
+from lightning_ort.optim.registry import OptimName
 from lightning_ort.strategies.compile_steps import CompiledStepsMixin
 from lightning_ort.strategies.one_device import OneDeviceMixin
+from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
 
 _DEFAULT = ORTConfig()
 
 
-class ORTStrategy(OneDeviceMixin, CompiledStepsMixin, SingleDeviceStrategy):
+class ORTStrategy(OneDeviceMixin, SwapOptimizersMixin, CompiledStepsMixin, SingleDeviceStrategy):
     """Trains, validates, tests and predicts on ONNX Runtime, on a single device.
 
     Args:
         config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
+        optim: What runs the optimizers that the module configures: a name, or an
+            :class:`~lightning_ort.ORTOptimizer` for its further settings. ``"auto"`` fuses torch's Adam, AdamW, SGD
+            and Adagrad where torch can, and leaves all else as it is.
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
@@ -40,6 +46,7 @@ class ORTStrategy(OneDeviceMixin, CompiledStepsMixin, SingleDeviceStrategy):
     def __init__(
         self,
         config: ORTConfig = _DEFAULT,
+        optim: OptimName | ORTOptimizer = "auto",
         device: _DEVICE | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -48,6 +55,7 @@ class ORTStrategy(OneDeviceMixin, CompiledStepsMixin, SingleDeviceStrategy):
         super().__init__(
             device=device,
             config=config,
+            optim=optim,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,

@@ -1,0 +1,20 @@
+"""Lightning callbacks, for ``lightning.pytorch`` (for ``pytorch_lightning``: ``lightning_ort.pytorch_lightning``).
+
+- :mod:`~lightning_ort.callbacks.optimizer`: another implementation of the optimizers, under any strategy
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ort.callbacks.optimizer import ORTOptimizer
+
+__all__ = ["ORTOptimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    # not imported at the top: the other flavor uses the mixins of this package, perhaps without `lightning` installed
+    if name == "ORTOptimizer":
+        from lightning_ort.callbacks.optimizer import ORTOptimizer
+
+        return ORTOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,94 @@
+"""``lightning-ort memory``: what training a module keeps, for each implementation of the optimizer."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lightning_ort.optim.memory import STATES, Memory, predict
+from lightning_ort.optim.memory import measure as measure_memory
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def memory(
+    module: str,
+    args: dict[str, Any] | None = None,
+    optim: list[str] | None = None,
+    ranks: list[int] | None = None,
+    measure: bool = False,
+) -> None:
+    """Show the bytes of parameters, gradients and optimizer states.
+
+    The module is made on the meta device, so that a model of any size fits.
+
+    Args:
+        module: A class or function that makes the module, as "package.module:name" or "path/to/file.py:name".
+        args: Keyword arguments for it.
+        optim: Implementations of the optimizer; all that are known if left out.
+        ranks: Numbers of processes to show ZeRO stage 1 for.
+        measure: Make the module on the CPU, do one step with each optimizer and show what was allocated.
+
+    """
+    names = optim or list(STATES)
+    make = _load(module)
+    with torch.device("cpu" if measure else "meta"):
+        made = make(**(args or {}))
+    if not isinstance(made, nn.Module):
+        sys.exit(f"{module} made a {type(made).__name__}: name something that makes a torch.nn.Module.")
+    console = Console()
+    table = Table("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
+    headers = ["states", "per element", "parameters + gradients + states"]
+    headers += ["measured states"] if measure else []
+    headers += [f"each of {count} ranks (ZeRO-1)" for count in ranks or ()]
+    for header in headers:
+        table.add_column(header, justify="right")
+    for name in names:
+        try:
+            predicted = predict(made, name)
+        except ValueError as error:
+            sys.exit(str(error))
+        row = [_size(predicted.states), f"{predicted.states_per_element:.2f} B", _size(predicted.per_rank(1))]
+        if measure:
+            row.append(_measured(made, name))
+        table.add_row(name, *row, *(_size(predicted.per_rank(count)) for count in ranks or ()))
+    console.print(table)
+
+
+def _measured(module: nn.Module, name: str) -> str:
+    try:
+        found: Memory = measure_memory(module, name)
+    except (ModuleNotFoundError, ValueError) as error:
+        return str(error)
+    return _size(found.states)
+
+
+def _size(count: float) -> str:
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.3g} {_UNITS[unit]}"
+
+
+def _load(path: str) -> Any:
+    source, _, name = path.rpartition(":")
+    if not source:
+        sys.exit(f"module={path!r}: write it as package.module:name or path/to/file.py:name.")
+    try:
+        if source.endswith(".py"):
+            sys.path.insert(0, str(Path(source).resolve().parent))
+            source = Path(source).stem
+        else:
+            sys.path.insert(0, "")
+        found: Any = importlib.import_module(source)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"module={path!r}: {error}")
+    return found

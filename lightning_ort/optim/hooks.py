@@ -1,0 +1,380 @@
+"""Put another implementation in place of the optimizers that a module configured: :class:`OptimizerSwap`.
+
+The user's optimizer objects stay, since schedulers, hooks, ``trainer.optimizers`` and the module itself hold them. What
+changes is inside: torch's flags in the parameter groups (fused, foreach) or, for another implementation, the object's
+class and contents. Checkpoints are written as the user's own choice of flags would write them.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lightning_ort.compiler.report import OptimizerReport
+from lightning_ort.optim import registry, states
+from lightning_ort.optim.registry import FLAGS, FUSED_CLASSES, Algorithm, Implementation
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_TORCH_FLAGS = ("fused", "foreach")
+_ALGORITHMS: Mapping[type[optim.Optimizer], Algorithm] = {
+    optim.Adam: "adam",
+    optim.AdamW: "adam",
+    optim.SGD: "sgd",
+    optim.Adagrad: "adagrad",
+    optim.Adafactor: "adafactor",
+}
+# what torch's Adam does where a hyperparameter is left alone
+_ADAM_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(optim.Adam.__init__).parameters.items()
+    if name not in ("self", "params", *_TORCH_FLAGS, "decoupled_weight_decay")
+}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What will be done to one optimizer; made for all of them before anything is changed."""
+
+    change: Callable[[], None] | None
+    reason: str
+
+
+class OptimizerSwap:
+    """Runs the configured optimizers by another implementation.
+
+    Args:
+        name: One of :data:`~lightning_ort.optim.registry.OptimName`.
+        min_8bit_size: Tensors with fewer elements keep 32-bit states (bitsandbytes).
+        bits: Module name -> 8 or 32: bits of the states of its parameters (bitsandbytes). Embeddings have 32 unless
+            they are named here.
+        options: Further arguments for the implementation's constructor.
+
+    Raises:
+        ValueError: If the name is unknown, or a setting has no effect on it.
+
+    """
+
+    def __init__(
+        self,
+        name: str = "auto",
+        *,
+        min_8bit_size: int = 4096,
+        bits: Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        registry.check_name(name)
+        self.name = name
+        self.min_8bit_size = min_8bit_size
+        self.bits = dict(bits or {})
+        self.options = dict(options or {})
+        replaces = name == "adamw_deepspeed" or name in registry.REPLACEMENTS
+        if self.options and not replaces:
+            raise ValueError(f"options={self.options} has no effect on optim={name!r}: torch's own optimizer stays.")
+        is_bnb = name in registry.REPLACEMENTS and registry.REPLACEMENTS[name].package == "bitsandbytes"
+        if (self.bits or min_8bit_size != 4096) and not is_bnb:
+            raise ValueError(f"`bits` and `min_8bit_size` are settings of bitsandbytes, not of optim={name!r}.")
+        if wrong := {module: value for module, value in self.bits.items() if value not in (8, 32)}:
+            raise ValueError(f"bits={wrong}: choose 8 or 32.")
+
+    def apply(
+        self, module: nn.Module, optimizers: Sequence[optim.Optimizer], device: torch.device
+    ) -> list[OptimizerReport]:
+        """Change the optimizers in place.
+
+        Args:
+            module: Whose parameters they optimize.
+            optimizers: As configured.
+            device: Of the parameters.
+
+        Returns:
+            What runs each one.
+
+        Raises:
+            ModuleNotFoundError: If a package is missing.
+            ValueError: If the implementation cannot stand for one of the optimizers; all are as they were.
+
+        """
+        configured = [registry.runs(optimizer) for optimizer in optimizers]
+        plans = [self._plan(module, optimizer, device) for optimizer in optimizers]
+        for plan in plans:
+            if plan.change is not None:
+                plan.change()
+        return [
+            OptimizerReport(before, registry.runs(optimizer), plan.reason)
+            for before, optimizer, plan in zip(configured, optimizers, plans, strict=True)
+        ]
+
+    def _plan(self, module: nn.Module, optimizer: optim.Optimizer, device: torch.device) -> _Plan:
+        if self.name == "keep":
+            return _Plan(functools.partial(_read_other_forms, optimizer), "optim='keep'")
+        if self.name == "auto":
+            reason = _not_fused(module, optimizer)
+            change = _read_other_forms if reason else functools.partial(_set_flag, flag="fused")
+            return _Plan(functools.partial(change, optimizer), reason or "")
+        target, note = registry.resolve(self.name, device)
+        if isinstance(target, str):
+            self._check_counterpart(optimizer, FLAGS["adamw_torch_fused"][1])
+            if target == "fused" and (reason := _cannot_fuse(module, optimizer)):
+                raise ValueError(f"optim={self.name!r}: {reason}")
+            return _Plan(functools.partial(_set_flag, optimizer, flag=target), note)
+        return self._plan_replacement(module, optimizer, device, target, note)
+
+    def _plan_replacement(
+        self,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        device: torch.device,
+        target: Implementation,
+        note: str,
+    ) -> _Plan:
+        if reason := target.unavailable(device):
+            error = ModuleNotFoundError if "Install" in reason else ValueError
+            raise error(f"optim={self.name!r} cannot be used: {reason}.")
+        if isinstance(optimizer, target.load()):
+            return _Plan(None, "configured so")
+        self._check_counterpart(optimizer, (optim.Adam, optim.AdamW))
+        self._check_parameters(module, optimizer, target)
+        other_algorithm = target.algorithm != "adam"
+        carried = target.hyperparameters - {"betas", "eps"} if other_algorithm else target.hyperparameters
+        self._check_hyperparameters(optimizer, carried)
+        arguments = {**target.arguments, **self.options}
+        if target.package == "bitsandbytes":
+            arguments["min_8bit_size"] = self.min_8bit_size
+
+        def change() -> None:
+            _replace(optimizer, target, carried, arguments)
+            if target.package == "bitsandbytes":
+                optimizer.parameter_bits = self._parameter_bits(module)  # type: ignore[attr-defined]
+
+        if target.package == "bitsandbytes":
+            self._parameter_bits(module)  # an unknown module is an error before anything changes
+        if other_algorithm:
+            note = f"another algorithm than {registry.runs(optimizer)}: same groups, lr and weight decay; {note}"
+        return _Plan(change, note.rstrip("; "))
+
+    def _check_counterpart(self, optimizer: optim.Optimizer, classes: tuple[type[optim.Optimizer], ...]) -> None:
+        # exact classes: what a subclass changed, another implementation does not know
+        if type(optimizer) not in classes:
+            names = " or ".join(f"torch.optim.{cls.__name__}" for cls in classes)
+            raise ValueError(
+                f"optim={self.name!r} stands for {names}, and `configure_optimizers` returned"
+                f" {registry.runs(optimizer)}, which has no counterpart. Use optim='auto' or 'keep'."
+            )
+
+    def _check_hyperparameters(self, optimizer: optim.Optimizer, carried: Iterable[str]) -> None:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                raise ValueError(f"optim={self.name!r} takes a number as lr, not a tensor.")
+            if type(optimizer) is optim.Adam and group["weight_decay"]:
+                raise ValueError(
+                    f"optim={self.name!r} decouples weight decay; torch.optim.Adam adds its weight_decay="
+                    f"{group['weight_decay']} to the gradient, which is another algorithm. Configure torch.optim.AdamW."
+                )
+            for name, default in _ADAM_DEFAULTS.items():
+                value = group.get(name, default)
+                if name not in (*carried, *self.options, "weight_decay") and value != default:
+                    raise ValueError(
+                        f"optim={self.name!r} has no {name} as torch's Adam has it, and it was configured with {name}="
+                        f"{value}. Leave it out, or use optim='auto'."
+                    )
+
+    def _check_parameters(self, module: nn.Module, optimizer: optim.Optimizer, target: Implementation) -> None:
+        names = _names(module)
+        for parameter in _parameters(optimizer):
+            if parameter.is_complex() or (target.dtypes and parameter.dtype not in target.dtypes):
+                allowed = ", ".join(sorted(str(dtype) for dtype in target.dtypes)) or "floating-point dtypes"
+                raise ValueError(
+                    f"optim={self.name!r} takes {allowed}, and {names.get(id(parameter), 'a parameter')} is"
+                    f" {parameter.dtype}."
+                )
+        if sparse := _sparse(module, optimizer):
+            raise ValueError(f"optim={self.name!r} takes no sparse gradients, which {sparse} gives (sparse=True).")
+
+    def _parameter_bits(self, module: nn.Module) -> dict[int, int]:
+        modules = dict(module.named_modules())
+        if unknown := [name for name in self.bits if name not in modules]:
+            raise ValueError(f"bits: there is no module {unknown[0]!r}. Names are those of `named_modules()`.")
+        bits = {
+            id(parameter): 32
+            for submodule in modules.values()
+            if isinstance(submodule, EMBEDDINGS)
+            for parameter in submodule.parameters(recurse=False)
+        }
+        # outer modules first, so that a more special name wins
+        for name in sorted(self.bits, key=lambda name: name.count(".") + bool(name)):
+            bits.update({id(parameter): self.bits[name] for parameter in modules[name].parameters()})
+        return bits
+
+
+def _parameters(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _sparse(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
+    mine = {id(parameter) for parameter in _parameters(optimizer)}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, EMBEDDINGS) and submodule.sparse and id(submodule.weight) in mine:
+            return name
+    return None
+
+
+def _not_fused(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
+    """Why ``optim="auto"`` leaves an optimizer as it is, or ``None``."""
+    if type(optimizer) not in FUSED_CLASSES:
+        return "no fused form"
+    flags = [optimizer.defaults, *optimizer.param_groups]
+    chosen = [flag for flag in _TORCH_FLAGS if any(group.get(flag) is not None for group in flags)]
+    if chosen:
+        return f"{' and '.join(chosen)} chosen by the module"
+    return _cannot_fuse(module, optimizer)
+
+
+def _cannot_fuse(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
+    names = _names(module)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True has no fused form"
+    for parameter in _parameters(optimizer):
+        name = names.get(id(parameter), "a parameter")
+        if not parameter.is_floating_point():
+            return f"{name} is {parameter.dtype}: fused needs floating-point parameters"
+        if not _fused_runs(type(optimizer), parameter.device.type, parameter.dtype):
+            return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
+    if sparse := _sparse(module, optimizer):
+        return f"{sparse} gives sparse gradients (sparse=True), which fused does not take"
+    return None
+
+
+@functools.cache
+def _fused_runs(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a class has a fused kernel, found out by running it: no list in torch says so for every class."""
+    if device_type == "meta":
+        return False
+    try:
+        parameter = torch.zeros(1, device=device_type, dtype=dtype, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        cls([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+# torch's own optimizers, in place
+
+
+def _read_other_forms(optimizer: optim.Optimizer) -> None:
+    """Let an optimizer of torch load the states that another implementation saved."""
+    algorithm = _ALGORITHMS.get(type(optimizer))
+    if algorithm is not None and not _is_hooked(optimizer):
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_to_torch_form, algorithm=algorithm, own="torch"))
+
+
+def _is_hooked(optimizer: optim.Optimizer) -> bool:
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    return any(getattr(hook, "func", None) is _to_torch_form for hook in hooks)
+
+
+def _to_torch_form(
+    optimizer: optim.Optimizer, saved: dict[str, Any], *, algorithm: Algorithm, own: str
+) -> dict[str, Any] | None:
+    states.check_algorithm(saved, algorithm, registry.runs(optimizer))
+    if any(states.form(state) not in ("torch", own) for state in saved["state"].values()):
+        return states.to_torch_form(saved)
+    return None
+
+
+def _set_flag(optimizer: optim.Optimizer, flag: str) -> None:
+    """Make one of torch's optimizers run fused or foreach, and keep it so when it loads a checkpoint."""
+    configured = {name: optimizer.defaults.get(name) for name in _TORCH_FLAGS}
+
+    def set_flags(optimizer: optim.Optimizer) -> None:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update({name: name == flag or None for name in _TORCH_FLAGS})
+        for parameter, state in optimizer.state.items():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor) and flag == "fused":
+                state["step"] = step.to(parameter.device, torch.float32)
+        # Its mark of unscaling gradients itself makes Lightning refuse clipping: left out, the scaler unscales them.
+        optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+
+    def as_configured(optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:
+        for group in saved["param_groups"]:  # copies of the optimizer's groups
+            group.update(configured)
+
+    set_flags(optimizer)
+    _read_other_forms(optimizer)
+    optimizer.register_load_state_dict_post_hook(set_flags)
+    optimizer.register_state_dict_post_hook(as_configured)
+
+
+# other classes
+
+
+def _replace(
+    optimizer: optim.Optimizer,
+    target: Implementation,
+    carried: Iterable[str],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Make an optimizer object one of another class, over the same parameter groups."""
+    before = optimizer.state_dict() if optimizer.state else None
+    # what `arguments` gives holds for all groups
+    keys = [key for key in carried if key in optimizer.defaults and key not in arguments]
+    groups = [{key: group[key] for key in ("params", *keys) if key in group} for group in optimizer.param_groups]
+    defaults = {key: optimizer.defaults[key] for key in keys}
+    other = target.load()(groups, **{**defaults, **arguments})
+    user_groups = optimizer.param_groups
+    for group, new in zip(user_groups, other.param_groups, strict=True):
+        group.update(new)
+    other.defaults = {**optimizer.defaults, **other.defaults}
+    other.param_groups = user_groups
+    _become(optimizer, other)
+    to_torch_form = functools.partial(_to_torch_form, algorithm=target.algorithm, own=target.form)
+    optimizer.register_load_state_dict_pre_hook(to_torch_form)
+    if target.adopt is not None:
+        optimizer.register_load_state_dict_post_hook(target.adopt)
+    if before is not None:
+        optimizer.load_state_dict(before)
+
+
+def _become(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    """Exchange class and contents of two optimizers; the first keeps its hooks and what the user put on it."""
+    replaced = {"state", "defaults", "param_groups", "step", "_zero_grad_profile_name", "_step_supports_amp_scaling"}
+    kept = {key: value for key, value in vars(optimizer).items() if key not in replaced}
+    counted = "step" in vars(optimizer)
+    contents = {**vars(other), **kept}
+    # exchanged, not copied: the other one's destructor must not free what is used now
+    optimizer.__class__, other.__class__ = _named(type(other), type(optimizer).__name__), type(optimizer)
+    optimizer.__dict__, other.__dict__ = contents, vars(optimizer)
+    if counted:
+        _count_steps(optimizer)
+
+
+@functools.cache
+def _named(cls: type[optim.Optimizer], name: str) -> type[optim.Optimizer]:
+    """The same class under a name: LearningRateMonitor makes its keys, and so a user's plots, of the class's name."""
+    return type(name, (cls,), {"__qualname__": cls.__qualname__, "__module__": cls.__module__})
+
+
+def _count_steps(optimizer: optim.Optimizer) -> None:
+    """Wrap ``step`` as :class:`torch.optim.lr_scheduler.LRScheduler` did with that of the former class."""
+    reference = weakref.ref(optimizer)
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        current = reference()
+        assert current is not None
+        current._opt_called = True  # type: ignore[attr-defined]
+        return step(current, *args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = wrapper  # type: ignore[method-assign]

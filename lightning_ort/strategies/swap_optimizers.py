@@ -1,0 +1,73 @@
+"""The optimizers of a run by another implementation, for any strategy: :class:`SwapOptimizersMixin`."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_ort.optim.hooks import OptimizerSwap
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy as _Strategy
+
+    from lightning_ort.compiler.report import CompileReport
+else:
+    _Strategy = object
+
+
+class SwapOptimizersMixin(_Strategy):
+    """Runs the optimizers that the module configured by the implementation that ``optim`` names.
+
+    Args:
+        optim: One of :data:`~lightning_ort.optim.registry.OptimName`, or a callback
+            :class:`~lightning_ort.callbacks.ORTOptimizer` for its further settings.
+        **kwargs: For the strategy.
+
+    Raises:
+        ValueError: If the name is unknown.
+
+    """
+
+    if TYPE_CHECKING:
+        report: CompileReport
+
+    def __init__(self, optim: Any = "auto", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._swap: OptimizerSwap = OptimizerSwap(optim) if isinstance(optim, str) else optim.swap
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        if not self.optimizers:
+            return
+        callbacks = [callback for callback in trainer.callbacks if hasattr(callback, "swap")]  # type: ignore[attr-defined]
+        if callbacks:  # it swaps when the fit starts
+            if self._swap.name not in ("auto", callbacks[0].swap.name):
+                raise ValueError(
+                    f"The strategy has optim={self._swap.name!r} and the callback ORTOptimizer has"
+                    f" {callbacks[0].swap.name!r}. Choose in one place."
+                )
+            return
+        swap_optimizers(self._swap, trainer)
+
+
+def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:
+    """Swap a Trainer's optimizers in place, and say so in the strategy's report, if it has one, and at INFO.
+
+    Args:
+        swap: What to put in place.
+        trainer: Its strategy is set up.
+
+    """
+    strategy = trainer.strategy
+    module = strategy.lightning_module
+    assert module is not None
+    reports = swap.apply(module, strategy.optimizers, strategy.root_device)
+    strategy.optimizers = strategy.optimizers  # Lightning's wrappers imitate the class of what they wrap
+    report = getattr(strategy, "report", None)
+    if report is not None:
+        report.optimizers = reports
+    for entry in reports:
+        if entry.runs_as != entry.configured:
+            rank_zero_info("lightning-ort: %s", entry)

@@ -1,0 +1,256 @@
+"""``optim=`` of a strategy and the callback :class:`ORTOptimizer`, in whole runs of the Trainer."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateMonitor
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from small_modules import Small
+from torch import Tensor, nn
+
+from lightning_ort import ORTOptimizer, ORTStrategy
+
+bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+
+ALWAYS = {"placement": "always"}
+OFF = {"capture": "off"}  # where the optimizer alone is tested: nothing to compile
+
+
+class Adam(Small):
+    """Has AdamW and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 3))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.mine = optimizer
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 100, cycle_momentum=False)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(module: Small, make_trainer: Callable[..., Any], ckpt_path: Any = None, **kwargs: Any) -> Any:
+    trainer = make_trainer(**{"max_epochs": 2, "limit_val_batches": 0, **kwargs})
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_fused_by_default_and_reported(make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    plain, module = Adam(), Adam()
+    fit(plain, make_trainer)
+    with caplog.at_level("INFO"):
+        trainer = fit(module, make_trainer, strategy=ORTStrategy(config=ALWAYS))
+    assert module.losses == pytest.approx(plain.losses, rel=1e-3)
+    report = trainer.strategy.report
+    assert report.ort_runs > 0
+    assert [(entry.configured, entry.runs_as) for entry in report.optimizers] == [
+        ("torch.AdamW", "torch.AdamW (fused)")
+    ]
+    assert "optimizer 0: torch.AdamW runs as torch.AdamW (fused)" in report.to_text()
+    assert report.to_dict()["optimizers"][0]["runs_as"] == "torch.AdamW (fused)"
+    assert sum("torch.AdamW (fused)" in record.message for record in caplog.records) == 1
+    assert trainer.optimizers[0] is module.mine
+    assert module.mine.param_groups[0]["fused"] is True
+
+
+@pytest.mark.parametrize("name", ["keep", "adamw_torch_foreach", "adamw_anyprecision", "adafactor"])
+def test_names(name: str, make_trainer: Callable[..., Any]) -> None:
+    module = Adam()
+    trainer = fit(module, make_trainer, strategy=ORTStrategy(config=OFF, optim=name), max_epochs=4)
+    assert module.losses[-1] < module.losses[0]
+    assert isinstance(trainer.optimizers[0], type(module.optimizers().optimizer))
+    assert trainer.optimizers[0] is module.mine
+    changed = trainer.strategy.report.optimizers[0].runs_as != "torch.AdamW"
+    assert changed is (name != "keep")
+
+
+@bitsandbytes
+@pytest.mark.parametrize("form", ["strategy", "callback", "strategy with settings"])
+def test_8bit(form: str, make_trainer: Callable[..., Any]) -> None:
+    module = Adam()
+    settings = ORTOptimizer("adamw_bnb_8bit", bits={"net.2": 8})
+    kwargs: dict[str, Any] = {
+        "strategy": {"strategy": ORTStrategy(config=OFF, optim="adamw_bnb_8bit")},
+        "callback": {"callbacks": settings},
+        "strategy with settings": {"strategy": ORTStrategy(config=OFF, optim=settings)},
+    }[form]
+    trainer = fit(module, make_trainer, max_epochs=4, **kwargs)
+    state = module.mine.state[module.net[2].weight]
+    assert state["state1"].dtype is torch.uint8
+    assert module.losses[-1] < 0.8 * module.losses[0]
+    # the schedule reached it
+    assert trainer.optimizers[0].param_groups[0]["lr"] != pytest.approx(1e-2)
+
+
+def test_callback_and_strategy_that_disagree(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="'adafactor'.*'adamw_anyprecision'"):
+        fit(
+            Adam(),
+            make_trainer,
+            strategy=ORTStrategy(config=OFF, optim="adafactor"),
+            callbacks=ORTOptimizer("adamw_anyprecision"),
+        )
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("ort", "auto"), ("auto", "ort"), ("ort", "ort")])
+def test_resume_equals_the_uninterrupted_run(
+    saving: str, loading: str, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    strategies = {"ort": lambda: ORTStrategy(config=OFF), "auto": lambda: "auto"}
+    whole, first, second = Adam(), Adam(), Adam()
+    fit(whole, make_trainer, max_epochs=4, strategy=strategies[loading]())
+    trainer = fit(first, make_trainer, strategy=strategies[saving]())
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)["optimizer_states"][0]
+    assert saved["param_groups"][0]["fused"] is None
+    resumed = fit(second, make_trainer, max_epochs=4, ckpt_path=tmp_path / "half.ckpt", strategy=strategies[loading]())
+    assert resumed.optimizers[0].param_groups[0]["fused"] is (True if loading == "ort" else None)
+    if saving == loading:
+        assert second.losses == whole.losses[8:]
+    assert second.losses == pytest.approx(whole.losses[8:], rel=1e-5)
+    assert second.mine.param_groups[0]["lr"] == whole.mine.param_groups[0]["lr"]
+
+
+@bitsandbytes
+def test_8bit_resumes_from_fp32_and_back(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    plain = Adam()
+    fit(plain, make_trainer).save_checkpoint(tmp_path / "fp32.ckpt")
+    eight = Adam()
+    strategy = ORTStrategy(config=OFF, optim="adamw_bnb_8bit")
+    trainer = fit(eight, make_trainer, max_epochs=3, ckpt_path=tmp_path / "fp32.ckpt", strategy=strategy)
+    assert eight.mine.state[eight.net[2].weight]["state1"].dtype is torch.uint8
+    trainer.save_checkpoint(tmp_path / "8bit.ckpt")
+    back = Adam()
+    fit(back, make_trainer, max_epochs=4, ckpt_path=tmp_path / "8bit.ckpt", strategy=ORTStrategy(config=OFF))
+    assert back.mine.state[back.net[2].weight]["exp_avg"].dtype is torch.float32
+    assert back.losses[-1] < plain.losses[0]
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("optim", ["auto", "adamw_torch_foreach"])
+def test_clipping_and_accumulation(algorithm: str, optim: str, make_trainer: Callable[..., Any]) -> None:
+    plain, module = Adam(), Adam()
+    kwargs = {"gradient_clip_val": 1e-2, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": 2}
+    fit(plain, make_trainer, **kwargs)
+    fit(module, make_trainer, strategy=ORTStrategy(config=OFF, optim=optim), **kwargs)
+    assert module.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2])
+def test_grad_scaler(clip: float | None, make_trainer: Callable[..., Any]) -> None:
+    """Real float16 with a GradScaler: Lightning refuses clipping with an optimizer that says it is fused."""
+    losses = []
+    for strategy in ("auto", ORTStrategy(config=OFF)):
+        module = Adam()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        precision = MixedPrecision("16-mixed", "cpu", scaler)
+        trainer = fit(module, make_trainer, strategy=strategy, plugins=precision, gradient_clip_val=clip)
+        losses.append(module.losses)
+        assert scaler.get_scale() > 0
+    assert trainer.optimizers[0].param_groups[0]["fused"] is True
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+class Alternating(Adam):
+    """Two optimizers under manual optimization, of classes that are fused and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.RMSprop(self.net[2:].parameters(), lr=1e-3),
+        ]
+
+
+def test_several_optimizers(make_trainer: Callable[..., Any]) -> None:
+    plain, module = Alternating(), Alternating()
+    fit(plain, make_trainer)
+    trainer = fit(module, make_trainer, strategy=ORTStrategy(config=ALWAYS))
+    assert trainer.strategy.report.ort_runs > 0
+    assert module.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert [entry.runs_as for entry in trainer.strategy.report.optimizers] == ["torch.SGD (fused)", "torch.RMSprop"]
+
+
+class Finetuned(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_backbone_finetuning_adds_its_group(make_trainer: Callable[..., Any]) -> None:
+    losses = []
+    for strategy in ("auto", ORTStrategy(config=OFF)):
+        module = Finetuned()
+        callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False, verbose=False)]
+        trainer = fit(module, make_trainer, strategy=strategy, callbacks=callbacks, max_epochs=3)
+        losses.append(module.losses)
+    assert [group["fused"] for group in trainer.optimizers[0].param_groups] == [True, True]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_learning_rate_monitor_keeps_its_names(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    monitors = []
+    for strategy in ("auto", ORTStrategy(config=OFF, optim="adamw_anyprecision")):
+        monitors.append(LearningRateMonitor())
+        fit(
+            Adam(),
+            make_trainer,
+            strategy=strategy,
+            callbacks=monitors[-1],
+            logger=CSVLogger(tmp_path),
+            log_every_n_steps=1,
+        )
+    assert monitors[0].lrs == monitors[1].lrs
+    assert len(monitors[0].lrs["lr-AdamW"]) > 0
+
+
+def test_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        """
+        trainer:
+          accelerator: cpu
+          logger: false
+          strategy:
+            class_path: lightning_ort.ORTStrategy
+            init_args:
+              optim: adamw_anyprecision
+          callbacks:
+            - class_path: lightning_ort.ORTOptimizer
+              init_args: {name: adamw_bnb_8bit, bits: {net: 32}}
+        """
+    )
+    cli = LightningCLI(Small, run=False, args=[f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
+    assert cli.trainer.strategy._swap.name == "adamw_anyprecision"
+    (callback,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, ORTOptimizer)]
+    assert callback.swap.bits == {"net": 32}
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'adamw_torch_fused'"):
+        ORTStrategy(optim="adamw_torch_fuse")
