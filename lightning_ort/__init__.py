@@ -16,9 +16,20 @@ from lightning_ort.config import ORTConfig
 if TYPE_CHECKING:
     from lightning_ort.callbacks.optimizer import ORTOptimizer
     from lightning_ort.optim.param_groups import param_groups
+    from lightning_ort.strategies.ddp import ORTDDPStrategy
     from lightning_ort.strategies.single_device import ORTStrategy
+    from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
-__all__ = ["CompileReport", "ORTConfig", "ORTOptimizer", "ORTStrategy", "__version__", "param_groups"]
+__all__ = [
+    "CompileReport",
+    "ORTConfig",
+    "ORTDDPStrategy",
+    "ORTNativeZeRO1Strategy",
+    "ORTOptimizer",
+    "ORTStrategy",
+    "__version__",
+    "param_groups",
+]
 
 try:
     __version__ = version("lightning-ort")
@@ -36,11 +47,11 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ORTStrategy", "ORTOptimizer"):
+    if name in ("ORTStrategy", "ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTOptimizer"):
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()
-        return getattr(importlib.import_module(flavor.strategies if name == "ORTStrategy" else flavor.callbacks), name)
+        return getattr(importlib.import_module(flavor.callbacks if name == "ORTOptimizer" else flavor.strategies), name)
     if name == "param_groups":
         from lightning_ort.optim.param_groups import param_groups
 

@@ -44,13 +44,11 @@ class Flavor:
         return module.MisconfigurationException(message)
 
 
-LIGHTNING = Flavor(
-    "lightning.pytorch", "lightning", "lightning_ort.strategies.single_device", "lightning_ort.callbacks"
-)
+LIGHTNING = Flavor("lightning.pytorch", "lightning", "lightning_ort.strategies", "lightning_ort.callbacks")
 PYTORCH_LIGHTNING = Flavor(
     "pytorch_lightning",
     "pytorch-lightning",
-    "lightning_ort.pytorch_lightning.strategies.single_device",
+    "lightning_ort.pytorch_lightning.strategies",
     "lightning_ort.pytorch_lightning.callbacks",
 )
 FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)

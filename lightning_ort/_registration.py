@@ -27,9 +27,10 @@ def register_strategies() -> None:
 
 def _register(flavor: Flavor) -> None:
     registry = importlib.import_module(f"{flavor.package}.strategies").StrategyRegistry
-    strategy = importlib.import_module(flavor.strategies).ORTStrategy
-    if strategy.strategy_name not in registry:  # Lightning refuses a name twice
-        strategy.register_strategies(registry)
+    ours = importlib.import_module(flavor.strategies)
+    for strategy in (getattr(ours, name) for name in ours.__all__):
+        if strategy.strategy_name not in registry:  # Lightning refuses a name twice
+            strategy.register_strategies(registry)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

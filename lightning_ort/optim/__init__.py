@@ -5,6 +5,7 @@
 - :mod:`~lightning_ort.optim.states`: optimizer states from one implementation to another
 - :mod:`~lightning_ort.optim.eight_bit`: 8-bit optimizers that read and write other checkpoints
 - :mod:`~lightning_ort.optim.anyprecision`: AdamW with bfloat16 states
+- :mod:`~lightning_ort.optim.sharded`: states split over processes
 - :mod:`~lightning_ort.optim.param_groups`: weight decay for matrices only
 - :mod:`~lightning_ort.optim.memory`: bytes of parameters, gradients and states
 """

@@ -51,7 +51,7 @@ class AnyPrecisionAdamW(Optimizer):
         super().__init__(params, defaults)
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(dict(state_dict))
         for parameter, state in self.state.items():
             saved = {key: value.float() for key, value in state.items() if key != "step"}

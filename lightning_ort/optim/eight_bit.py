@@ -28,7 +28,7 @@ class _EightBit(torch.optim.Optimizer):
             config.update(optim_bits=bits, min_8bit_size=0)
         return config
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], move_to_device: bool = True) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load states in any form that :mod:`lightning_ort.optim.states` knows.
 
         Raises:
@@ -41,7 +41,7 @@ class _EightBit(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load(self, state_dict: Mapping[str, Any], move_to_device: bool) -> None:
+    def _load(self, state_dict: dict[str, Any], move_to_device: bool) -> None:
         if all(form(state) == "bitsandbytes" for state in state_dict["state"].values()):
             super().load_state_dict(state_dict, move_to_device)  # type: ignore[call-arg]
             return

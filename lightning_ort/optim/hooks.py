@@ -246,7 +246,7 @@ def _cannot_fuse(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
         name = names.get(id(parameter), "a parameter")
         if not parameter.is_floating_point():
             return f"{name} is {parameter.dtype}: fused needs floating-point parameters"
-        if not _fused_runs(type(optimizer), parameter.device.type, parameter.dtype):
+        if not _fused_runs(type(optimizer), parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
             return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
     if sparse := _sparse(module, optimizer):
         return f"{sparse} gives sparse gradients (sparse=True), which fused does not take"
@@ -286,7 +286,7 @@ def _to_torch_form(
     optimizer: optim.Optimizer, saved: dict[str, Any], *, algorithm: Algorithm, own: str
 ) -> dict[str, Any] | None:
     states.check_algorithm(saved, algorithm, registry.runs(optimizer))
-    if any(states.form(state) not in ("torch", own) for state in saved["state"].values()):
+    if any(states.form(state) not in ("torch", own) for state in saved["state"].values() if state):
         return states.to_torch_form(saved)
     return None
 
@@ -299,7 +299,7 @@ def _set_flag(optimizer: optim.Optimizer, flag: str) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
             group.update({name: name == flag or None for name in _TORCH_FLAGS})
         for parameter, state in optimizer.state.items():
-            step = state.get("step")
+            step = state.get("step") if state else None  # a shard has no states for what other ranks update
             if isinstance(step, torch.Tensor) and flag == "fused":
                 state["step"] = step.to(parameter.device, torch.float32)
         # Its mark of unscaling gradients itself makes Lightning refuse clipping: left out, the scaler unscales them.
@@ -331,12 +331,7 @@ def _replace(
     groups = [{key: group[key] for key in ("params", *keys) if key in group} for group in optimizer.param_groups]
     defaults = {key: optimizer.defaults[key] for key in keys}
     other = target.load()(groups, **{**defaults, **arguments})
-    user_groups = optimizer.param_groups
-    for group, new in zip(user_groups, other.param_groups, strict=True):
-        group.update(new)
-    other.defaults = {**optimizer.defaults, **other.defaults}
-    other.param_groups = user_groups
-    _become(optimizer, other)
+    become(optimizer, other)
     to_torch_form = functools.partial(_to_torch_form, algorithm=target.algorithm, own=target.form)
     optimizer.register_load_state_dict_pre_hook(to_torch_form)
     if target.adopt is not None:
@@ -345,14 +340,25 @@ def _replace(
         optimizer.load_state_dict(before)
 
 
-def _become(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
-    """Exchange class and contents of two optimizers; the first keeps its hooks and what the user put on it."""
+def become(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:
+    """Make an optimizer object be another one over the same parameters.
+
+    Args:
+        optimizer: Keeps its parameter groups, updated with the other's entries, its hooks, and what the user put on it.
+        other: Is what the first one was, afterwards.
+
+    """
+    groups = optimizer.param_groups
+    for group, new in zip(groups, other.param_groups, strict=True):
+        group.update(new)
+    other.defaults = {**optimizer.defaults, **other.defaults}
+    other.param_groups = groups
     replaced = {"state", "defaults", "param_groups", "step", "_zero_grad_profile_name", "_step_supports_amp_scaling"}
     kept = {key: value for key, value in vars(optimizer).items() if key not in replaced}
     counted = "step" in vars(optimizer)
     contents = {**vars(other), **kept}
     # exchanged, not copied: the other one's destructor must not free what is used now
-    optimizer.__class__, other.__class__ = _named(type(other), type(optimizer).__name__), type(optimizer)
+    optimizer.__class__, other.__class__ = _named(type(other), type(optimizer).__name__), type(optimizer)  # type: ignore[arg-type]
     optimizer.__dict__, other.__dict__ = contents, vars(optimizer)
     if counted:
         _count_steps(optimizer)

@@ -39,7 +39,7 @@ def check_algorithm(saved: Mapping[str, Any], algorithm: Algorithm, name: str) -
         ValueError: If they are of another one.
 
     """
-    for state in map(_flat, saved["state"].values()):
+    for state in map(_flat, filter(None, saved["state"].values())):
         found = next((which for keys, which in _KEYS if keys <= state.keys()), None)
         if found is not None and found != algorithm:
             raise ValueError(

@@ -6,20 +6,26 @@
 - :mod:`~lightning_ort.strategies.swap_optimizers`: the optimizers by another implementation
 - :mod:`~lightning_ort.strategies.one_device`: lets the Trainer choose the device
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
+- :mod:`~lightning_ort.strategies.agreed_placement`: the same placement in every process
+- :mod:`~lightning_ort.strategies.ddp`: ``ort_ddp``, one process a device
+- :mod:`~lightning_ort.strategies.zero`: ``ort_zero1_native``, the same with optimizer states split
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ort.strategies.ddp import ORTDDPStrategy
     from lightning_ort.strategies.single_device import ORTStrategy
+    from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
-__all__ = ["ORTStrategy"]
+__all__ = ["ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTStrategy"]
+
+_MODULES = {"ORTDDPStrategy": "ddp", "ORTNativeZeRO1Strategy": "zero", "ORTStrategy": "single_device"}
 
 
 def __getattr__(name: str) -> Any:
     # not imported at the top: the other flavor uses the mixins of this package, perhaps without `lightning` installed
-    if name == "ORTStrategy":
-        from lightning_ort.strategies.single_device import ORTStrategy
-
-        return ORTStrategy
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

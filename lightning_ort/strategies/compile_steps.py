@@ -320,6 +320,7 @@ class CompiledStepsMixin(_Strategy):
             from lightning_ort.compiler.backend import ORTBackend
 
             self._backend = ORTBackend(self.config)
+            self._backend.report.optimizers = self._report.optimizers
             self._report = self._backend.report
         if not self._backend.available:
             return

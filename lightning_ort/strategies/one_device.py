@@ -60,5 +60,5 @@ class OneDeviceMixin(_SingleDeviceStrategy):
         name = type(self).strategy_name
         return self.flavor.misconfiguration(
             f"Trainer(strategy={name!r}) runs on one device, but got {got}. Pass `{instead}`;"
-            f" several devices are for the strategy '{name}_ddp' (planned), until then for 'ddp'."
+            f" several devices are for the strategy '{name}_ddp'."
         )

@@ -37,10 +37,8 @@ class SwapOptimizersMixin(_Strategy):
         self._swap: OptimizerSwap = OptimizerSwap(optim) if isinstance(optim, str) else optim.swap
 
     @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        if not self.optimizers:
-            return
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        super().setup_optimizers(trainer)
         callbacks = [callback for callback in trainer.callbacks if hasattr(callback, "swap")]  # type: ignore[attr-defined]
         if callbacks:  # it swaps when the fit starts
             if self._swap.name not in ("auto", callbacks[0].swap.name):

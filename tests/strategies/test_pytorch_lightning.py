@@ -49,6 +49,16 @@ def test_trains_like_the_stock_strategy() -> None:
     assert trainer.strategy.report.graph_breaks == 0
 
 
+def test_optimizer_callback() -> None:
+    from lightning_ort.pytorch_lightning.callbacks import ORTOptimizer
+
+    module = make_module()
+    trainer = make_trainer("auto", callbacks=ORTOptimizer("auto"))
+    trainer.fit(module)
+    assert isinstance(trainer.callbacks[0], pl.Callback)
+    assert trainer.optimizers[0].param_groups[0]["fused"] is True
+
+
 def test_name_and_devices() -> None:
     from lightning_ort.pytorch_lightning.strategies import ORTStrategy
 

@@ -1,0 +1,53 @@
+"""``Trainer(strategy="ort_ddp")`` for ``pytorch_lightning``: data parallel training, one process a device."""
+
+from typing import Any, ClassVar
+
+from lightning_fabric.strategies.registry import _StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_ort._imports import PYTORCH_LIGHTNING, Flavor
+from lightning_ort.config import ORTConfig
+from lightning_ort.optim.registry import OptimName
+from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
+from lightning_ort.strategies.agreed_placement import AgreedPlacementMixin
+from lightning_ort.strategies.compile_steps import CompiledStepsMixin
+from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
+
+_DEFAULT = ORTConfig()
+
+
+class ORTDDPStrategy(AgreedPlacementMixin, SwapOptimizersMixin, CompiledStepsMixin, DDPStrategy):
+    """Trains on ONNX Runtime in several processes that average their gradients.
+
+    Args:
+        config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
+        optim: What runs the optimizers that the module configures: a name, or an
+            :class:`~lightning_ort.ORTOptimizer` for its further settings.
+        **kwargs: Of Lightning's ``DDPStrategy``, such as ``find_unused_parameters``, ``static_graph``,
+            ``process_group_backend`` and ``start_method``.
+
+    Example::
+
+        trainer = Trainer(strategy=ORTDDPStrategy(find_unused_parameters=True), accelerator="cpu", devices=2)
+
+    """
+
+    strategy_name = "ort_ddp"
+    flavor: ClassVar[Flavor] = PYTORCH_LIGHTNING
+
+    def __init__(self, config: ORTConfig = _DEFAULT, optim: OptimName | ORTOptimizer = "auto", **kwargs: Any) -> None:
+        super().__init__(config=config, optim=optim, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            for unused, find in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+                strategy_registry.register(
+                    f"{cls.strategy_name}{suffix}{unused}",
+                    cls,
+                    description=f"DDP on ONNX Runtime with `start_method` '{start_method}'",
+                    start_method=start_method,
+                    **find,
+                )
