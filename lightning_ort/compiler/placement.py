@@ -23,6 +23,7 @@ ONE_THREAD_FLOPS = 2e6
 # above it one thread need not be tried
 ALL_THREADS_FLOPS = 2e8
 _SECONDS = 0.25
+_MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
 _MAX_ROUNDS = 15
 
 
@@ -100,9 +101,9 @@ def measure(
     for call in candidates.values():  # first calls allocate
         call(*args)
     start = time.perf_counter()
-    while not times[next(iter(times))] or (
-        time.perf_counter() - start < _SECONDS and len(times[next(iter(times))]) < _MAX_ROUNDS
-    ):
+    for rounds in range(_MAX_ROUNDS):
+        if rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
+            break
         for name, call in candidates.items():
             times[name].append(_timed(call, args))
     medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
