@@ -79,7 +79,7 @@ def executors(facts: dict[str, Any]) -> list[list[str]]:
     return [[region["executor"] for region in graph["regions"]] for graph in facts["report"]["graphs"]]
 
 
-@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("unused", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_equals_stock_ddp(unused: bool, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     stock = fit(tmp_path, DDPStrategy(start_method=START, find_unused_parameters=unused), make_trainer, unused=unused)
     strategy = ORTDDPStrategy(config={"placement": "always"}, start_method=START, find_unused_parameters=unused)

@@ -16,7 +16,13 @@ def losses(model: type[Base], strategy: Any, make_trainer: Callable[..., Any]) -
     return module.losses, trainer
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+CASES = [
+    pytest.param(model, id=model.__name__, marks=[pytest.mark.slow] if model.__name__ == "BERT" else [])
+    for model in MODELS
+]
+
+
+@pytest.mark.parametrize("model", CASES)
 def test_losses_agree(model: type[Base], make_trainer: Callable[..., Any]) -> None:
     if model.__name__ == "BERT":
         pytest.importorskip("transformers")
