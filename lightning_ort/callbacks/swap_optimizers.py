@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ort.optim.hooks import OptimizerSwap
+from lightning_ort.optim.registry import OptimName
 from lightning_ort.strategies.swap_optimizers import swap_optimizers
 
 if TYPE_CHECKING:
@@ -15,15 +16,35 @@ else:
 
 
 class SwapOptimizersCallback(_Callback):
-    """Swaps when a fit starts: the optimizers are there, and the states of a checkpoint are not loaded yet.
+    """Runs the optimizers that ``configure_optimizers`` returned by another implementation.
+
+    As a callback it works under every strategy; an ort strategy takes it as ``optim=`` too. It swaps when a fit starts:
+    the optimizers are there, and the states of a checkpoint are not loaded yet.
 
     Args:
-        **settings: Of :class:`~lightning_ort.optim.hooks.OptimizerSwap`.
+        name: The implementation.
+        min_8bit_size: Tensors with fewer elements keep 32-bit states (bitsandbytes).
+        bits: Module name -> 8 or 32: bits of the states of its parameters (bitsandbytes). Embeddings have 32 unless
+            they are named here.
+        options: Further arguments for the implementation's constructor.
+
+    Raises:
+        ValueError: If the name is unknown, or a setting has no effect on it.
+
+    Example::
+
+        Trainer(callbacks=ORTOptimizer("adamw_bnb_8bit", bits={"lm_head": 32}))
 
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.swap = OptimizerSwap(**settings)
+    def __init__(
+        self,
+        name: OptimName = "auto",
+        min_8bit_size: int = 4096,
+        bits: dict[str, int] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.swap = OptimizerSwap(name, min_8bit_size=min_8bit_size, bits=bits, options=options)
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -1,7 +1,6 @@
 """``lightning-ort memory``: what training a module keeps, for each implementation of the optimizer."""
 
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any

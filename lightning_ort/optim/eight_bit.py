@@ -10,9 +10,7 @@ import torch
 from bitsandbytes import optim as bnb
 from bitsandbytes.functional import quantize_blockwise
 
-from lightning_ort.optim.states import form, to_torch_form
-
-_BLOCK = 256
+from lightning_ort.optim.states import BNB_BLOCK, form, to_torch_form
 
 
 class _EightBit(torch.optim.Optimizer):
@@ -65,7 +63,7 @@ class _EightBit(torch.optim.Optimizer):
                 continue
             value, target = saved[key].to(parameter.device, torch.float32), state[f"state{number}"]
             if target.dtype is torch.uint8:
-                codes, quantization = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=_BLOCK)
+                codes, quantization = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=BNB_BLOCK)
                 target.copy_(codes.view(target.shape))
                 state[f"absmax{number}"].copy_(quantization.absmax)
             else:

@@ -17,10 +17,9 @@ from torch import nn, optim
 
 from lightning_ort.compiler.report import OptimizerReport
 from lightning_ort.optim import registry, states
-from lightning_ort.optim.registry import FLAGS, FUSED_CLASSES, Algorithm, Implementation
+from lightning_ort.optim.registry import FUSED_CLASSES, TORCH_FLAGS, Algorithm, Implementation
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_TORCH_FLAGS = ("fused", "foreach")
 _ALGORITHMS: Mapping[type[optim.Optimizer], Algorithm] = {
     optim.Adam: "adam",
     optim.AdamW: "adam",
@@ -32,7 +31,7 @@ _ALGORITHMS: Mapping[type[optim.Optimizer], Algorithm] = {
 _ADAM_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(optim.Adam.__init__).parameters.items()
-    if name not in ("self", "params", *_TORCH_FLAGS, "decoupled_weight_decay")
+    if name not in ("self", "params", *TORCH_FLAGS, "decoupled_weight_decay")
 }
 
 
@@ -118,7 +117,7 @@ class OptimizerSwap:
             return _Plan(functools.partial(change, optimizer), reason or "")
         target, note = registry.resolve(self.name, device)
         if isinstance(target, str):
-            self._check_counterpart(optimizer, FLAGS["adamw_torch_fused"][1])
+            self._check_counterpart(optimizer)
             if target == "fused" and (reason := _cannot_fuse(module, optimizer)):
                 raise ValueError(f"optim={self.name!r}: {reason}")
             return _Plan(functools.partial(_set_flag, optimizer, flag=target), note)
@@ -137,33 +136,32 @@ class OptimizerSwap:
             raise error(f"optim={self.name!r} cannot be used: {reason}.")
         if isinstance(optimizer, target.load()):
             return _Plan(None, "configured so")
-        self._check_counterpart(optimizer, (optim.Adam, optim.AdamW))
+        self._check_counterpart(optimizer)
         self._check_parameters(module, optimizer, target)
         other_algorithm = target.algorithm != "adam"
         carried = target.hyperparameters - {"betas", "eps"} if other_algorithm else target.hyperparameters
         self._check_hyperparameters(optimizer, carried)
         arguments = {**target.arguments, **self.options}
+        bits = None
         if target.package == "bitsandbytes":
             arguments["min_8bit_size"] = self.min_8bit_size
+            bits = self._parameter_bits(module)  # here: an unknown module is an error before anything changes
 
         def change() -> None:
             _replace(optimizer, target, carried, arguments)
-            if target.package == "bitsandbytes":
-                optimizer.parameter_bits = self._parameter_bits(module)  # type: ignore[attr-defined]
+            if bits is not None:
+                optimizer.parameter_bits = bits  # type: ignore[attr-defined]
 
-        if target.package == "bitsandbytes":
-            self._parameter_bits(module)  # an unknown module is an error before anything changes
         if other_algorithm:
             note = f"another algorithm than {registry.runs(optimizer)}: same groups, lr and weight decay; {note}"
         return _Plan(change, note.rstrip("; "))
 
-    def _check_counterpart(self, optimizer: optim.Optimizer, classes: tuple[type[optim.Optimizer], ...]) -> None:
+    def _check_counterpart(self, optimizer: optim.Optimizer) -> None:
         # exact classes: what a subclass changed, another implementation does not know
-        if type(optimizer) not in classes:
-            names = " or ".join(f"torch.optim.{cls.__name__}" for cls in classes)
+        if type(optimizer) not in (optim.Adam, optim.AdamW):
             raise ValueError(
-                f"optim={self.name!r} stands for {names}, and `configure_optimizers` returned"
-                f" {registry.runs(optimizer)}, which has no counterpart. Use optim='auto' or 'keep'."
+                f"optim={self.name!r} stands for torch.optim.Adam or torch.optim.AdamW, and `configure_optimizers`"
+                f" returned {registry.runs(optimizer)}, which has no counterpart. Use optim='auto' or 'keep'."
             )
 
     def _check_hyperparameters(self, optimizer: optim.Optimizer, carried: Iterable[str]) -> None:
@@ -232,7 +230,7 @@ def _not_fused(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
     if type(optimizer) not in FUSED_CLASSES:
         return "no fused form"
     flags = [optimizer.defaults, *optimizer.param_groups]
-    chosen = [flag for flag in _TORCH_FLAGS if any(group.get(flag) is not None for group in flags)]
+    chosen = [flag for flag in TORCH_FLAGS if any(group.get(flag) is not None for group in flags)]
     if chosen:
         return f"{' and '.join(chosen)} chosen by the module"
     return _cannot_fuse(module, optimizer)
@@ -293,11 +291,11 @@ def _to_torch_form(
 
 def _set_flag(optimizer: optim.Optimizer, flag: str) -> None:
     """Make one of torch's optimizers run fused or foreach, and keep it so when it loads a checkpoint."""
-    configured = {name: optimizer.defaults.get(name) for name in _TORCH_FLAGS}
+    configured = {name: optimizer.defaults.get(name) for name in TORCH_FLAGS}
 
     def set_flags(optimizer: optim.Optimizer) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
-            group.update({name: name == flag or None for name in _TORCH_FLAGS})
+            group.update({name: name == flag or None for name in TORCH_FLAGS})
         for parameter, state in optimizer.state.items():
             step = state.get("step") if state else None  # a shard has no states for what other ranks update
             if isinstance(step, torch.Tensor) and flag == "fused":

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_ort.optim.hooks import EMBEDDINGS, OptimizerSwap
+from lightning_ort.optim.states import BNB_BLOCK
 
 _SCALE = 4  # bytes of a block's float32 scale
 _MIN_8BIT_SIZE = 4096  # bitsandbytes' and torchao's rule
@@ -56,7 +57,7 @@ def _bitsandbytes(states: int) -> _Bytes:
     def count(p: nn.Parameter, embedding: bool) -> int:
         if embedding or p.numel() < _MIN_8BIT_SIZE:
             return states * 4 * p.numel()
-        return states * (p.numel() + _SCALE * math.ceil(p.numel() / 256))
+        return states * (p.numel() + _SCALE * math.ceil(p.numel() / BNB_BLOCK))
 
     return count
 

@@ -149,13 +149,8 @@ _ORT = Implementation(
     dtypes=_FLOATS,
 )
 
-# a choice of torch's own, made on the user's optimizer; which classes have it
-FLAGS: Mapping[str, tuple[str, tuple[type[optim.Optimizer], ...]]] = MappingProxyType(
-    {
-        "adamw_torch_fused": ("fused", (optim.Adam, optim.AdamW)),
-        "adamw_torch_foreach": ("foreach", (optim.Adam, optim.AdamW)),
-    }
-)
+# choices of torch's own, made on the user's optimizer
+TORCH_FLAGS = ("fused", "foreach")
 FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
 
@@ -188,8 +183,8 @@ def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]
         if _ort_extension_loads(device):
             return _ORT, "onnxruntime-training's FusedAdam"
         return "fused", "onnxruntime-training's FusedAdam needs CUDA and an extension that does not load here"
-    if name in FLAGS:
-        return FLAGS[name][0], ""
+    if (flag := name.removeprefix("adamw_torch_")) in TORCH_FLAGS:
+        return flag, ""
     if name == "adamw_deepspeed":
         return _DEEPSPEED.get(device.type, _DEEPSPEED["cuda"]), ""
     implementation = REPLACEMENTS[name]
@@ -212,5 +207,5 @@ def runs(optimizer: optim.Optimizer) -> str:
     """Name an optimizer's class and, of torch's own, which of its loops it runs."""
     cls = type(optimizer)
     name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
-    flags = [flag for flag in ("fused", "foreach") if any(group.get(flag) for group in optimizer.param_groups)]
+    flags = [flag for flag in TORCH_FLAGS if any(group.get(flag) for group in optimizer.param_groups)]
     return f"{name} ({', '.join(flags)})" if flags else name

@@ -9,7 +9,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ort.optim.hooks import become
-from lightning_ort.optim.registry import runs
+from lightning_ort.optim.registry import TORCH_FLAGS, runs
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -28,7 +28,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():  # torch's shards are filled before they run
             state_dict = hook(self, state_dict) or state_dict
-        flags = [{flag: group.get(flag) for flag in ("fused", "foreach")} for group in self.param_groups]
+        flags = [{flag: group.get(flag) for flag in TORCH_FLAGS} for group in self.param_groups]
         # copies: torch writes into both
         groups = [{**group, **own} for group, own in zip(state_dict["param_groups"], flags, strict=True)]
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"]), "param_groups": groups})

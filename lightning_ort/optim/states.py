@@ -12,7 +12,7 @@ import torch
 Algorithm = Literal["adam", "lion", "adafactor", "sgd", "adagrad"]
 Form = Literal["torch", "bitsandbytes", "torchao", "anyprecision"]
 
-_BNB_BLOCK = 256
+BNB_BLOCK = 256
 
 # keys of a parameter's state -> the algorithm that keeps them; the first that fits
 _KEYS: tuple[tuple[frozenset[str], Algorithm], ...] = (
@@ -108,8 +108,8 @@ def _dequantize_bnb(state: Mapping[str, Any], index: int) -> torch.Tensor:
     if value.dtype is not torch.uint8:
         return value
     code, absmax = state[f"qmap{index}"].to(value.device), state[f"absmax{index}"].to(value.device)
-    blocks = torch.nn.functional.pad(code[value.flatten().long()], (0, -value.numel() % _BNB_BLOCK))
-    scaled = blocks.view(-1, _BNB_BLOCK) * absmax[:, None]
+    blocks = torch.nn.functional.pad(code[value.flatten().long()], (0, -value.numel() % BNB_BLOCK))
+    scaled = blocks.view(-1, BNB_BLOCK) * absmax[:, None]
     return scaled.flatten()[: value.numel()].view(value.shape)
 
 

@@ -8,6 +8,7 @@
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 - :mod:`~lightning_ort.strategies.agreed_placement`: the same placement in every process
 - :mod:`~lightning_ort.strategies.ddp`: ``ort_ddp``, one process a device
+- :mod:`~lightning_ort.strategies.shard_optimizers`: optimizer states split over the processes
 - :mod:`~lightning_ort.strategies.zero`: ``ort_zero1_native``, the same with optimizer states split
 """
 

@@ -1,18 +1,10 @@
 """``Trainer(strategy="ort_zero1_native")`` for ``pytorch_lightning``: ZeRO stage 1 without DeepSpeed."""
 
-import dataclasses
-from typing import TYPE_CHECKING
-
-from typing_extensions import override
-
-from lightning_ort.optim.sharded import shard
 from lightning_ort.pytorch_lightning.strategies.ddp import ORTDDPStrategy
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
+from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
 
 
-class ORTNativeZeRO1Strategy(ORTDDPStrategy):
+class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
     """Data parallel training on ONNX Runtime in which each process keeps its share of the optimizer states.
 
     Torch's ZeroRedundancyOptimizer updates a share of the parameters on each rank and broadcasts them. Checkpoints are
@@ -29,12 +21,3 @@ class ORTNativeZeRO1Strategy(ORTDDPStrategy):
     """
 
     strategy_name = "ort_zero1_native"
-
-    @override
-    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            shard(optimizer)
-        self.optimizers = self.optimizers  # Lightning's wrappers imitate the class of what they wrap
-        note = f"states split over {self.world_size} processes"
-        self.report.optimizers = [dataclasses.replace(entry, reason=note) for entry in self.report.optimizers]
