@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_ort.callbacks.optimizer import ORTOptimizer
     from lightning_ort.optim.param_groups import param_groups
     from lightning_ort.strategies.ddp import ORTDDPStrategy
+    from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
     from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
@@ -27,6 +28,7 @@ __all__ = [
     "ORTNativeZeRO1Strategy",
     "ORTOptimizer",
     "ORTStrategy",
+    "ORTZeRO1Strategy",
     "__version__",
     "param_groups",
 ]
@@ -47,7 +49,7 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ORTStrategy", "ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTOptimizer"):
+    if name in __all__ and name.endswith(("Strategy", "Optimizer")):
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()

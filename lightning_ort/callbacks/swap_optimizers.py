@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from lightning_ort.optim.hooks import OptimizerSwap
 from lightning_ort.optim.registry import OptimName
-from lightning_ort.strategies.swap_optimizers import swap_optimizers
+from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin, swap_optimizers
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,4 +48,5 @@ class SwapOptimizersCallback(_Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        swap_optimizers(self.swap, trainer)
+        if not isinstance(trainer.strategy, SwapOptimizersMixin):  # which has asked this callback
+            swap_optimizers(self.swap, trainer)

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import logging
+import os
 from typing import Any
 
 import onnx_ir as ir
@@ -58,6 +59,9 @@ def unavailable() -> Reason | None:
         return Reason(
             ReasonType.RUNTIME_UNAVAILABLE, f"{name} {version} is too old, {MINIMUM} is the oldest supported; {INSTALL}"
         )
+    if not torch.cuda.is_available():
+        # the training build imports DeepSpeed where that is installed, which else looks for a device, and warns
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import onnxruntime  # noqa: F401
     except Exception as error:  # a broken build fails in many ways: ImportError, OSError, AttributeError

@@ -7,9 +7,15 @@
 - :mod:`~lightning_ort.strategies.one_device`: lets the Trainer choose the device
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 - :mod:`~lightning_ort.strategies.agreed_placement`: the same placement in every process
+- :mod:`~lightning_ort.strategies.faults`: processes that are killed, or asked to end
+- :mod:`~lightning_ort.strategies.atomic_checkpoints`: checkpoint files that are whole or not there
+- :mod:`~lightning_ort.strategies.data_parallel`: all of these together
 - :mod:`~lightning_ort.strategies.ddp`: ``ort_ddp``, one process a device
 - :mod:`~lightning_ort.strategies.shard_optimizers`: optimizer states split over the processes
 - :mod:`~lightning_ort.strategies.zero`: ``ort_zero1_native``, the same with optimizer states split
+- :mod:`~lightning_ort.strategies.deepspeed_zero`: DeepSpeed's ZeRO stage 1 on CPUs, with plain checkpoints
+- :mod:`~lightning_ort.strategies.deepspeed_config`: its configuration beside the Trainer's arguments
+- :mod:`~lightning_ort.strategies.deepspeed`: ``ort_zero1``, with optimizer states split by DeepSpeed
 """
 
 import importlib
@@ -17,12 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.ddp import ORTDDPStrategy
+    from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
     from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
-__all__ = ["ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTStrategy"]
+__all__ = ["ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTStrategy", "ORTZeRO1Strategy"]
 
-_MODULES = {"ORTDDPStrategy": "ddp", "ORTNativeZeRO1Strategy": "zero", "ORTStrategy": "single_device"}
+_MODULES = {
+    "ORTDDPStrategy": "ddp",
+    "ORTNativeZeRO1Strategy": "zero",
+    "ORTStrategy": "single_device",
+    "ORTZeRO1Strategy": "deepspeed",
+}
 
 
 def __getattr__(name: str) -> Any:

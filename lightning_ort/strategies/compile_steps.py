@@ -71,7 +71,7 @@ class CapturedModule:
         self.module = module
         self.attributes = vars(module)
         self.backend = backend
-        self.config = strategy.config
+        self.config = strategy.ort_config
         self.watch = DynamoWatch()
         self.step_patches = StepPatches(module, self._on_closure)
         self.recorder = self.step_patches.recorder
@@ -99,7 +99,10 @@ class CapturedModule:
         if self._optimizers is self._strategy._lightning_optimizers:
             return
         self._optimizers = self._strategy._lightning_optimizers
-        self.step_patches.refresh([] if self.module.automatic_optimization else self._optimizers)
+        optimizers = [] if self.module.automatic_optimization else self._optimizers
+        # only a strategy that wraps the module in something with hooks has any
+        wrapper_hooks = getattr(self._strategy, "wrapper_hooks", tuple)()
+        self.step_patches.refresh(optimizers, wrapper_hooks)
 
     def _choose_mode(self) -> Mode:
         compiled = compiled_by_user(self.module)
@@ -295,7 +298,7 @@ class CompiledStepsMixin(_Strategy):
 
     def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.config = ORTConfig.parse(config)
+        self.ort_config = ORTConfig.parse(config)
         self._backend: ORTBackend | None = None
         self._report = CompileReport()
         self._report_due = False
@@ -311,7 +314,7 @@ class CompiledStepsMixin(_Strategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         self._report_due = True
-        if self.config.capture == "off":
+        if self.ort_config.capture == "off":
             note = FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))
             self._report.notes = [note]
             return
@@ -319,7 +322,7 @@ class CompiledStepsMixin(_Strategy):
             # here and not above: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            self._backend = ORTBackend(self.config)
+            self._backend = ORTBackend(self.ort_config)
             self._backend.report.optimizers = self._report.optimizers
             self._report = self._backend.report
         if not self._backend.available:
@@ -343,17 +346,17 @@ class CompiledStepsMixin(_Strategy):
 
     def _give_report(self) -> None:
         """Log or write the report, as the config says."""
-        if self.config.report is None or not self.is_global_zero:
+        if self.ort_config.report is None or not self.is_global_zero:
             return
-        if self.config.report == "log":
+        if self.ort_config.report == "log":
             log.info("%s", self.report.to_text())
             return
         try:
-            path = Path(self.config.report)
+            path = Path(self.ort_config.report)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.report.to_dict(), indent=2), encoding="utf-8")
         except OSError as error:  # a run is not lost for its report
-            log.warning("The report could not be written to %s: %s", self.config.report, error)
+            log.warning("The report could not be written to %s: %s", self.ort_config.report, error)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,14 +10,12 @@ from lightning_ort._imports import LIGHTNING, Flavor
 from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
-from lightning_ort.strategies.agreed_placement import AgreedPlacementMixin
-from lightning_ort.strategies.compile_steps import CompiledStepsMixin
-from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
+from lightning_ort.strategies.data_parallel import DataParallelMixin
 
 _DEFAULT = ORTConfig()
 
 
-class ORTDDPStrategy(AgreedPlacementMixin, SwapOptimizersMixin, CompiledStepsMixin, DDPStrategy):
+class ORTDDPStrategy(DataParallelMixin, DDPStrategy):
     """Trains on ONNX Runtime in several processes that average their gradients.
 
     Args:

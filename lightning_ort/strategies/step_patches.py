@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 _HELPERS = (
@@ -119,11 +120,13 @@ class StepPatches:
         # dynamo knows a stand-in by its identity: a new one for the same method would compile everything again
         self._made: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
 
-    def refresh(self, optimizers: Iterable[Any]) -> None:
+    def refresh(self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = ()) -> None:
         """Look again at what the module has, before a run.
 
         Args:
             optimizers: The LightningOptimizers that the step drives itself: none under automatic optimization.
+            wrapper_hooks: On the module, by what wraps it: they have run for the step, and would again for a call of
+                the module within it.
 
         """
         module, known, self._made = self._module, self._made, {}
@@ -158,6 +161,12 @@ class StepPatches:
             add(optimizer.optimizer, "step")  # what `self.optimizers(use_pl_optimizer=False)` gives
             add(optimizer, "zero_grad")
             add(optimizer.optimizer, "zero_grad")
+        hidden = {handle.id for handle in wrapper_hooks}
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(module)[name]
+            if hidden & hooks.keys():
+                others = type(hooks)((key, hook) for key, hook in hooks.items() if key not in hidden)
+                self._patches.append((vars(module), name, others, hooks))
 
     def apply(self) -> None:
         """Put the stand-ins in place."""

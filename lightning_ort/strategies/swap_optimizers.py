@@ -40,14 +40,13 @@ class SwapOptimizersMixin(_Strategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         super().setup_optimizers(trainer)
         callbacks = [callback for callback in trainer.callbacks if hasattr(callback, "swap")]  # type: ignore[attr-defined]
-        if callbacks:  # it swaps when the fit starts
-            if self._swap.name not in ("auto", callbacks[0].swap.name):
-                raise ValueError(
-                    f"The strategy has optim={self._swap.name!r} and the callback ORTOptimizer has"
-                    f" {callbacks[0].swap.name!r}. Choose in one place."
-                )
-            return
-        swap_optimizers(self._swap, trainer)
+        if callbacks and self._swap.name not in ("auto", callbacks[0].swap.name):
+            raise ValueError(
+                f"The strategy has optim={self._swap.name!r} and the callback ORTOptimizer has"
+                f" {callbacks[0].swap.name!r}. Choose in one place."
+            )
+        # here also for the callback: what comes next may split the optimizers' states
+        swap_optimizers(callbacks[0].swap if callbacks else self._swap, trainer)
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

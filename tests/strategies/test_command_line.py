@@ -36,7 +36,7 @@ def test_yaml(tmp_path: Path) -> None:
     strategy = {"class_path": "lightning_ort.ORTStrategy", "init_args": init_args}
     trainer = cli(config_file(tmp_path, strategy)).trainer
     assert type(trainer.strategy) is ORTStrategy
-    assert trainer.strategy.config == ORTConfig(placement="always", torch_ops=("aten.gelu",))
+    assert trainer.strategy.ort_config == ORTConfig(placement="always", torch_ops=("aten.gelu",))
 
 
 def test_fit(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_fit(tmp_path: Path) -> None:
 
 def test_arguments() -> None:
     trainer = cli("--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.config.capture=modules").trainer
-    assert trainer.strategy.config == ORTConfig(capture="modules")
+    assert trainer.strategy.ort_config == ORTConfig(capture="modules")
     assert cli("--trainer.strategy=ort").trainer.strategy.strategy_name == "ort"
 
 
@@ -65,7 +65,7 @@ def test_print_config_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert printed["init_args"]["config"]["placement"] == "always"
     assert printed["init_args"]["config"]["fallback"] == "warn"  # a default, for people to see and change
     (tmp_path / "printed.yaml").write_text(text)
-    assert cli(f"--config={tmp_path / 'printed.yaml'}").trainer.strategy.config == ORTConfig(placement="always")
+    assert cli(f"--config={tmp_path / 'printed.yaml'}").trainer.strategy.ort_config == ORTConfig(placement="always")
 
 
 def test_help_shows_each_setting(capsys: pytest.CaptureFixture) -> None:

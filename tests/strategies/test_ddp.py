@@ -1,6 +1,5 @@
 """``ort_ddp`` with two real processes on this machine."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from small_modules import Small
-from torch import nn
+from processes import START, Recorded, fit
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy
 from lightning_ort.compiler.cache import Timing
 from lightning_ort.strategies import agreed_placement
-
-START = "fork"  # spawned processes import torch again, which takes longer than all else here
 
 
 @pytest.fixture(autouse=True)
@@ -26,64 +22,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Recorded(Small):
-    """Writes what each rank saw, since its process ends with the run."""
-
-    def __init__(self, folder: Path, unused: bool = False) -> None:
-        super().__init__()
-        self.folder = folder
-        self.net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 3))
-        self.unused = nn.Linear(2, 2) if unused else None
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def on_train_end(self) -> None:
-        report = getattr(self.trainer.strategy, "report", None)
-        facts = {
-            "losses": self.losses,
-            "report": report and report.to_dict(),
-            "weight": self.net[0].weight.tolist(),
-            "fused": self.trainer.optimizers[0].param_groups[0]["fused"],
-            "states": self.states(),
-        }
-        name = type(self.trainer.strategy).__name__
-        (self.folder / f"{name}.{self.global_rank}.json").write_text(json.dumps(facts))
-        self.trainer.save_checkpoint(self.folder / f"{name}.ckpt")
-
-    def states(self) -> list[int]:
-        """Which parameters this rank has states for, by number."""
-        optimizer = self.trainer.optimizers[0]
-        local = getattr(optimizer, "optim", optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [index for index, parameter in enumerate(parameters) if local.state.get(parameter)]
-
-
-def fit(
-    folder: Path,
-    strategy: DDPStrategy,
-    make_trainer: Callable[..., Any],
-    unused: bool = False,
-    ckpt_path: Any = None,
-    max_epochs: int = 2,
-) -> list[dict[str, Any]]:
-    trainer = make_trainer(
-        strategy=strategy, devices=2, max_epochs=max_epochs, limit_val_batches=1, num_sanity_val_steps=0
-    )
-    trainer.fit(Recorded(folder, unused), ckpt_path=ckpt_path)
-    files = [folder / f"{type(strategy).__name__}.{rank}.json" for rank in range(2)]
-    return [json.loads(file.read_text()) for file in files]
-
-
 def executors(facts: dict[str, Any]) -> list[list[str]]:
     return [[region["executor"] for region in graph["regions"]] for graph in facts["report"]["graphs"]]
 
 
 @pytest.mark.parametrize("unused", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_equals_stock_ddp(unused: bool, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    stock = fit(tmp_path, DDPStrategy(start_method=START, find_unused_parameters=unused), make_trainer, unused=unused)
-    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method=START, find_unused_parameters=unused)
-    ours = fit(tmp_path, strategy, make_trainer, unused=unused)
+    arguments = {"start_method": START, "find_unused_parameters": unused}
+    stock = fit(Recorded(tmp_path, "stock", unused), DDPStrategy(**arguments), make_trainer)
+    strategy = ORTDDPStrategy(config={"placement": "always"}, **arguments)
+    ours = fit(Recorded(tmp_path, "ours", unused), strategy, make_trainer)
     for facts, expected in zip(ours, stock, strict=True):
         assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)
         assert facts["report"]["ort_runs"] > 0
@@ -93,8 +41,9 @@ def test_equals_stock_ddp(unused: bool, make_trainer: Callable[..., Any], tmp_pa
 
 
 def test_native_zero_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    stock = fit(tmp_path, DDPStrategy(start_method=START), make_trainer)
-    ours = fit(tmp_path, ORTNativeZeRO1Strategy(config={"placement": "always"}, start_method=START), make_trainer)
+    stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    strategy = ORTNativeZeRO1Strategy(config={"placement": "always"}, start_method=START)
+    ours = fit(Recorded(tmp_path, "ours"), strategy, make_trainer)
     for facts, expected in zip(ours, stock, strict=True):
         assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)
         assert facts["report"]["ort_runs"] > 0
@@ -105,36 +54,33 @@ def test_native_zero_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Calla
     shards = [facts["states"] for facts in ours]
     assert all(shards)
     assert sorted(shards[0] + shards[1]) == stock[0]["states"]
-    saved = torch.load(tmp_path / "ORTNativeZeRO1Strategy.ckpt", weights_only=True)
+    assert sum(facts["state_bytes"] for facts in ours) == stock[0]["state_bytes"]
+    saved = torch.load(tmp_path / "ours.ckpt", weights_only=True)
     (optimizer,) = saved["optimizer_states"]
     assert sorted(optimizer["state"]) == stock[0]["states"]
     assert optimizer["param_groups"][0]["fused"] is None
     # a stock Trainer on one process goes on with it, and two processes with that
-    module = Recorded(tmp_path)
+    module = Recorded(tmp_path, "single")
     trainer = make_trainer(max_epochs=3, limit_val_batches=0)
-    trainer.fit(module, ckpt_path=tmp_path / "ORTNativeZeRO1Strategy.ckpt")
+    trainer.fit(module, ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses[-1] < stock[0]["losses"][0]
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    resumed = fit(
-        tmp_path,
-        ORTNativeZeRO1Strategy(config={"capture": "off"}, start_method=START),
-        make_trainer,
-        max_epochs=4,
-        ckpt_path=tmp_path / "one.ckpt",
-    )
+    strategy = ORTNativeZeRO1Strategy(config={"capture": "off"}, start_method=START)
+    checkpoint = tmp_path / "single.ckpt"
+    resumed = fit(Recorded(tmp_path, "resumed"), strategy, make_trainer, max_epochs=4, ckpt_path=checkpoint)
     assert all(facts["fused"] is True for facts in resumed)
     assert resumed[0]["losses"][-1] < module.losses[0]
 
 
 @pytest.mark.slow
 def test_spawned_processes(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    ours = fit(tmp_path, ORTDDPStrategy(config={"placement": "always"}, start_method="spawn"), make_trainer)
+    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method="spawn")
+    ours = fit(Recorded(tmp_path, "ours"), strategy, make_trainer)
     assert all(facts["report"]["ort_runs"] > 0 for facts in ours)
     assert ours[0]["weight"] == ours[1]["weight"]
 
 
 def test_measured_placement_is_the_same_on_all_ranks(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    ours = fit(tmp_path, ORTDDPStrategy(start_method=START), make_trainer)
+    ours = fit(Recorded(tmp_path, "ours"), ORTDDPStrategy(start_method=START), make_trainer)
     assert executors(ours[0])
     assert executors(ours[0]) == executors(ours[1])
     assert ours[0]["weight"] == ours[1]["weight"]

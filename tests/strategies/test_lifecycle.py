@@ -211,7 +211,7 @@ def test_copies_of_the_strategy_work(clone: Callable[[Any], Any], make_trainer: 
     trainer.fit(module)
     strategy._lightning_module = strategy.model = None  # a module is not the strategy's to copy
     other = clone(strategy)
-    assert other.config == strategy.config
+    assert other.ort_config == strategy.ort_config
     assert other.report.to_dict() == strategy.report.to_dict()
     module, trainer = Small(), make_trainer(strategy=other, accelerator="auto", max_epochs=1)
     trainer.fit(module)

@@ -12,6 +12,7 @@ from lightning_ort._imports import PYTORCH_LIGHTNING, Flavor
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
+from lightning_ort.strategies.atomic_checkpoints import AtomicCheckpointsMixin
 from lightning_ort.strategies.compile_steps import CompiledStepsMixin
 from lightning_ort.strategies.one_device import OneDeviceMixin
 from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
@@ -19,7 +20,9 @@ from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
 _DEFAULT = ORTConfig()
 
 
-class ORTStrategy(OneDeviceMixin, SwapOptimizersMixin, CompiledStepsMixin, SingleDeviceStrategy):
+class ORTStrategy(
+    OneDeviceMixin, AtomicCheckpointsMixin, SwapOptimizersMixin, CompiledStepsMixin, SingleDeviceStrategy
+):
     """Trains, validates, tests and predicts on ONNX Runtime, on a single device.
 
     Args:

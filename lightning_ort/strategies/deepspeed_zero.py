@@ -1,0 +1,325 @@
+"""DeepSpeed's ZeRO stage 1 with compiled steps, on CPU too, with plain checkpoints: :class:`DeepSpeedZeRO1Mixin`."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_ort._imports import Flavor
+from lightning_ort.optim.flat_shards import PARAMETER_NAMES, FlatShards, read_directory, why_not_flat
+from lightning_ort.optim.registry import runs
+from lightning_ort.strategies import deepspeed_config as settings
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_ort.compiler.report import CompileReport
+else:
+    _DeepSpeedStrategy = object
+
+# earlier ones count accumulated gradients themselves
+_DEEPSPEED = RequirementCache("deepspeed>=0.19")
+
+CheckpointForm = Literal["file", "directory"]
+
+
+class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
+    """Lifts limits of Lightning's ``DeepSpeedStrategy`` that ZeRO stage 1 need not have.
+
+    It runs on CPUs, saves and loads plain checkpoints, keeps the hooks of the module in evaluation, and counts
+    accumulated gradients once (Lightning 2.6 and DeepSpeed both divide by their number).
+
+    Args:
+        deepspeed_config: DeepSpeed's configuration, or the path of a JSON file with it. What the Trainer says too must
+            be the same there, or ``"auto"``.
+        offload_optimizer: Keep the optimizer's states, and its step, on the CPU.
+        checkpoint: ``"file"``: plain, as a stock Trainer's; ``"directory"``: DeepSpeed's, each process its part.
+        start_method: How processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **kwargs: For the strategy.
+
+    Raises:
+        ValueError: If the configuration asks for another stage than 1, or for what this strategy does not do.
+
+    """
+
+    flavor: ClassVar[Flavor]
+    stock: ClassVar[type]  # the flavor's own strategy; its parent class is DDPStrategy
+
+    if TYPE_CHECKING:
+        report: CompileReport
+        _swap: Any
+
+    def __init__(
+        self,
+        deepspeed_config: "_PATH | dict[str, Any] | None" = None,
+        offload_optimizer: bool = False,
+        checkpoint: CheckpointForm = "file",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        if checkpoint not in ("file", "directory"):
+            raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
+        if "stage" in kwargs:
+            settings.check_stage(kwargs["stage"])
+        if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
+            raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
+            # several times faster on CPUs: no copy of each gradient, and buckets that fit the cache
+            kwargs = {"contiguous_gradients": False, "reduce_bucket_size": 5_000_000, **kwargs}
+        defaults = {"overlap_comm": False, **kwargs, "stage": 1, "offload_optimizer": offload_optimizer}
+        super().__init__(config=deepspeed_config, **defaults)
+        if not _DEEPSPEED:
+            raise self.flavor.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
+        self._start_method = start_method
+        self._checkpoint_form = checkpoint
+        self._shards: FlatShards | None = None
+        assert isinstance(self.config, dict)
+        self.config = settings.stage_one(self.config)
+        if offload_optimizer:
+            self.config["zero_optimization"].setdefault("offload_optimizer", {"device": "cpu"})
+        self._given_config = copy.deepcopy(self.config)
+
+    @property
+    def _offloads(self) -> bool:
+        assert isinstance(self.config, dict)
+        device = self.config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        return device != "none"
+
+    # processes and devices
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed asks for the index
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_environment()
+            return
+        import deepspeed
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())  # also on a machine with a GPU that this run does not use
+        # a collective of its inference engine, which would be compiled here and now
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super(self.stock, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        import deepspeed
+
+        super(self.stock, self).setup_distributed()
+        self._set_node_environment_variables()
+        deepspeed.init_distributed(self._process_group_backend, verbose=False, dist_init_required=False)
+
+    # DeepSpeed's configuration and the Trainer's arguments
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        if reason := settings.precision_conflict(self.config, self.precision_plugin.precision):
+            raise self.flavor.misconfiguration(reason)
+        if self.precision_plugin.precision.startswith("16") and self.root_device.type == "cpu":
+            raise self.flavor.misconfiguration(
+                f"DeepSpeed has no float16 on CPUs, and the Trainer has precision={self.precision_plugin.precision!r}."
+                " Use 'bf16-mixed'."
+            )
+        super()._format_config()
+
+    @override
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        assert isinstance(self.config, dict)
+        if self.lightning_module is None:
+            return
+        trainer = self.lightning_module.trainer
+        fits = trainer.fit_loop._data_source.is_defined()
+        reason = settings.take_trainer_arguments(
+            self.config,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
+            batch_size=self._auto_select_batch_size() if fits else None,
+            world_size=self.world_size,
+        )
+        if reason:
+            raise self.flavor.misconfiguration(reason)
+        super()._format_batch_size_and_grad_accum_config()
+        # Lightning calls for a step when it is due, and has divided the loss by then
+        self.config["gradient_accumulation_steps"] = 1
+        self.config["managed_gradient_accumulation"] = False
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:  # a loader without a batch sampler
+            return 1
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return False
+
+    # optimizers
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        assert isinstance(self.config, dict)
+        if "optimizer" not in self.config:
+            super(self.stock, self).setup_optimizers(trainer)
+            if len(self.optimizers) != 1 or len(self.lr_scheduler_configs) > 1:
+                raise self.flavor.misconfiguration(
+                    "DeepSpeed drives one optimizer and at most one scheduler; `configure_optimizers` returned"
+                    f" {len(self.optimizers)} and {len(self.lr_scheduler_configs)}. Use strategy='ort_zero1_native'."
+                )
+            self._check_groups(self.optimizers[0])
+            return
+        if self._swap.name not in ("auto", "keep"):
+            raise ValueError(
+                f"optim={self._swap.name!r} changes what `configure_optimizers` returns, and the DeepSpeed"
+                f" configuration has an optimizer of its own, {self.config['optimizer']}. Choose in one place."
+            )
+        super().setup_optimizers(trainer)
+
+    @staticmethod
+    def _check_groups(optimizer: "Optimizer") -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            if not trained:
+                raise ValueError(
+                    f"Parameter group {index} has no parameter that requires a gradient, and DeepSpeed cannot flatten"
+                    " none. Leave the group out."
+                )
+            if len(dtypes := {str(parameter.dtype) for parameter in trained}) > 1:
+                raise ValueError(
+                    f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, and DeepSpeed flattens"
+                    " them into one tensor. Make a group for each dtype."
+                )
+
+    @override
+    def _init_optimizers(self) -> tuple["Optimizer", Any]:
+        (optimizer,) = self.optimizers
+        if reason := why_not_flat(optimizer):
+            raise ValueError(
+                f"DeepSpeed gives the optimizer one flat piece of each parameter group, and {runs(optimizer)} {reason}."
+                " Use torch's Adam, AdamW or SGD, or the strategy 'ort_ddp'."
+            )
+        return optimizer, self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        assert isinstance(self.config, dict)
+        groups = [list(group["params"]) for group in self.optimizers[0].param_groups] if self.optimizers else None
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
+        super()._initialize_deepspeed_train(model)
+        zero = self.optimizers[0]
+        self._shards = FlatShards(zero, groups or zero.round_robin_bit16_groups)  # type: ignore[attr-defined]
+        where = ", on the CPU" if self._offloads else ""
+        note = f"states split over {self.world_size} processes by DeepSpeed{where}"
+        self.report.optimizers = [
+            dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))
+            for entry in self.report.optimizers
+        ]
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        # without gradients there is nothing to split, and an engine would take the user's hooks off the module
+        if self.precision_plugin.precision.startswith(("bf16", "16")):
+            model.to(self.precision_plugin._desired_dtype)
+        self.model = model
+        self.model_to_device()
+
+    def wrapper_hooks(self) -> list["RemovableHandle"]:
+        """The hooks that DeepSpeed put on the module, for itself and not for the user."""
+        handles = (getattr(self.model, f"module_forward_{when}_hook", None) for when in ("pre", "post"))
+        return [handle for handle in handles if handle is not None]
+
+    # checkpoints
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def optimizer_state(self, optimizer: "Optimizer") -> dict[str, Tensor]:
+        """The whole states on rank 0, and nothing on the others."""
+        if self._checkpoint_form == "directory" or self._shards is None:
+            return {}
+        return self._shards.state_dict()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, with the weights that the optimizer keeps in float32 in place of their rounded copies."""
+        state_dict = super().lightning_module_state_dict()
+        if self._shards is None or self._checkpoint_form == "directory" or not self._is_rounded():
+            return state_dict
+        weights = self._shards.master_weights()
+        if weights is None:
+            return state_dict
+        assert self.lightning_module is not None
+        names = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        return {name: weights.get(id(names.get(name)), value) for name, value in state_dict.items()}
+
+    def _is_rounded(self) -> bool:
+        return self.precision_plugin.precision != "32-true"
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: "_PATH", storage_options: Any | None = None
+    ) -> None:
+        if self._checkpoint_form == "file":
+            super(self.stock, self).save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self.lightning_module is not None
+        assert self._shards is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        groups = [[names[id(parameter)] for parameter in group] for group in self._shards.groups]
+        super().save_checkpoint({**checkpoint, PARAMETER_NAMES: groups}, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: "_PATH", weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a plain checkpoint, or DeepSpeed's directory; both for any number of processes."""
+        if Path(checkpoint_path).is_dir():
+            return read_directory(Path(checkpoint_path))
+        return super(self.stock, self).load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super(self.stock, self).load_model_state_dict(checkpoint, strict)
+        if self._shards is None:
+            return
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        weights = checkpoint["state_dict"]
+        self._shards.load_master_weights(lambda parameter: weights.get(names.get(id(parameter))))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._shards is not None
+        (saved,) = checkpoint["optimizer_states"]
+        self._shards.load_state_dict(saved)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._shards = None
+        # what the next Trainer says may differ
+        self.config, self._config_initialized = copy.deepcopy(self._given_config), False

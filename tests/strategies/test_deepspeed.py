@@ -1,0 +1,279 @@
+"""``ort_zero1``: DeepSpeed's ZeRO stage 1 on CPUs, with real processes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from processes import START, Recorded, fit
+from torch import nn
+
+from lightning_ort import ORTDDPStrategy, ORTZeRO1Strategy
+from lightning_ort.optim.flat_shards import read_directory
+
+pytest.importorskip("deepspeed")
+
+ALWAYS = {"placement": "always"}
+OFF = {"capture": "off"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    yield
+    torch.set_num_threads(threads)
+
+
+def zero1(config: dict[str, Any] = OFF, **kwargs: Any) -> ORTZeRO1Strategy:
+    return ORTZeRO1Strategy(config=config, start_method=START, **kwargs)
+
+
+class Sgd(Recorded):
+    """Shows a wrong scale of the gradients, which Adam hides; two groups, one parameter frozen."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self.net[2].bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def assert_states_equal(saved: Path, expected: Path) -> None:
+    """Both checkpoints hold the same, but for the last bits."""
+    saved, expected = (torch.load(path, weights_only=True) for path in (saved, expected))
+    assert saved["state_dict"].keys() == expected["state_dict"].keys()
+    torch.testing.assert_close(dict(saved["state_dict"]), dict(expected["state_dict"]), rtol=1e-4, atol=1e-5)
+    (ours,), (theirs,) = saved["optimizer_states"], expected["optimizer_states"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    for state in (ours["state"], theirs["state"]):  # a frozen parameter has no state; stock has one of nothing
+        for number in [number for number, entries in state.items() if not any(v is not None for v in entries.values())]:
+            del state[number]
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-3, atol=1e-6)
+
+
+def test_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    ours = fit(Recorded(tmp_path, "ours"), zero1(ALWAYS), make_trainer)
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert facts["report"]["ort_runs"] > 0
+        assert facts["report"]["graph_breaks"] == 0
+        assert facts["fused"] is True
+        assert facts["state_bytes"] == pytest.approx(expected["state_bytes"] / 2, rel=0.05)
+        assert "2 processes" in facts["report"]["optimizers"][0]["reason"]
+    assert ours[0]["weight"] == ours[1]["weight"]
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+
+
+def test_accumulation_clipping_groups_schedule(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 3}
+    stock = fit(Sgd(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer, **arguments)
+    ours = fit(Sgd(tmp_path, "ours"), zero1(ALWAYS), make_trainer, **arguments)
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert facts["report"]["ort_runs"] > 0
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+
+
+def same_data(module: Recorded, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> list[float]:
+    """All ranks see the same samples, so that the number of processes makes no difference to the losses."""
+    return fit(module, strategy, make_trainer, use_distributed_sampler=False, limit_val_batches=0, **kwargs)[0][
+        "losses"
+    ]
+
+
+def test_checkpoints_go_everywhere(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    whole = same_data(Recorded(tmp_path, "whole"), "auto", make_trainer, devices=1, max_epochs=4)
+    epoch = len(whole) // 4
+    # stock, one process -> ZeRO, two -> ZeRO, one -> DeepSpeed's directory, two -> stock DDP, two
+    same_data(Recorded(tmp_path, "0"), "auto", make_trainer, devices=1, max_epochs=1)
+    losses = same_data(Recorded(tmp_path, "1"), zero1(), make_trainer, max_epochs=2, ckpt_path=tmp_path / "0.ckpt")
+    assert losses == pytest.approx(whole[epoch : 2 * epoch], rel=1e-4)
+    strategy = zero1(checkpoint="directory")
+    losses = same_data(Recorded(tmp_path, "2"), strategy, make_trainer, max_epochs=3, ckpt_path=tmp_path / "1.ckpt")
+    assert losses == pytest.approx(whole[2 * epoch : 3 * epoch], rel=1e-4)
+    assert (tmp_path / "2.ckpt").is_dir()
+    arguments = {"max_epochs": 4, "ckpt_path": tmp_path / "2.ckpt"}
+    losses = same_data(Recorded(tmp_path, "3"), zero1(), make_trainer, devices=1, **arguments)
+    assert losses == pytest.approx(whole[3 * epoch :], rel=1e-4)
+    torch.save(read_directory(tmp_path / "2.ckpt"), tmp_path / "converted.ckpt")
+    arguments["ckpt_path"] = tmp_path / "converted.ckpt"
+    losses = same_data(Recorded(tmp_path, "4"), DDPStrategy(start_method=START), make_trainer, **arguments)
+    assert losses == pytest.approx(whole[3 * epoch :], rel=1e-4)
+    assert_states_equal(tmp_path / "3.ckpt", tmp_path / "4.ckpt")
+
+
+class Bf16(Recorded):
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        saved = torch.load(self.folder / f"{self.name}.ckpt", weights_only=True)
+        weight = saved["state_dict"]["net.0.weight"]
+        assert weight.dtype == torch.float32
+        assert (weight != weight.bfloat16()).any()  # more than what the module holds
+        assert self.net[0].weight.dtype == torch.bfloat16
+
+
+def test_bf16_resumes_with_its_float32_weights(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"precision": "bf16-mixed", "num_nodes": 1}
+    whole = same_data(Bf16(tmp_path, "whole"), zero1(), make_trainer, max_epochs=3, **arguments)
+    first = same_data(Bf16(tmp_path, "first"), zero1(), make_trainer, max_epochs=1, **arguments)
+    arguments["ckpt_path"] = tmp_path / "first.ckpt"
+    rest = same_data(Bf16(tmp_path, "rest"), zero1(), make_trainer, max_epochs=3, **arguments)
+    assert first + rest == whole
+
+
+class Evaluated(Recorded):
+    """Counts the calls of a layer in a hook."""
+
+    def on_validation_start(self) -> None:
+        self.calls = 0
+        self.net.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+    def on_validation_end(self) -> None:
+        assert self.calls == 2
+        assert self.trainer.strategy.report.ort_runs > 0
+        (self.folder / "counted").touch()
+
+
+def test_validate_keeps_the_users_hooks(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    strategy = zero1({"placement": "always", "capture": "modules"})
+    make_trainer(strategy=strategy, devices=1, limit_val_batches=2).validate(Evaluated(tmp_path, ""), verbose=False)
+    assert (tmp_path / "counted").exists()
+
+
+def test_offload(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    ours = fit(Recorded(tmp_path, "ours"), zero1(ALWAYS, offload_optimizer=True), make_trainer)
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert facts["report"]["ort_runs"] > 0
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 2}, "stage=2"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": 3}}}, "stage=3"),
+        ({"deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}, "overlap_comm"),
+        ({"checkpoint": "files"}, "'file' or 'directory'"),
+        ({"exclude_frozen_parameters": True}, "checkpoint='directory'"),
+        ({"optim": "adamw_fussed"}, "adamw_torch_fused|Did you mean"),
+    ],
+)
+def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ORTZeRO1Strategy(**arguments)
+
+
+def test_config_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r"nowhere\.json"):
+        ORTZeRO1Strategy(deepspeed_config=tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "messages"),
+    [
+        ({"gradient_accumulation_steps": 4}, {}, ("gradient_accumulation_steps=4", "accumulate_grad_batches=1")),
+        ({"gradient_clipping": 0.5}, {"gradient_clip_val": 1.0}, ("gradient_clipping=0.5", "gradient_clip_val=1.0")),
+        ({"bf16": {"enabled": True}}, {}, ("bf16=", "precision='32-true'")),
+        ({"train_micro_batch_size_per_gpu": 3}, {}, ("train_micro_batch_size_per_gpu=3", "batches of 8")),
+        ({"train_batch_size": 5}, {}, ("train_batch_size=5", "8 samples a batch")),
+        ({}, {"precision": "16-mixed"}, ("float16", "bf16-mixed")),
+        ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, ("by value",)),
+    ],
+)
+def test_contradictions(
+    config: dict[str, Any],
+    trainer: dict[str, Any],
+    messages: tuple[str, ...],
+    make_trainer: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Exception, match=messages[0]) as error:
+        fit(Recorded(tmp_path, "module"), zero1(deepspeed_config=config), make_trainer, devices=1, **trainer)
+    assert all(message in str(error.value) for message in messages)
+
+
+class Optimizers(Recorded):
+    """Configures what the function says."""
+
+    def __init__(self, folder: Path, configure: Callable[[nn.Module], Any]) -> None:
+        super().__init__(folder, "module")
+        self.configure = configure
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self)
+
+
+def _two(module: nn.Module) -> Any:
+    module.automatic_optimization = False
+    return [torch.optim.SGD(layer.parameters()) for layer in (module.net[0], module.net[3])]
+
+
+def _half(module: nn.Module) -> Any:
+    module.net[0].double()
+    return torch.optim.SGD(module.parameters())
+
+
+def _frozen(module: nn.Module) -> Any:
+    module.net[0].requires_grad_(False)
+    groups = [{"params": module.net[0].parameters()}, {"params": module.net[3].parameters()}]
+    return torch.optim.SGD(groups)
+
+
+@pytest.mark.parametrize(
+    ("configure", "arguments", "message"),
+    [
+        (_two, {}, "returned 2"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), {}, "whole parameters"),
+        (lambda m: torch.optim.Adafactor(m.parameters()), {}, "whole parameters"),
+        (lambda m: torch.optim.AdamW(m.parameters()), {"optim": "adamw_bnb_8bit"}, "ort_ddp"),
+        (_half, {}, r"float32.* and .*float64|float64.* and .*float32"),
+        (_frozen, {}, "Parameter group 0 has no parameter"),
+        (
+            lambda m: torch.optim.AdamW(m.parameters()),
+            {"optim": "adamw_torch_fused", "deepspeed_config": {"optimizer": {"type": "Adam"}}},
+            "Choose in one place",
+        ),
+    ],
+)
+def test_refused_optimizers(
+    configure: Callable[[nn.Module], Any],
+    arguments: dict[str, Any],
+    message: str,
+    make_trainer: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Exception, match=message):
+        fit(Optimizers(tmp_path, configure), zero1(**arguments), make_trainer, devices=1)
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="latest"):
+        read_directory(tmp_path)
+
+
+def test_deepspeed_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
+    with pytest.raises(MisconfigurationException, match="pip install"):
+        ORTZeRO1Strategy()
+
+
+def test_names() -> None:
+    assert type(StrategyRegistry.get("ort_zero1")) is ORTZeRO1Strategy
+    offloaded = StrategyRegistry.get("ort_zero1_offload")
+    assert offloaded.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert not issubclass(ORTDDPStrategy, ORTZeRO1Strategy)
