@@ -91,7 +91,9 @@ class FaultsMixin(_DDPStrategy):
         rank_zero_info("lightning-ort: SIGTERM: saved %s; go on with `trainer.fit(..., ckpt_path=%r)`", path, str(path))
 
     def _lost_processes(self) -> list[str]:
-        """Which of the processes that this one started have ended by an error or a signal."""
+        """Which of the processes that this one started, or that started this one, have ended by an error or a signal."""
+        if self._watch is not None:
+            return self._watch.lost()
         if not self._started_by_rank_zero:
             return []
         processes = enumerate(self.launcher.procs, start=1)  # type: ignore[union-attr]
@@ -197,12 +199,16 @@ class _ParentWatch(threading.Thread):
     @override
     def run(self) -> None:
         while not self._stopped.wait(1.0):
-            if os.getppid() != self._parent:
+            if lost := self.lost():
                 # time for the main thread to find the connection closed, and to say where
                 if not self._stopped.wait(_GRACE_SECONDS):
-                    log.error("lightning-ort: rank 0 (PID %d) is gone, so rank %d ends.", self._parent, self._rank)
+                    log.error("lightning-ort: %s, so rank %d ends.", lost[0], self._rank)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return
+
+    def lost(self) -> list[str]:
+        """That rank 0 has ended, if it has."""
+        return [f"rank 0 (PID {self._parent}) is gone"] if os.getppid() != self._parent else []
 
     def stop(self) -> None:
         """End the watch."""

@@ -4,6 +4,8 @@ Lightning's launcher starts the script once per device. Here it forks instead, s
 again, which takes longer than all else; the processes, signals and connections are real.
 """
 
+import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -30,7 +32,8 @@ from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
 from lightning_ort.strategies.faults import SIGTERM_CHECKPOINT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
-LIMIT = 120.0  # seconds, for what takes a few on a quiet machine
+LIMIT = 240.0  # seconds, for what takes a few on a quiet machine
+STEPS = 40
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +122,11 @@ def _script(folder: Path, ckpt_path: str | None, max_steps: int) -> None:
 
 
 def _rank_zero(folder: Path, ckpt_path: str | None, max_steps: int) -> None:
-    with (folder / "output").open("a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    output = (folder / "output").open("a", buffering=1)
+    sys.stdout = sys.stderr = output
+    logging.getLogger().addHandler(logging.StreamHandler(output))
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
@@ -132,11 +137,24 @@ def _rank_zero(folder: Path, ckpt_path: str | None, max_steps: int) -> None:
     _exit(run)
 
 
-def start(folder: Path, ckpt_path: Path | None = None, max_steps: int = 10_000) -> Any:
-    arguments = (folder, ckpt_path and str(ckpt_path), max_steps)
-    process = multiprocessing.get_context("fork").Process(target=_rank_zero, args=arguments)
-    process.start()
-    return process
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """Run the script; what is left of it after the test is killed."""
+    started: list[tuple[Any, Path]] = []
+
+    def start(folder: Path, ckpt_path: Path | None = None, max_steps: int = 10_000) -> Any:
+        arguments = (folder, ckpt_path and str(ckpt_path), max_steps)
+        process = multiprocessing.get_context("fork").Process(target=_rank_zero, args=arguments)
+        process.start()
+        started.append((process, folder))
+        return process
+
+    yield start
+    for process, folder in started:
+        process.kill()
+        for path in folder.glob("pid.*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], Any], folder: Path) -> None:
@@ -163,7 +181,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank(rank: int, tmp_path: Path) -> None:
+def test_killed_rank(rank: int, start: Callable[..., Any], tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_for(lambda: trains(tmp_path), tmp_path)
     ranks = pids(tmp_path)
@@ -176,18 +194,17 @@ def test_killed_rank(rank: int, tmp_path: Path) -> None:
         0: f"rank 0 (PID {ranks[0]}) is gone",
         1: f"rank 1 (PID {ranks[1]}) was ended by SIGKILL",
     }[rank]
-    # rank 1 may find the connection closed and end before it looks for its parent
-    assert named in output or (rank == 0 and "Connection" in output)
+    assert named in output
 
 
-def test_sigterm_saves_and_resumes(tmp_path: Path) -> None:
+def test_sigterm_saves_and_resumes(start: Callable[..., Any], tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
-    start(whole, max_steps=200).join(LIMIT)
+    start(whole, max_steps=STEPS).join(LIMIT)
     losses = eval((whole / "losses.0").read_text())
     cut = tmp_path / "cut"
     cut.mkdir()
-    process = start(cut, max_steps=200)
+    process = start(cut, max_steps=STEPS)
     wait_for(lambda: trains(cut), cut)
     ranks = pids(cut)
     os.kill(process.pid, signal.SIGTERM)
@@ -197,8 +214,8 @@ def test_sigterm_saves_and_resumes(tmp_path: Path) -> None:
     assert process.exitcode == 128 + signal.SIGTERM, output
     assert SIGTERM_CHECKPOINT in output
     step = torch.load(cut / SIGTERM_CHECKPOINT, weights_only=True)["global_step"]
-    assert 3 <= step < 200
-    start(cut, cut / SIGTERM_CHECKPOINT, max_steps=200).join(LIMIT)
+    assert 3 <= step < STEPS
+    start(cut, cut / SIGTERM_CHECKPOINT, max_steps=STEPS).join(LIMIT)
     assert eval((cut / "losses.0").read_text()) == pytest.approx(losses[step:], rel=1e-4)
 
 
