@@ -14,7 +14,7 @@ Nothing stays on the module between calls.
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -39,6 +39,7 @@ from lightning_ort.strategies.step_patches import (
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy as _Strategy
+    from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
 else:
@@ -101,7 +102,7 @@ class CapturedModule:
         self._optimizers = self._strategy._lightning_optimizers
         optimizers = [] if self.module.automatic_optimization else self._optimizers
         # only a strategy that wraps the module in something with hooks has any
-        wrapper_hooks = getattr(self._strategy, "wrapper_hooks", tuple)()
+        wrapper_hooks: Iterable[RemovableHandle] = getattr(self._strategy, "wrapper_hooks", tuple)()
         self.step_patches.refresh(optimizers, wrapper_hooks)
 
     def _choose_mode(self) -> Mode:

@@ -20,6 +20,7 @@ from lightning_ort.strategies import deepspeed_config as settings
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -92,6 +93,11 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self._given_config = copy.deepcopy(self.config)
 
     @property
+    def _ddp(self) -> "DDPStrategy":
+        """The methods that Lightning's ``DeepSpeedStrategy`` inherits, and overrides with what is not for here."""
+        return super(self.stock, self)  # type: ignore[return-value]
+
+    @property
     def _offloads(self) -> bool:
         assert isinstance(self.config, dict)
         device = self.config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
@@ -117,7 +123,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         set_accelerator(CPU_Accelerator())  # also on a machine with a GPU that this run does not use
         # a collective of its inference engine, which would be compiled here and now
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        super(self.stock, self).setup_environment()
+        self._ddp.setup_environment()
 
     @override
     def setup_distributed(self) -> None:
@@ -126,7 +132,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             return
         import deepspeed
 
-        super(self.stock, self).setup_distributed()
+        self._ddp.setup_distributed()
         self._set_node_environment_variables()
         deepspeed.init_distributed(self._process_group_backend, verbose=False, dist_init_required=False)
 
@@ -183,7 +189,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         assert isinstance(self.config, dict)
         if "optimizer" not in self.config:
-            super(self.stock, self).setup_optimizers(trainer)
+            self._ddp.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or len(self.lr_scheduler_configs) > 1:
                 raise self.flavor.misconfiguration(
                     "DeepSpeed drives one optimizer and at most one scheduler; `configure_optimizers` returned"
@@ -242,7 +248,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         # without gradients there is nothing to split, and an engine would take the user's hooks off the module
         if self.precision_plugin.precision.startswith(("bf16", "16")):
-            model.to(self.precision_plugin._desired_dtype)
+            model.to(self.precision_plugin._desired_dtype)  # type: ignore[attr-defined]
         self.model = model
         self.model_to_device()
 
@@ -286,7 +292,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self, checkpoint: dict[str, Any], filepath: "_PATH", storage_options: Any | None = None
     ) -> None:
         if self._checkpoint_form == "file":
-            super(self.stock, self).save_checkpoint(checkpoint, filepath, storage_options)
+            self._ddp.save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None
         assert self._shards is not None
@@ -299,11 +305,11 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         """Load a plain checkpoint, or DeepSpeed's directory; both for any number of processes."""
         if Path(checkpoint_path).is_dir():
             return read_directory(Path(checkpoint_path))
-        return super(self.stock, self).load_checkpoint(checkpoint_path, weights_only)
+        return self._ddp.load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super(self.stock, self).load_model_state_dict(checkpoint, strict)
+        self._ddp.load_model_state_dict(checkpoint, strict)
         if self._shards is None:
             return
         assert self.lightning_module is not None

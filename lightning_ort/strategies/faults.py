@@ -83,7 +83,7 @@ class FaultsMixin(_DDPStrategy):
     def _save_for_later(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
+        if not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
             rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
             return
         path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
@@ -91,7 +91,7 @@ class FaultsMixin(_DDPStrategy):
         rank_zero_info("lightning-ort: SIGTERM: saved %s; go on with `trainer.fit(..., ckpt_path=%r)`", path, str(path))
 
     def _lost_processes(self) -> list[str]:
-        """Which of the processes that this one started, or that started this one, have ended by an error or a signal."""
+        """Which processes have ended by an error or a signal: of those that this one started, or rank 0."""
         if self._watch is not None:
             return self._watch.lost()
         if not self._started_by_rank_zero:
@@ -151,7 +151,7 @@ class _AgreedStop:
                 self._marked = True
                 launcher = self._trainer.strategy.launcher
                 if launcher is not None:
-                    launcher.kill(signum)  # type: ignore[attr-defined]
+                    launcher.kill(signum)
             for handler in others:
                 handler(signum, frame)
 
