@@ -144,7 +144,11 @@ class ORTBackend:
                 self.fall_back(name, reason)
                 run = make_boxed_func(gm.forward)
         graph.seconds = time.perf_counter() - start
-        log.info(
+        # the other processes of a run say the same; what falls back is said by each
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        first = not several or torch.distributed.get_rank() == 0
+        log.log(
+            logging.INFO if first else logging.DEBUG,
             "%s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
             name,
             graph.num_ort_nodes,

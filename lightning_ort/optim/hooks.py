@@ -7,6 +7,7 @@ class and contents. Checkpoints are written as the user's own choice of flags wo
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import nn, optim
 from lightning_ort.compiler.report import OptimizerReport
 from lightning_ort.optim import registry, states
 from lightning_ort.optim.registry import FUSED_CLASSES, TORCH_FLAGS, Algorithm, Implementation
+
+log = logging.getLogger(__name__)
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _ALGORITHMS: Mapping[type[optim.Optimizer], Algorithm] = {
@@ -309,8 +312,41 @@ def _set_flag(optimizer: optim.Optimizer, flag: str) -> None:
 
     set_flags(optimizer)
     _read_other_forms(optimizer)
-    optimizer.register_load_state_dict_post_hook(set_flags)
+    loaded = optimizer.register_load_state_dict_post_hook(set_flags)
     optimizer.register_state_dict_post_hook(as_configured)
+
+    def give_up() -> None:
+        loaded.remove()
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(configured)
+        log.warning("A gradient is sparse, which fused does not take: %s runs as configured.", registry.runs(optimizer))
+
+    if flag == "fused" and type(optimizer) in (optim.SGD, optim.Adagrad):  # Adam takes none in any form
+        _call_if_sparse(optimizer, give_up)
+
+
+def _call_if_sparse(optimizer: optim.Optimizer, function: Callable[[], None]) -> None:
+    """Call a function in the first step if a gradient is sparse, as ``F.embedding(..., sparse=True)`` makes them."""
+
+    def look() -> None:
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in _parameters(optimizer)):
+            function()
+
+    def before_step(optimizer: optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        handle.remove()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            look()
+            return None
+
+        def then_look() -> Any:  # the gradients are not there before
+            loss = closure()
+            look()
+            return loss
+
+        return (optimizer,), {"closure": then_look}
+
+    handle = optimizer.register_step_pre_hook(before_step)
 
 
 # other classes

@@ -102,6 +102,41 @@ def test_auto_leaves_the_rest(make: Callable[[nn.Module], optim.Optimizer], reas
     assert groups == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
+def after_sparse_steps(name: str, cls: type[optim.Optimizer], with_closure: bool) -> tuple[nn.Module, optim.Optimizer]:
+    torch.manual_seed(0)
+    module = nn.Embedding(4, 2)
+    optimizer = cls(module.parameters(), lr=0.1)
+    swap(name, module, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.embedding(torch.tensor([1, 2]), module.weight, sparse=True).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad])
+def test_auto_gives_up_at_a_sparse_gradient(
+    cls: type[optim.Optimizer], with_closure: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = after_sparse_steps("keep", cls, with_closure)
+    module, optimizer = after_sparse_steps("auto", cls, with_closure)
+    parameters_equal(module, expected)
+    assert not optimizer.param_groups[0]["fused"]
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.param_groups[0]["fused"]
+
+
 def test_auto_leaves_sparse_and_complex() -> None:
     module = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     assert "sparse" in swap("auto", module, optim.SGD(module.parameters(), lr=0.1)).reason

@@ -1,15 +1,19 @@
 """``ort_ddp`` with two real processes on this machine."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from processes import START, Recorded, fit
+from small_modules import loader
 
-from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy
+from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.compiler.cache import Timing
 from lightning_ort.strategies import agreed_placement
 
@@ -104,3 +108,80 @@ def test_names() -> None:
     assert strategy._start_method == "spawn"
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
     assert type(StrategyRegistry.get("ddp")) is DDPStrategy
+
+
+class Monitored(Recorded):
+    """Logs across the processes, by torchmetrics too."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log("val_mean", self.loss(batch), sync_dist=True)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        (checkpoint,) = self.trainer.checkpoint_callbacks
+        facts = {"metrics": metrics, "best": Path(checkpoint.best_model_path).name, "epoch": self.current_epoch}
+        (self.folder / f"{self.name}.callbacks.{self.global_rank}.json").write_text(json.dumps(facts))
+
+    def train_dataloader(self) -> Any:
+        return loader(samples=42)  # 2 x 3 batches of 8, 8 and 5
+
+
+@pytest.mark.parametrize("strategy", [ORTDDPStrategy, ORTZeRO1Strategy])
+def test_callbacks_and_metrics_across_processes(
+    strategy: Any, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    if strategy is ORTZeRO1Strategy:
+        pytest.importorskip("deepspeed")
+    facts = {}
+    for name, made in {
+        "stock": DDPStrategy(start_method=START),
+        "ours": strategy(config={"placement": "always"}, start_method=START),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        callbacks = [
+            ModelCheckpoint(folder / "checkpoints", monitor="val_mean", save_top_k=2),
+            # no epoch improves by that much, so training ends after the second
+            EarlyStopping(monitor="val_mean", patience=1, min_delta=100.0),
+        ]
+        ranks = fit(
+            Monitored(folder, name),
+            made,
+            make_trainer,
+            max_epochs=6,
+            limit_val_batches=2,
+            callbacks=callbacks,
+            enable_checkpointing=True,
+        )
+        facts[name] = [json.loads((folder / f"{name}.callbacks.{rank}.json").read_text()) for rank in range(2)]
+        assert len(list((folder / "checkpoints").iterdir())) == 2
+    assert ranks[0]["report"]["ort_runs"] > 0
+    for ours, stock in zip(facts["ours"], facts["stock"], strict=True):
+        assert ours["metrics"] == pytest.approx(stock["metrics"], rel=1e-4)
+        assert ours["best"] == stock["best"]
+        assert ours["epoch"] == stock["epoch"] < 5
+    assert facts["ours"][0]["metrics"]["accuracy"] == facts["ours"][1]["metrics"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_static_graph(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START, static_graph=True), make_trainer)
+    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method=START, static_graph=True)
+    ours = fit(Recorded(tmp_path, "ours"), strategy, make_trainer)
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+        assert facts["report"]["ort_runs"] > 0
