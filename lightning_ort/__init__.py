@@ -16,6 +16,7 @@ from lightning_ort.config import ORTConfig
 if TYPE_CHECKING:
     from lightning_ort.callbacks.optimizer import ORTOptimizer
     from lightning_ort.optim.param_groups import param_groups
+    from lightning_ort.precision.mixed import ORTMixedPrecision
     from lightning_ort.strategies.ddp import ORTDDPStrategy
     from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
@@ -25,6 +26,7 @@ __all__ = [
     "CompileReport",
     "ORTConfig",
     "ORTDDPStrategy",
+    "ORTMixedPrecision",
     "ORTNativeZeRO1Strategy",
     "ORTOptimizer",
     "ORTStrategy",
@@ -49,11 +51,12 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and name.endswith(("Strategy", "Optimizer")):
+    if name in __all__ and name.startswith("ORT"):
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()
-        return getattr(importlib.import_module(flavor.callbacks if name == "ORTOptimizer" else flavor.strategies), name)
+        modules = {"ORTOptimizer": flavor.callbacks, "ORTMixedPrecision": flavor.precision}
+        return getattr(importlib.import_module(modules.get(name, flavor.strategies)), name)
     if name == "param_groups":
         from lightning_ort.optim.param_groups import param_groups
 

@@ -20,6 +20,7 @@ class Flavor:
         distribution: The distribution that installs it.
         strategies: Our module with the strategy classes for it.
         callbacks: Our module with the callbacks for it.
+        precision: Our package with the precision plugins for it.
 
     """
 
@@ -27,6 +28,7 @@ class Flavor:
     distribution: str
     strategies: str
     callbacks: str
+    precision: str
 
     @property
     def available(self) -> RequirementCache:
@@ -44,12 +46,19 @@ class Flavor:
         return module.MisconfigurationException(message)
 
 
-LIGHTNING = Flavor("lightning.pytorch", "lightning", "lightning_ort.strategies", "lightning_ort.callbacks")
+LIGHTNING = Flavor(
+    "lightning.pytorch",
+    "lightning",
+    "lightning_ort.strategies",
+    "lightning_ort.callbacks",
+    "lightning_ort.precision",
+)
 PYTORCH_LIGHTNING = Flavor(
     "pytorch_lightning",
     "pytorch-lightning",
     "lightning_ort.pytorch_lightning.strategies",
     "lightning_ort.pytorch_lightning.callbacks",
+    "lightning_ort.pytorch_lightning.precision",
 )
 FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)
 

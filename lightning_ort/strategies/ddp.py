@@ -10,12 +10,13 @@ from lightning_ort._imports import LIGHTNING, Flavor
 from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
+from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.strategies.data_parallel import DataParallelMixin
 
 _DEFAULT = ORTConfig()
 
 
-class ORTDDPStrategy(DataParallelMixin, DDPStrategy):
+class ORTDDPStrategy(ChoosePrecisionMixin, DataParallelMixin, DDPStrategy):
     """Trains on ONNX Runtime in several processes that average their gradients.
 
     Args:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_ort.strategies import deepspeed_config as settings
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
     from torch.optim import Optimizer
@@ -137,6 +139,21 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         deepspeed.init_distributed(self._process_group_backend, verbose=False, dist_init_required=False)
 
     # DeepSpeed's configuration and the Trainer's arguments
+
+    @property
+    @override
+    def precision_plugin(self) -> "Precision":
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: "Precision | None") -> None:
+        deepspeeds = importlib.import_module(f"{self.flavor.package}.plugins.precision").DeepSpeedPrecision
+        if plugin is not None and not isinstance(plugin, deepspeeds):
+            raise self.flavor.misconfiguration(
+                f"DeepSpeed scales losses and clips gradients itself, and works with no precision plugin but"
+                f" DeepSpeedPrecision; got {type(plugin).__name__}. Use Trainer(precision='bf16-mixed')."
+            )
+        self._precision_plugin = plugin
 
     @override
     def _format_config(self) -> None:

@@ -12,6 +12,7 @@ from lightning_ort._imports import LIGHTNING, Flavor
 from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
+from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.strategies.atomic_checkpoints import AtomicCheckpointsMixin
 from lightning_ort.strategies.compile_steps import CompiledStepsMixin
 from lightning_ort.strategies.one_device import OneDeviceMixin
@@ -21,7 +22,12 @@ _DEFAULT = ORTConfig()
 
 
 class ORTStrategy(
-    OneDeviceMixin, AtomicCheckpointsMixin, SwapOptimizersMixin, CompiledStepsMixin, SingleDeviceStrategy
+    ChoosePrecisionMixin,
+    OneDeviceMixin,
+    AtomicCheckpointsMixin,
+    SwapOptimizersMixin,
+    CompiledStepsMixin,
+    SingleDeviceStrategy,
 ):
     """Trains, validates, tests and predicts on ONNX Runtime, on a single device.
 

@@ -1,0 +1,158 @@
+"""Mixed precision for every optimizer: :class:`ScaledStepsMixin`, over Lightning's ``MixedPrecision``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
+else:
+    _MixedPrecision = object
+
+MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
+
+
+class ScaledStepsMixin(_MixedPrecision):
+    """Automatic mixed precision that takes fused optimizers with gradient clipping, and counts overflows.
+
+    The step is computed under ``torch.autocast``. With ``"16-mixed"`` the loss is scaled; the gradients are unscaled
+    and checked for infinity and NaN in one pass over all of them, clipped, and applied if they are finite. A scheduler
+    that goes by steps rests when the optimizer does. The state is saved and loaded as that of ``MixedPrecision``.
+
+    `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: ``"cuda"`` or ``"cpu"``; ``None`` for that of the module.
+        scaler: For ``"16-mixed"``; ``None`` for one with torch's defaults.
+        max_overflows: Steps in a row that may overflow before training ends with an error.
+
+    Attributes:
+        overflows: Steps of this run that were left out because of an infinite or NaN gradient.
+
+    Raises:
+        ValueError: If a setting is out of range.
+
+    """
+
+    def __init__(
+        self,
+        precision: MixedPrecisionName = "16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        max_overflows: int = 100,
+    ) -> None:
+        if precision == "bf16-mixed" or scaler is not None:
+            super().__init__(precision, device or "", scaler)
+        else:
+            super().__init__("bf16-mixed", device or "")  # the scaler is made when the device is known
+            if precision != "16-mixed":
+                raise ValueError(f"precision={precision!r}: choose '16-mixed' or 'bf16-mixed'.")
+            self.precision = precision
+        if max_overflows < 1:
+            raise ValueError(f"max_overflows={max_overflows}: choose 1 or more.")
+        self.max_overflows = max_overflows
+        self.overflows = 0
+        self._in_a_row = 0
+        self._skipped: set[int] = set()  # ids of the optimizers whose last step was left out
+        self._rested: list[Any] = []  # schedulers
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if not self.device:
+            self.device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        if self.precision == "16-mixed" and self.scaler is None:
+            self.scaler = torch.amp.GradScaler(self.device)
+        if self.scaler is not None:
+            for config in lr_schedulers:
+                if config.interval == "step" and not isinstance(config.scheduler, ReduceLROnPlateau):
+                    self._rest_with_optimizer(config.scheduler)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def _rest_with_optimizer(self, scheduler: Any) -> None:
+        step = scheduler.step
+
+        def rest_or_step(*args: Any, **kwargs: Any) -> None:
+            if id(scheduler.optimizer) not in self._skipped:
+                step(*args, **kwargs)
+
+        scheduler.step = rest_or_step
+        self._rested.append(scheduler)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        has_gradients = True
+        stepped = False
+
+        def watched_closure() -> Any:
+            nonlocal has_gradients
+            result = closure()
+            has_gradients = result is not None or not model.automatic_optimization
+            return result
+
+        def note_step(*_: Any) -> None:
+            nonlocal stepped
+            stepped = True
+
+        handle = optimizer.register_step_post_hook(note_step)  # a step that is left out calls no hook
+        try:
+            with _unscaled_from_outside(optimizer):
+                output = super().optimizer_step(optimizer, model=model, closure=watched_closure, **kwargs)
+        finally:
+            handle.remove()
+        if has_gradients:
+            self._count(optimizer, stepped)
+        return output
+
+    def _count(self, optimizer: Optimizer, stepped: bool) -> None:
+        if stepped:
+            self._skipped.discard(id(optimizer))
+            self._in_a_row = 0
+            return
+        self._skipped.add(id(optimizer))
+        self.overflows += 1
+        self._in_a_row += 1
+        if self._in_a_row >= self.max_overflows:
+            assert self.scaler is not None
+            raise RuntimeError(
+                f"{self._in_a_row} optimizer steps in a row had infinite or NaN gradients and were left out; the loss"
+                f" scale has come down to {self.scaler.get_scale():g}. Lower the learning rate, look for NaN in the"
+                " data and the loss, or use precision='bf16-mixed', which has the range of float32."
+            )
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        with _unscaled_from_outside(optimizer):  # also for bfloat16, where there is no scale at all
+            super().clip_gradients(optimizer, *args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        for scheduler in self._rested:
+            vars(scheduler).pop("step", None)
+        self._rested.clear()
+        super().teardown()
+
+
+@contextmanager
+def _unscaled_from_outside(optimizer: Optimizer) -> Iterator[None]:
+    """Keep a fused optimizer from unscaling its gradients itself: they could not be clipped before."""
+    attributes = vars(optimizer)
+    mark = attributes.pop("_step_supports_amp_scaling", None)
+    try:
+        yield
+    finally:
+        if mark is not None:
+            attributes["_step_supports_amp_scaling"] = mark
