@@ -16,7 +16,7 @@ from lightning_ort.config import ORTConfig
 if TYPE_CHECKING:
     from lightning_ort.callbacks.optimizer import ORTOptimizer
     from lightning_ort.optim.param_groups import param_groups
-    from lightning_ort.precision.mixed import ORTMixedPrecision
+    from lightning_ort.precision.plugins import ORTMatmulPrecision, ORTMixedPrecision
     from lightning_ort.strategies.ddp import ORTDDPStrategy
     from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
@@ -26,6 +26,7 @@ __all__ = [
     "CompileReport",
     "ORTConfig",
     "ORTDDPStrategy",
+    "ORTMatmulPrecision",
     "ORTMixedPrecision",
     "ORTNativeZeRO1Strategy",
     "ORTOptimizer",
@@ -51,12 +52,13 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and name.startswith("ORT"):
+    if name in __all__ and name.startswith("ORT"):  # ORTConfig is there already
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()
-        modules = {"ORTOptimizer": flavor.callbacks, "ORTMixedPrecision": flavor.precision}
-        return getattr(importlib.import_module(modules.get(name, flavor.strategies)), name)
+        modules = {"Strategy": flavor.strategies, "Optimizer": flavor.callbacks, "Precision": flavor.precision}
+        module = next(module for kind, module in modules.items() if name.endswith(kind))
+        return getattr(importlib.import_module(module), name)
     if name == "param_groups":
         from lightning_ort.optim.param_groups import param_groups
 

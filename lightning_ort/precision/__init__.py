@@ -1,22 +1,23 @@
 """Precision plugins, for ``lightning.pytorch`` (for ``pytorch_lightning``: ``lightning_ort.pytorch_lightning``).
 
 - :mod:`~lightning_ort.precision.scaled_steps`: mixed precision for every optimizer, with overflows counted
+- :mod:`~lightning_ort.precision.matmul`: faster float32 matrix products with less precision
 - :mod:`~lightning_ort.precision.choose`: what a strategy makes of ``Trainer(precision=...)``
-- :mod:`~lightning_ort.precision.mixed`: the plugin
+- :mod:`~lightning_ort.precision.plugins`: the plugins
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ort.precision.mixed import ORTMixedPrecision
+    from lightning_ort.precision.plugins import ORTMatmulPrecision, ORTMixedPrecision
 
-__all__ = ["ORTMixedPrecision"]
+__all__ = ["ORTMatmulPrecision", "ORTMixedPrecision"]
 
 
 def __getattr__(name: str) -> Any:
     # not imported at the top: the other flavor uses the mixins of this package, perhaps without `lightning` installed
-    if name == "ORTMixedPrecision":
-        from lightning_ort.precision.mixed import ORTMixedPrecision
+    if name in __all__:
+        from lightning_ort.precision import plugins
 
-        return ORTMixedPrecision
+        return getattr(plugins, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,5 +33,5 @@ class ChoosePrecisionMixin(_Strategy):
         if plugin is not None and type(plugin).__name__ == "MixedPrecision":
             stock = importlib.import_module(f"{self.flavor.package}.plugins.precision").MixedPrecision
             if type(plugin) is stock:
-                ours = importlib.import_module(f"{self.flavor.precision}.mixed").ORTMixedPrecision
+                ours = importlib.import_module(f"{self.flavor.precision}.plugins").ORTMixedPrecision
                 self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def train(module: Net, plugin: Any, make_trainer: Callable[..., Any], strategy: 
     return trainer
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("16-mixed", marks=pytest.mark.slow), "bf16-mixed"])
 def test_loses_what_stock_loses(precision: Any, make_trainer: Callable[..., Any]) -> None:
     stock, ours = Net(), Net()
     make_trainer(plugins=[MixedPrecision(precision, "cpu")], max_epochs=1, limit_val_batches=1).fit(stock)
@@ -107,7 +107,7 @@ def test_clips_with_fused_optimizers(
 
 def test_overflow_leaves_out_the_step(make_trainer: Callable[..., Any]) -> None:
     module = Net(overflows=lambda step: step == 3)
-    trainer = train(module, ORTMixedPrecision("16-mixed"), make_trainer)
+    trainer = train(module, ORTMixedPrecision("16-mixed"), make_trainer, ORTStrategy(config={"capture": "off"}))
     assert trainer.precision_plugin.overflows == 1
     assert module.states[3] == module.states[2]
     assert module.scales[3] == module.scales[2] / 2

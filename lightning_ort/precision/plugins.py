@@ -1,7 +1,9 @@
-"""Mixed precision for ``lightning.pytorch``: :class:`ORTMixedPrecision`."""
+"""Precision plugins for ``lightning.pytorch``."""
 
 from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as _Precision
 
+from lightning_ort.precision.matmul import MatmulPrecisionMixin
 from lightning_ort.precision.scaled_steps import ScaledStepsMixin
 
 
@@ -12,3 +14,7 @@ class ORTMixedPrecision(ScaledStepsMixin, _MixedPrecision):
 
 
 MixedPrecision = ORTMixedPrecision  # pickle goes by the same name
+
+
+class ORTMatmulPrecision(MatmulPrecisionMixin, _Precision):
+    """:class:`MatmulPrecisionMixin` as a precision plugin of ``lightning.pytorch``."""

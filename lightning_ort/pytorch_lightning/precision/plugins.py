@@ -1,7 +1,9 @@
-"""Mixed precision for ``pytorch_lightning``: :class:`ORTMixedPrecision`."""
+"""Precision plugins for ``pytorch_lightning``."""
 
 from pytorch_lightning.plugins.precision import MixedPrecision as _MixedPrecision
+from pytorch_lightning.plugins.precision import Precision as _Precision
 
+from lightning_ort.precision.matmul import MatmulPrecisionMixin
 from lightning_ort.precision.scaled_steps import ScaledStepsMixin
 
 
@@ -12,3 +14,7 @@ class ORTMixedPrecision(ScaledStepsMixin, _MixedPrecision):
 
 
 MixedPrecision = ORTMixedPrecision  # pickle goes by the same name
+
+
+class ORTMatmulPrecision(MatmulPrecisionMixin, _Precision):
+    """:class:`MatmulPrecisionMixin` as a precision plugin of ``pytorch_lightning``."""

@@ -1,0 +1,85 @@
+"""Faster float32 matrix products with less precision: :class:`MatmulPrecisionMixin`, over Lightning's ``Precision``."""
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision as _Precision
+else:
+    _Precision = object
+
+log = logging.getLogger(__name__)
+
+Level = Literal["highest", "high", "medium"]
+
+
+class MatmulPrecisionMixin(_Precision):
+    """Lets matrix products of float32 compute inside with fewer bits, for the length of a run.
+
+    It sets ``torch.set_float32_matmul_precision``. On CUDA ``"high"`` and ``"medium"`` are TensorFloat-32, which the
+    ORT CUDA provider follows. On CPUs ``"medium"`` is bfloat16 where the CPU has instructions for it, and ``"high"``
+    changes nothing. Whether a level has an effect is found out by comparing the bits of a product, and said.
+
+    Args:
+        level: ``"highest"``, ``"high"`` or ``"medium"``.
+
+    Raises:
+        ValueError: If the level is another one.
+
+    """
+
+    precision = "32-true"
+
+    def __init__(self, level: Level = "high") -> None:
+        if level not in get_args(Level):
+            raise ValueError(f"level={level!r}: choose {', '.join(map(repr, get_args(Level)))}.")
+        self.level = level
+        self._before: str | None = None
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if self._before is None:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            self._before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            exact = _product(device)
+            torch.set_float32_matmul_precision(self.level)
+            if self.level != "highest" and torch.equal(exact, _product(device)):
+                rank_zero_warn(
+                    f"Matmul precision {self.level!r} has no effect on this {device.type}: float32 products have the"
+                    f" same bits as before. {_advice(device, self.level)}"
+                )
+            else:
+                rank_zero_info(f"lightning-ort: float32 matrix products have precision {self.level!r}")
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def teardown(self) -> None:
+        if self._before is not None:
+            torch.set_float32_matmul_precision(self._before)
+            self._before = None
+        super().teardown()
+
+
+def _product(device: torch.device) -> Tensor:
+    """Multiply two matrices of a size that the faster kernels take."""
+    values = torch.linspace(-1, 1, 512 * 512, device=device).view(512, 512)
+    return values @ values
+
+
+def _advice(device: torch.device, level: str) -> str:
+    if device.type == "cpu":
+        return (
+            "CPUs know 'medium' only, with bfloat16 instructions (AVX512-BF16 or AMX)."
+            if level == "high"
+            else ("This CPU has no bfloat16 instructions (AVX512-BF16 or AMX).")
+        )
+    return "TensorFloat-32 needs an Ampere GPU or a later one."
