@@ -16,7 +16,7 @@ from lightning_ort.config import ORTConfig
 if TYPE_CHECKING:
     from lightning_ort.callbacks.optimizer import ORTOptimizer
     from lightning_ort.optim.param_groups import param_groups
-    from lightning_ort.precision.plugins import ORTMatmulPrecision, ORTMixedPrecision
+    from lightning_ort.precision.plugins import ORTBFloat16Precision, ORTMatmulPrecision, ORTMixedPrecision
     from lightning_ort.strategies.ddp import ORTDDPStrategy
     from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompileReport",
+    "ORTBFloat16Precision",
     "ORTConfig",
     "ORTDDPStrategy",
     "ORTMatmulPrecision",

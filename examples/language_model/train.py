@@ -108,10 +108,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=("auto", "ort"), default=["auto", "ort"], metavar="NAME")
     parser.add_argument("--placement", choices=("measured", "always"), default="measured")
     parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--validation-batches", type=int, default=50)
+    parser.add_argument("--validation-batches", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

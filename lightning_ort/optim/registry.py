@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -51,6 +52,7 @@ class Implementation:
         arguments: Passed to its constructor, always.
         form: Of the states that it saves.
         adopt: Brings states that were loaded in torch's form to its own.
+        commands: Programs that it needs on the PATH, to compile its extension.
 
     """
 
@@ -64,6 +66,7 @@ class Implementation:
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     form: Form = "torch"
     adopt: Callable[[optim.Optimizer], None] | None = None
+    commands: tuple[str, ...] = ()
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot be used on a device and how to get it, or ``None``."""
@@ -71,6 +74,11 @@ class Implementation:
             return f"it works on {' and '.join(self.devices)}, the module is on {device.type}"
         if self.package and not (available := RequirementCache(self.package)):
             return f"{available}. Install it with `{self.install or f'pip install {self.package}'}`"
+        if missing := [command for command in self.commands if shutil.which(command) is None]:
+            return (
+                f"it compiles an extension, and {' and '.join(missing)} is not on the PATH. It needs a C++ compiler and"
+                " ninja (`pip install ninja`, with the virtual environment active), or use 'adamw_torch_fused'"
+            )
         return None
 
     def load(self) -> type[optim.Optimizer]:
@@ -132,6 +140,7 @@ _DEEPSPEED = {
         dtypes=_FLOATS,
         arguments={"adamw_mode": True},
         adopt=states.count_in_integers,
+        commands=("g++", "ninja"),
     ),
     "cuda": Implementation(
         path="deepspeed.ops.adam:FusedAdam",

@@ -2,6 +2,7 @@
 
 - :mod:`~lightning_ort.precision.scaled_steps`: mixed precision for every optimizer, with overflows counted
 - :mod:`~lightning_ort.precision.matmul`: faster float32 matrix products with less precision
+- :mod:`~lightning_ort.precision.bfloat16`: bfloat16 weights that learn by small steps
 - :mod:`~lightning_ort.precision.choose`: what a strategy makes of ``Trainer(precision=...)``
 - :mod:`~lightning_ort.precision.plugins`: the plugins
 """
@@ -9,9 +10,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ort.precision.plugins import ORTMatmulPrecision, ORTMixedPrecision
+    from lightning_ort.precision.plugins import ORTBFloat16Precision, ORTMatmulPrecision, ORTMixedPrecision
 
-__all__ = ["ORTMatmulPrecision", "ORTMixedPrecision"]
+__all__ = ["ORTBFloat16Precision", "ORTMatmulPrecision", "ORTMixedPrecision"]
 
 
 def __getattr__(name: str) -> Any:

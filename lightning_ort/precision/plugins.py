@@ -1,8 +1,10 @@
 """Precision plugins for ``lightning.pytorch``."""
 
+from lightning.pytorch.plugins.precision import HalfPrecision as _HalfPrecision
 from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as _Precision
 
+from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
 from lightning_ort.precision.scaled_steps import ScaledStepsMixin
 
@@ -18,3 +20,7 @@ MixedPrecision = ORTMixedPrecision  # pickle goes by the same name
 
 class ORTMatmulPrecision(MatmulPrecisionMixin, _Precision):
     """:class:`MatmulPrecisionMixin` as a precision plugin of ``lightning.pytorch``."""
+
+
+class ORTBFloat16Precision(BFloat16Mixin, _HalfPrecision):
+    """:class:`BFloat16Mixin` as a precision plugin of ``lightning.pytorch``."""

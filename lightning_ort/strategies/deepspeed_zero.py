@@ -343,6 +343,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._shards = None
-        # what the next Trainer says may differ
+        # the states stay, for `trainer.save_checkpoint` after the fit; the configuration does not, since what the next
+        # Trainer says may differ
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False

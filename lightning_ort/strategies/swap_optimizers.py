@@ -46,7 +46,16 @@ class SwapOptimizersMixin(_Strategy):
                 f" {callbacks[0].swap.name!r}. Choose in one place."
             )
         # here also for the callback: what comes next may split the optimizers' states
-        swap_optimizers(callbacks[0].swap if callbacks else self._swap, trainer)
+        swap = callbacks[0].swap if callbacks else self._swap
+        wanted = getattr(self.precision_plugin, "optim", None)  # ORTBFloat16Precision(master_weights=True)
+        if wanted is not None and swap.name == "auto":
+            swap = OptimizerSwap(wanted)
+        elif wanted not in (None, swap.name):
+            raise ValueError(
+                f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, and optim={swap.name!r}"
+                " was chosen. Leave one of them out, or pass master_weights=False."
+            )
+        swap_optimizers(swap, trainer)
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

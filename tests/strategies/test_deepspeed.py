@@ -261,6 +261,28 @@ def test_refused_optimizers(
         fit(Optimizers(tmp_path, configure), zero1(**arguments), make_trainer, devices=1)
 
 
+def test_cpu_adam_without_a_compiler(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    strategy = zero1(optim="adamw_deepspeed", offload_optimizer=True)
+    with pytest.raises(Exception, match=r"g\+\+ and ninja is not on the PATH"):
+        fit(Recorded(tmp_path, "module"), strategy, make_trainer, devices=1)
+
+
+class SavedLater(Recorded):
+    """Is saved after the fit, too, by the process that trained it."""
+
+    def teardown(self, stage: str) -> None:
+        self.trainer.strategy.teardown()
+        self.trainer.save_checkpoint(self.folder / "later.ckpt")
+
+
+def test_saves_after_the_fit(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    fit(SavedLater(tmp_path, "module"), zero1(), make_trainer, devices=1, max_epochs=1)
+    assert_states_equal(tmp_path / "later.ckpt", tmp_path / "module.ckpt")
+
+
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="latest"):
         read_directory(tmp_path)
