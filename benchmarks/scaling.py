@@ -73,7 +73,7 @@ def table(job: Job, cluster: Cluster) -> list[str]:
         last_bucket = 2 * half / math.ceil(data / 25e6)  # has no computation left to hide behind
         ddp = max(2 * half - backward, last_bucket)
         cells = [f"{count}"]
-        for waits in (ddp, ddp + half, 2 * half):
+        for waits in (ddp, ddp + half, 3 * half):
             cells += [f"{waits * 1e3:.0f} ms", f"{(forward + backward) / (forward + backward + waits):.0%}"]
         for states in (12, 12 / count):  # float32 weights and two states of Adam
             cells.append(f"{job.parameters * (2 * job.bytes_per_gradient + states) / 1e9:.1f} GB")
