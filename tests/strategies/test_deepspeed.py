@@ -150,6 +150,7 @@ def test_validate_keeps_the_users_hooks(make_trainer: Callable[..., Any], tmp_pa
     assert (tmp_path / "counted").exists()
 
 
+@pytest.mark.slow
 def test_offload(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
     ours = fit(Recorded(tmp_path, "ours"), zero1(ALWAYS, offload_optimizer=True), make_trainer)
