@@ -140,7 +140,8 @@ class Monitored(Recorded):
         return loader(samples=42)  # 2 x 3 batches of 8, 8 and 5
 
 
-@pytest.mark.parametrize("strategy", [ORTDDPStrategy, pytest.param(ORTZeRO1Strategy, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [ORTDDPStrategy, ORTZeRO1Strategy])
 def test_callbacks_and_metrics_across_processes(
     strategy: Any, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
