@@ -10,7 +10,7 @@ for each parameter, fits any, and any other strategy.
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,12 @@ log = logging.getLogger(__name__)
 
 PARAMETER_NAMES = "optimizer_parameter_names"
 # what DeepSpeed adds to the checkpoint that it is given
-_DEEPSPEED_KEYS = frozenset(
-    (
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
-        *(
-            "global_samples",
-            "dp_world_size",
-            "mp_world_size",
-            "checkpoint_parallel_dimensions",
-            "ds_config",
-            "ds_version",
-        ),
-    )
-)
+_DEEPSPEED_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    "ds_version",
+}
 # each element of a parameter is updated by itself, so a flat piece of a group is updated as the parameters would be
 _ELEMENTWISE = (
     optim.Adadelta,
@@ -89,7 +81,8 @@ class FlatShards:
         self.groups = groups
         self._zero = zero
         self._sizes = [len(group) for group in groups]
-        numbers = {id(parameter): number for number, parameter in enumerate(itertools.chain(*groups))}
+        self._parameters = list(itertools.chain(*groups))  # by the numbers that a state dict gives them
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._places = [
             [
                 _Place(numbers[id(parameter)], offset, parameter.shape)
@@ -97,11 +90,6 @@ class FlatShards:
             ]
             for parameters, offsets in zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
         ]
-        self._parameters = {number: parameter for number, parameter in enumerate(itertools.chain(*groups))}
-
-    @property
-    def _numbers(self) -> Iterator[list[int]]:
-        return _numbers(self._sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """Gather the states on rank 0, one piece after the other; call it on all ranks.
@@ -119,10 +107,7 @@ class FlatShards:
                 whole = self._gather(value) if flat else value
                 if whole is not None:
                     _deal(states, places, key, whole, flat)
-        groups = [
-            {**group, "params": numbers} for group, numbers in zip(saved["param_groups"], self._numbers, strict=True)
-        ]
-        return {"state": dict(sorted(states.items())), "param_groups": groups} if dist.get_rank() == 0 else {}
+        return _whole(states, saved["param_groups"], _numbers(self._sizes)) if dist.get_rank() == 0 else {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load whole states; each rank keeps its piece.
@@ -219,11 +204,10 @@ class FlatShards:
             piece[first - start : last - start] = whole.reshape(-1)[first - place.offset : last - place.offset]
 
 
-def _numbers(sizes: Sequence[int]) -> Iterator[list[int]]:
+def _numbers(sizes: Sequence[int]) -> list[list[int]]:
     """The numbers that a state dict gives to the parameters of each group."""
     count = itertools.count()
-    for size in sizes:
-        yield list(itertools.islice(count, size))
+    return [list(itertools.islice(count, size)) for size in sizes]
 
 
 def _is_flat(value: Any, size: int) -> bool:
@@ -235,6 +219,14 @@ def _deal(states: dict[int, dict[str, Any]], places: Sequence[_Place], key: str,
     for place in places:
         part = value[place.offset : place.end].view(place.shape) if flat else value
         states.setdefault(place.number, {})[key] = part.clone() if isinstance(part, Tensor) else part
+
+
+def _whole(
+    states: Mapping[int, Any], flat_groups: Sequence[Mapping[str, Any]], numbers: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Make a state dict of the parameters' states, and of groups that knew one flat tensor each."""
+    groups = [{**group, "params": ids} for group, ids in zip(flat_groups, numbers, strict=True)]
+    return {"state": dict(sorted(states.items())), "param_groups": groups}
 
 
 def read_directory(directory: Path) -> dict[str, Any]:
@@ -283,7 +275,7 @@ def _join(
     """Put the states together that the processes saved."""
     bases = [shard["base_optimizer_state"] for shard in shards]
     states: dict[int, dict[str, Any]] = {}
-    numbers = list(_numbers([len(group) for group in names]))
+    numbers = _numbers([len(group) for group in names])
     for index, group in enumerate(shapes):
         by_name = dict(zip(names[index], numbers[index], strict=True))
         paddings = shards[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
@@ -298,5 +290,4 @@ def _join(
             flat = _is_flat(value, size)
             whole = torch.cat([base["state"][index][key] for base in bases]) if flat else value
             _deal(states, places, key, whole, flat)
-    groups = [{**group, "params": ids} for group, ids in zip(bases[0]["param_groups"], numbers, strict=True)]
-    return {"state": dict(sorted(states.items())), "param_groups": groups}
+    return _whole(states, bases[0]["param_groups"], numbers)

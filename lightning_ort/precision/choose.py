@@ -30,8 +30,6 @@ class ChoosePrecisionMixin(_Strategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: "Precision | None") -> None:
         self._precision_plugin: Any = plugin
-        if plugin is not None and type(plugin).__name__ == "MixedPrecision":
-            stock = importlib.import_module(f"{self.flavor.package}.plugins.precision").MixedPrecision
-            if type(plugin) is stock:
-                ours = importlib.import_module(f"{self.flavor.precision}.plugins").ORTMixedPrecision
-                self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[attr-defined]
+        if type(plugin) is importlib.import_module(f"{self.flavor.package}.plugins.precision").MixedPrecision:
+            ours = importlib.import_module(f"{self.flavor.precision}.plugins").ORTMixedPrecision
+            self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

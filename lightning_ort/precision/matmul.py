@@ -1,6 +1,5 @@
 """Faster float32 matrix products with less precision: :class:`MatmulPrecisionMixin`, over Lightning's ``Precision``."""
 
-import logging
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Precision
 else:
     _Precision = object
-
-log = logging.getLogger(__name__)
 
 Level = Literal["highest", "high", "medium"]
 
@@ -76,10 +73,8 @@ def _product(device: torch.device) -> Tensor:
 
 
 def _advice(device: torch.device, level: str) -> str:
-    if device.type == "cpu":
-        return (
-            "CPUs know 'medium' only, with bfloat16 instructions (AVX512-BF16 or AMX)."
-            if level == "high"
-            else ("This CPU has no bfloat16 instructions (AVX512-BF16 or AMX).")
-        )
-    return "TensorFloat-32 needs an Ampere GPU or a later one."
+    if device.type != "cpu":
+        return "TensorFloat-32 needs an Ampere GPU or a later one."
+    if level == "high":
+        return "CPUs know 'medium' only, with bfloat16 instructions (AVX512-BF16 or AMX)."
+    return "This CPU has no bfloat16 instructions (AVX512-BF16 or AMX)."

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -49,13 +49,13 @@ class ScaledStepsMixin(_MixedPrecision):
         scaler: torch.amp.GradScaler | None = None,
         max_overflows: int = 100,
     ) -> None:
-        if precision == "bf16-mixed" or scaler is not None:
-            super().__init__(precision, device or "", scaler)
+        if precision not in get_args(MixedPrecisionName):
+            raise ValueError(f"precision={precision!r}: choose '16-mixed' or 'bf16-mixed'.")
+        if scaler is None:
+            super().__init__("bf16-mixed", device or "")
+            self.precision = precision  # with "16-mixed" a scaler is made when the device is known
         else:
-            super().__init__("bf16-mixed", device or "")  # the scaler is made when the device is known
-            if precision != "16-mixed":
-                raise ValueError(f"precision={precision!r}: choose '16-mixed' or 'bf16-mixed'.")
-            self.precision = precision
+            super().__init__(precision, device or "", scaler)
         if max_overflows < 1:
             raise ValueError(f"max_overflows={max_overflows}: choose 1 or more.")
         self.max_overflows = max_overflows

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from typing_extensions import override
 
 from lightning_ort._imports import LIGHTNING, Flavor
 from lightning_ort.callbacks.optimizer import ORTOptimizer
@@ -68,16 +66,4 @@ class ORTZeRO1Strategy(DataParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy
             checkpoint=checkpoint,
             start_method=start_method,
             **kwargs,
-        )
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        name = cls.strategy_name
-        strategy_registry.register(name, cls, description="DeepSpeed's ZeRO stage 1 on ONNX Runtime")
-        strategy_registry.register(
-            f"{name}_offload",
-            cls,
-            description="DeepSpeed's ZeRO stage 1 on ONNX Runtime, optimizer states on the CPU",
-            offload_optimizer=True,
         )

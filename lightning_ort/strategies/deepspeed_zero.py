@@ -20,6 +20,7 @@ from lightning_ort.strategies import deepspeed_config as settings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
@@ -93,6 +94,18 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if offload_optimizer:
             self.config["zero_optimization"].setdefault("offload_optimizer", {"device": "cpu"})
         self._given_config = copy.deepcopy(self.config)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: "_StrategyRegistry") -> None:
+        name = cls.strategy_name
+        strategy_registry.register(name, cls, description="DeepSpeed's ZeRO stage 1 on ONNX Runtime")
+        strategy_registry.register(
+            f"{name}_offload",
+            cls,
+            description="DeepSpeed's ZeRO stage 1 on ONNX Runtime, optimizer states on the CPU",
+            offload_optimizer=True,
+        )
 
     @property
     def _ddp(self) -> "DDPStrategy":
@@ -292,7 +305,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's, with the weights that the optimizer keeps in float32 in place of their rounded copies."""
         state_dict = super().lightning_module_state_dict()
-        if self._shards is None or self._checkpoint_form == "directory" or not self._is_rounded():
+        rounded = self.precision_plugin.precision != "32-true"
+        if self._shards is None or self._checkpoint_form == "directory" or not rounded:
             return state_dict
         weights = self._shards.master_weights()
         if weights is None:
@@ -300,9 +314,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         assert self.lightning_module is not None
         names = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         return {name: weights.get(id(names.get(name)), value) for name, value in state_dict.items()}
-
-    def _is_rounded(self) -> bool:
-        return self.precision_plugin.precision != "32-true"
 
     @override
     def save_checkpoint(
