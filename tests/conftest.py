@@ -14,6 +14,8 @@ import torch
 
 # pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
 logging.getLogger("torch.__trace").propagate = True
+# some tests fork, which a pool of threads does not survive; the others are too small to gain from one
+torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 """``ort_ddp`` with two real processes on this machine."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,6 @@ from small_modules import loader
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.compiler.cache import Timing
 from lightning_ort.strategies import agreed_placement
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    yield
-    torch.set_num_threads(threads)
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:

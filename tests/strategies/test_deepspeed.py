@@ -1,6 +1,6 @@
 """``ort_zero1``: DeepSpeed's ZeRO stage 1 on CPUs, with real processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,6 @@ pytest.importorskip("deepspeed")
 
 ALWAYS = {"placement": "always"}
 OFF = {"capture": "off"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    yield
-    torch.set_num_threads(threads)
 
 
 def zero1(config: dict[str, Any] = OFF, **kwargs: Any) -> ORTZeRO1Strategy:

@@ -1,11 +1,10 @@
 """Fifty steps in two processes lose what they lose under Lightning's ``ddp``, and four processes split the states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from parity_models import CNN, GPT, STEPS, Base
 from processes import START, Recorded, Records, fit
@@ -15,14 +14,6 @@ from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strate
 
 pytestmark = pytest.mark.slow
 ALWAYS = {"placement": "always"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(model: type[Base], folder: Path, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> Any:

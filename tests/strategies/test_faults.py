@@ -36,14 +36,6 @@ LIMIT = 240.0  # seconds, for what takes a few on a quiet machine
 STEPS = 40
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    yield
-    torch.set_num_threads(threads)
-
-
 class Slow(Small):
     """Says which step each rank is in, and takes its time."""
 

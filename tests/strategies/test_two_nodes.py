@@ -6,12 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from processes import START, Recorded, fit
@@ -19,14 +18,6 @@ from processes import START, Recorded, fit
 from lightning_ort import ORTDDPStrategy, ORTZeRO1Strategy
 
 ALWAYS = {"placement": "always"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    yield
-    torch.set_num_threads(threads)
 
 
 def free_port() -> int:
