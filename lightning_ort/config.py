@@ -17,8 +17,9 @@ class ORTConfig:
     """Settings of the ONNX Runtime compiler.
 
     Args:
-        placement: ``"measured"`` times every region against torch on the real shapes and keeps the faster one;
-            ``"always"`` runs on ONNX Runtime all that it supports.
+        placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
+            LightningModule captured and as it is, and keeps what is faster; ``"always"`` runs on ONNX Runtime all that
+            it supports.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only what every
             onnxruntime has, ``"auto"`` whichever the installed build offers.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that

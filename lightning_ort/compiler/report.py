@@ -171,6 +171,31 @@ class OptimizerReport:
         return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """A step that was tried captured and as it is.
+
+    Args:
+        name: Such as ``training_step``.
+        captured_ms: Median time of the captured step with its backward pass, in ms.
+        own_ms: Median time of the module's own step with its backward pass, in ms.
+
+    """
+
+    name: str
+    captured_ms: float
+    own_ms: float
+
+    @property
+    def stays_captured(self) -> bool:
+        """Whether the captured step is at least as fast."""
+        return self.captured_ms <= self.own_ms
+
+    def __str__(self) -> str:
+        way = "captured" if self.stays_captured else "as it is"
+        return f"{self.name}: {self.captured_ms:.3g} ms captured, {self.own_ms:.3g} ms as it is; goes on {way}"
+
+
 @dataclass
 class CompileReport:
     """All that a backend compiled.
@@ -183,6 +208,7 @@ class CompileReport:
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
         optimizers: What runs each of the Trainer's optimizers.
+        steps: Steps of a LightningModule that were tried captured and as they are.
 
     """
 
@@ -193,6 +219,7 @@ class CompileReport:
     recompiles: int = 0
     compile_seconds: float = 0.0
     optimizers: list[OptimizerReport] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
 
     @property
     def ort_runs(self) -> int:
@@ -217,6 +244,7 @@ class CompileReport:
             "fallbacks": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.fallbacks],
             "notes": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.notes],
             "optimizers": [vars(optimizer) for optimizer in self.optimizers],
+            "steps": [{**vars(step), "stays_captured": step.stays_captured} for step in self.steps],
         }
 
     def to_text(self, width: int = 120) -> str:
@@ -255,6 +283,8 @@ class CompileReport:
             markup=False,
             highlight=False,
         )
+        for step in self.steps:
+            console.print(str(step), markup=False, highlight=False)
         for index, optimizer in enumerate(self.optimizers):
             console.print(f"optimizer {index}: {optimizer}", markup=False, highlight=False)
         for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):

@@ -8,6 +8,9 @@ has a :class:`StepCapture` where its own step was, and the capture
 3. takes the stand-ins out and gives Lightning what was logged,
 4. looks at what dynamo did, if anything (:mod:`~lightning_ort.strategies.dynamo_watch`), and decides how to go on.
 
+Under ``placement="measured"`` the first steps that compile nothing are done by turns captured and as they are, and the
+faster way is kept (:mod:`~lightning_ort.strategies.step_trial`).
+
 Nothing stays on the module between calls.
 """
 
@@ -24,7 +27,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.cache import Timing
+from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
 from lightning_ort.strategies.step_patches import (
@@ -35,6 +39,7 @@ from lightning_ort.strategies.step_patches import (
     compiled_by_user,
     put_back,
 )
+from lightning_ort.strategies.step_trial import StepTrial
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -115,6 +120,13 @@ class CapturedModule:
         self.note(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
         return "modules"
 
+    def new_trial(self) -> StepTrial | None:
+        """Make a trial for a step, where timing is to decide."""
+        if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
+            return None
+        device = self._strategy.root_device
+        return StepTrial(functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing)
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function with our backend; dynamo starts its work at the first call."""
         return torch.compile(  # type: ignore[call-overload]
@@ -163,6 +175,8 @@ class StepCapture(AbstractContextManager):
         self._stand_in: Callable[..., Any] = _not_prepared
         self._before: Any = MISSING
         self._recompiling = 0
+        self._trials = 0
+        self.trial: StepTrial | None = None
 
     @override
     def __enter__(self) -> None:
@@ -197,6 +211,7 @@ class StepCapture(AbstractContextManager):
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 self._mode = "modules"
         self._call = self._steps.compile(step) if self._mode == "step" else step
+        self.trial = self._steps.new_trial() if self._mode != "off" else None
 
         @functools.wraps(step)  # Lightning reads the signature of a step
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -207,8 +222,17 @@ class StepCapture(AbstractContextManager):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for the module's step."""
         self._restore()
-        if self._mode == "off":
-            return self._step(*args, **kwargs)
+        trial = self.trial
+        if trial is None:
+            return self._run_captured(*args, **kwargs) if self._mode != "off" else self._step(*args, **kwargs)
+        captured = trial.next()
+        if trial.over:
+            self._judge(trial)
+            return self._run(*args, **kwargs)
+        with trial.clock():
+            return (self._run_captured if captured else self._step)(*args, **kwargs)
+
+    def _run_captured(self, *args: Any, **kwargs: Any) -> Any:
         steps = self._steps
         steps.backend.label = self._name
         patches: StepPatches | ModulePatches = steps.step_patches if self._mode == "step" else steps.module_patches
@@ -238,6 +262,8 @@ class StepCapture(AbstractContextManager):
         patches.undo()
 
     def _count(self, outcome: Outcome) -> None:
+        if self.trial is not None:
+            self.trial.spoil()
         report = self._steps.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
@@ -261,6 +287,23 @@ class StepCapture(AbstractContextManager):
                 self._use_modules(ReasonType.CAPTURE_FAILED, f"of a part: {_explanation(outcome.skipped_rest)}")
             elif self._recompiling > _MAX_RECOMPILING_STEPS:
                 self._use_modules(ReasonType.RECOMPILING, f"{self._recompiling} steps in a row compiled again")
+
+    def _judge(self, trial: StepTrial) -> None:
+        """Keep the faster way; the processes of a run go by the first one's times."""
+        backend = self._steps.backend
+        timing = Timing(*trial.milliseconds, 0)
+        self._trials += 1
+        if backend.agree is not None:
+            timing = backend.agree(f"{self._name}/{self._trials}", timing)
+        assert timing.ort_ms is not None
+        assert timing.torch_ms is not None
+        self.trial = None
+        report = StepReport(self._name, timing.ort_ms, timing.torch_ms)
+        backend.report.steps.append(report)
+        if not report.stays_captured:
+            self._set_mode("off")
+            text = f"{timing.ort_ms:.3g} ms captured, {timing.torch_ms:.3g} ms as it is; it is left as it is"
+            self._steps.note(self._name, ReasonType.SLOWER, text)
 
     def _give_up(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; a step becomes its child modules, or is left to torch.
@@ -286,6 +329,7 @@ class StepCapture(AbstractContextManager):
 
     def _set_mode(self, mode: Mode) -> None:
         self._mode, self._call, self._recompiling = mode, self._step, 0
+        self.trial = self._steps.new_trial() if mode != "off" else None
 
 
 class CompiledStepsMixin(_Strategy):
@@ -365,6 +409,12 @@ class CompiledStepsMixin(_Strategy):
             return super().training_step(*args, **kwargs)
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        trial = getattr(self._steps["training_step"], "trial", None)
+        with trial.clock() if trial is not None else _NO_CONTEXT:
+            return super().backward(*args, **kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._steps["validation_step"]:
             return super().validation_step(*args, **kwargs)
@@ -385,7 +435,12 @@ class CompiledStepsMixin(_Strategy):
         return {**state, "_backend": None, "_captured": None, "_steps": _NO_CAPTURE}
 
 
-_NO_CAPTURE: Mapping[str, AbstractContextManager[None]] = dict.fromkeys(STEPS, nullcontext())
+_NO_CONTEXT = nullcontext()
+_NO_CAPTURE: Mapping[str, AbstractContextManager[None]] = dict.fromkeys(STEPS, _NO_CONTEXT)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _not_prepared(*args: Any, **kwargs: Any) -> Any:
