@@ -451,7 +451,13 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("name", IDIOMS)
+# those that compile many times
+SLOW = ("Alternates", "ChangesFloatAttribute", "ManualOptimization")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in IDIOMS]
+)
 def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture, tmp_path: Any) -> None:
     make, mode = IDIOMS[name]
     printed, trainers, modules = [], [], []

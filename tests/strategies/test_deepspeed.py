@@ -83,6 +83,7 @@ def same_data(module: Recorded, strategy: Any, make_trainer: Callable[..., Any],
     ]
 
 
+@pytest.mark.slow
 def test_checkpoints_go_everywhere(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     whole = same_data(Recorded(tmp_path, "whole"), "auto", make_trainer, devices=1, max_epochs=4)
     epoch = len(whole) // 4
@@ -114,6 +115,7 @@ class Bf16(Recorded):
         assert self.net[0].weight.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_bf16_resumes_with_its_float32_weights(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"precision": "bf16-mixed", "num_nodes": 1}
     whole = same_data(Bf16(tmp_path, "whole"), zero1(), make_trainer, max_epochs=3, **arguments)

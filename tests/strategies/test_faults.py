@@ -189,6 +189,7 @@ def test_killed_rank(rank: int, start: Callable[..., Any], tmp_path: Path) -> No
     assert named in output
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_resumes(start: Callable[..., Any], tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()

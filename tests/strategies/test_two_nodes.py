@@ -56,7 +56,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"nodes.{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("strategy", [ORTDDPStrategy, ORTZeRO1Strategy])
+@pytest.mark.parametrize("strategy", [pytest.param(ORTDDPStrategy, marks=pytest.mark.slow), ORTZeRO1Strategy])
 def test_equal_two_processes_of_one_node(strategy: type, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     if strategy is ORTZeRO1Strategy:
         pytest.importorskip("deepspeed")
