@@ -1,8 +1,6 @@
 """``lightning-ort memory``: what training a module keeps, for each implementation of the optimizer."""
 
-import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lightning_ort.cli.load import load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
 
@@ -36,7 +35,7 @@ def memory(
 
     """
     names = optim or list(STATES)
-    make = _load(module)
+    make = load(module, "module")
     with torch.device("cpu" if measure else "meta"):
         made = make(**(args or {}))
     if not isinstance(made, nn.Module):
@@ -73,21 +72,3 @@ def _size(count: float) -> str:
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.3g} {_UNITS[unit]}"
-
-
-def _load(path: str) -> Any:
-    source, _, name = path.rpartition(":")
-    if not source:
-        sys.exit(f"module={path!r}: write it as package.module:name or path/to/file.py:name.")
-    try:
-        if source.endswith(".py"):
-            sys.path.insert(0, str(Path(source).resolve().parent))
-            source = Path(source).stem
-        else:
-            sys.path.insert(0, "")
-        found: Any = importlib.import_module(source)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        sys.exit(f"module={path!r}: {error}")
-    return found

@@ -1,0 +1,34 @@
+"""How fast whole Trainer steps are: the modules of ``benchmarks/zoo.py``, each trained in several ways, in turns.
+
+What ``lightning-ort bench`` does for one module. ``python benchmarks/trainer_steps.py [--modules NAME ...] [--variants
+VARIANT ...] [--rounds N] [--steps N]``; the defaults compare precisions.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import zoo
+from rich.console import Console
+
+from lightning_ort.cli.bench import machine, measure, to_table
+from lightning_ort.cli.turns import Job, Variant
+
+NAMES = [kind.__name__ for kind in zoo.MODULES]
+PRECISIONS = ("stock", "stock@bf16-mixed", "compile@bf16-mixed", "ort", "ort@bf16-mixed", "ort@medium")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--modules", nargs="+", default=["GPT", "BERT", "CNN"], choices=NAMES)
+parser.add_argument("--variants", nargs="+", default=list(PRECISIONS))
+parser.add_argument("--rounds", type=int, default=7)
+parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--warm-up", type=int, default=3)
+args = parser.parse_args()
+console = Console(width=140)
+console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+for name in args.modules:
+    job = Job(f"{zoo.__file__}:{name}", accelerator="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        variants = [Variant.parse(text) for text in args.variants]
+        rows = measure(job, variants, args.rounds, args.steps, args.warm_up, Path(folder))
+    console.print(to_table(rows, args.warm_up, f"{name}: median of {args.rounds} rounds of {args.steps} steps"))

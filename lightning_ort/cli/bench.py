@@ -1,0 +1,328 @@
+"""``lightning-ort bench``: a user's own module, trained in several ways, in turns on one machine."""
+
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lightning_ort._imports import preferred_flavor
+from lightning_ort.cli.load import load
+from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+
+VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
+_DISTRIBUTIONS = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "onnxruntime-training-cpu",
+    "onnxruntime-training",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "lightning-ort",
+)
+
+
+@dataclass
+class Row:
+    """What was measured of one variant.
+
+    Args:
+        variant: How it was trained.
+        first: The turn that compiles and warms up.
+        turns: Those that count.
+        summary: What its strategy reports.
+        error: Why it failed, if it did.
+
+    """
+
+    variant: str
+    first: Turn | None = None
+    turns: list[Turn] = field(default_factory=list)
+    summary: Summary | None = None
+    error: str | None = None
+
+    @property
+    def step_ms(self) -> float:
+        """Median over the turns, in milliseconds."""
+        return 1000 * statistics.median(turn.step_seconds for turn in self.turns)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the last turn's losses."""
+        return statistics.fmean(self.turns[-1].losses) if self.turns[-1].losses else None
+
+    def compile_seconds(self, warm_up: int) -> float:
+        """Return what the first steps took longer than as many of the later ones."""
+        assert self.first is not None
+        return warm_up * (self.first.step_seconds - self.step_ms / 1000)
+
+    def ratios(self, baseline: "Row") -> list[float]:
+        """Return how many times as fast as the baseline it was, in each round that both have finished."""
+        pairs = zip(baseline.turns, self.turns, strict=False)
+        return [theirs.step_seconds / ours.step_seconds for theirs, ours in pairs]
+
+    def to_dict(self, baseline: "Row", warm_up: int) -> dict[str, Any]:
+        """Return plain types for JSON."""
+        plain: dict[str, Any] = {"variant": self.variant, "error": self.error}
+        if self.turns:
+            plain["step_ms"] = self.step_ms
+            plain["ratios"] = self.ratios(baseline)
+            plain["compile_seconds"] = self.compile_seconds(warm_up)
+            plain["loss"] = self.loss
+            plain["turns"] = [dataclasses.asdict(turn) for turn in self.turns]
+        if self.summary:
+            plain["summary"] = dataclasses.asdict(self.summary)
+        return plain
+
+
+def measure(
+    job: Job,
+    variants: Sequence[Variant],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    folder: Path,
+    advance: Callable[[str], None] = lambda doing: None,
+) -> list[Row]:
+    """Train a module in several ways, in turns.
+
+    Every variant has a process of its own, so that none inherits another's compiled code, memory or settings. The order
+    changes from round to round.
+
+    Args:
+        job: What is trained.
+        variants: How; the first is what the others are compared with.
+        rounds: How many turns each has.
+        steps: Batches in a turn.
+        warm_up: Batches in each one's first turn, which does not count.
+        folder: Each variant has a folder in it for what its Trainer writes and prints.
+        advance: Called before each turn with what will be done.
+
+    Returns:
+        A row for each variant, in their order. ``KeyboardInterrupt`` ends the measurement early: the rows have the
+        turns that were finished.
+
+    """
+    rows = [Row(str(variant)) for variant in variants]
+    with ExitStack() as stack:
+        takers = []
+        for variant in variants:
+            takers.append(TurnTaker(job, variant, folder / str(variant)))
+            stack.callback(takers[-1].stop)
+        try:
+            for number in range(rounds + 1):
+                for shift in range(len(rows)):
+                    index = (number + shift) % len(rows) if number else shift
+                    row, taker = rows[index], takers[index]
+                    advance(f"{row.variant}: round {number} of {rounds}" if number else f"{row.variant}: first steps")
+                    if row.error is None:
+                        _take(row, taker, steps if number else warm_up, first=number == 0, last=number == rounds)
+        except KeyboardInterrupt:
+            pass
+    return rows
+
+
+def _take(row: Row, taker: TurnTaker, steps: int, first: bool, last: bool) -> None:
+    try:
+        turn = taker.turn(steps)
+        if first:
+            row.first = turn
+        else:
+            row.turns.append(turn)
+        if last:
+            row.summary = taker.finish()
+    except VariantFailed as error:
+        row.error = str(error)
+
+
+def bench(
+    module: str | None = None,
+    args: dict[str, Any] | None = None,
+    data: str | None = None,
+    data_args: dict[str, Any] | None = None,
+    config: Path | None = None,
+    variants: list[str] | None = None,
+    rounds: int = 7,
+    steps: int = 20,
+    warm_up: int = 5,
+    accelerator: str = "auto",
+    seed: int = 0,
+    ort_config: dict[str, Any] | None = None,
+    output: Path | None = None,
+) -> None:
+    """Train a module in several ways, in turns on this machine, and show how fast each was.
+
+    A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile) or ort; OPTIM is an
+    implementation of the optimizer as in ORTStrategy(optim=...), PRECISION what the Trainer takes, or high or medium
+    for less precise float32 products. The first variant is what the others are compared with. Ctrl-C ends the run and
+    shows what is finished.
+
+    Args:
+        module: What makes the LightningModule, as "package.module:name" or "path/to/file.py:name".
+        args: Keyword arguments for it.
+        data: What makes the data: a LightningDataModule or a function that returns a DataLoader. Left out, the module
+            has its own.
+        data_args: Keyword arguments for it.
+        config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
+            has no class_path for them. Its strategy and devices are not used.
+        variants: The ways to train: stock, stock+auto, compile+auto, ort+keep and ort if left out.
+        rounds: How many turns each variant has.
+        steps: Batches in a turn.
+        warm_up: Batches before the first turn, in which it compiles.
+        accelerator: The Trainer's, where there is no configuration.
+        seed: For random weights and the order of the data.
+        ort_config: Settings of the ort strategy, such as {"placement": "always"}.
+        output: A folder for bench.json, bench.png and what the runs write and print.
+
+    """
+    if module is None and config is None:
+        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
+    if config is not None and (args or data_args):
+        sys.exit("--args and --data_args are for a module without --config: the file has its arguments.")
+    if config is not None and not config.is_file():
+        sys.exit(f"--config={config}: there is no such file.")
+    for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
+        if value < 1:
+            sys.exit(f"--{name}={value}: at least 1.")
+    if output is not None and find_spec("matplotlib") is None:
+        sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
+    try:
+        ways = [Variant.parse(text) for text in variants or VARIANTS]
+    except ValueError as error:
+        sys.exit(str(error))
+    for path, argument in ((module, "module"), (data, "data")):
+        if path is not None:
+            load(path, argument)  # an error now rather than in each process, which inherits what this has imported
+    __import__(preferred_flavor().package)
+    job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ExitStack() as stack:
+        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        task = progress.add_task("", total=len(ways) * (rounds + 1), completed=-1)
+        rows = measure(job, ways, rounds, steps, warm_up, folder, lambda doing: _advance(progress, task, doing))
+        progress.update(task, completed=len(ways) * (rounds + 1))
+    title = f"{module or config}: median of {rounds} rounds of {steps} steps"
+    console.print(to_table(rows, warm_up, title), _footnote())
+    if output is not None:
+        plain = [row.to_dict(rows[0], warm_up) for row in rows]
+        settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
+        text = json.dumps({"machine": machine(), "settings": settings, "rows": plain}, indent=2, default=str)
+        (output / "bench.json").write_text(text)
+        plot(rows, title, output / "bench.png")
+    if not any(row.turns for row in rows):
+        sys.exit("Nothing was measured.")
+
+
+def _advance(progress: Progress, task: Any, doing: str) -> None:
+    progress.update(task, description=doing, advance=1)
+
+
+def to_table(rows: Sequence[Row], warm_up: int, title: str) -> Table:
+    """Return the measurements as a table, with the first row as what the others are compared with."""
+    baseline = rows[0]
+    table = Table("variant", title=title)
+    for column in ("ms a step", "steps/s", "speed", "(spread)", "compile s", "pays after", "peak MB", "loss differs"):
+        table.add_column(column, justify="right")
+    table.add_column("on ORT", justify="right")
+    for row in rows:
+        if not row.turns:
+            table.add_row(row.variant, row.error or "not finished")
+            continue
+        ratios = row.ratios(baseline)
+        peak = row.turns[-1].peak_bytes
+        fraction = row.summary.ort_node_fraction if row.summary else None
+        table.add_row(
+            row.variant,
+            f"{row.step_ms:.3g}",
+            f"{1000 / row.step_ms:.3g}",
+            f"{statistics.median(ratios):.2f}x" if ratios else "-",
+            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
+            f"{row.compile_seconds(warm_up):.1f}",
+            _pays_after(row, baseline, warm_up),
+            "-" if peak is None else f"{peak / 1e6:,.0f}",
+            _differs(row.loss, baseline.loss if baseline.turns else None),
+            "-" if fraction is None else f"{fraction:.0%}",
+        )
+    for row in rows:
+        if row.turns and row.error:
+            table.add_row(row.variant, f"failed later: {row.error}")
+    return table
+
+
+def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
+    """Return after how many steps the time for compiling has been won back."""
+    if row is baseline or not baseline.turns:
+        return "-"
+    saved = (baseline.step_ms - row.step_ms) / 1000
+    spent = row.compile_seconds(warm_up) - baseline.compile_seconds(warm_up)
+    if spent <= 0:
+        return "0"
+    return f"{math.ceil(spent / saved):,}" if saved > 0 else "never"
+
+
+def _differs(loss: float | None, other: float | None) -> str:
+    if loss is None or other is None:
+        return "-"
+    return f"{abs(loss - other) / max(abs(other), 1e-12):.1e}"
+
+
+def machine() -> dict[str, str]:
+    """Return what a measurement depends on: date, processor, threads, versions."""
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _footnote() -> str:
+    return ", ".join(f"{name} {value}" for name, value in machine().items())
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw how many times as fast as the first each variant was, with the spread over the rounds."""
+    from matplotlib.figure import Figure  # slow to import, and only some runs need it
+
+    done = [row for row in rows if row.turns and row.ratios(rows[0])]
+    ratios = [row.ratios(rows[0]) for row in done]
+    medians = [statistics.median(values) for values in ratios]
+    spread = [
+        [median - min(values) for median, values in zip(medians, ratios, strict=True)],
+        [max(values) - median for median, values in zip(medians, ratios, strict=True)],
+    ]
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(done)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row.variant for row in done], medians, xerr=spread, capsize=3)
+    labels = [f"{median:.2f}x, {row.step_ms:.3g} ms" for row, median in zip(done, medians, strict=True)]
+    axes.bar_label(bars, labels, label_type="center")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=f"speed, compared with {rows[0].variant}")
+    figure.savefig(path, dpi=120)

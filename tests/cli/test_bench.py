@@ -1,0 +1,152 @@
+"""``lightning-ort bench``: real Trainers in processes of their own, in turns."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ort.cli import bench, main
+from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+
+MODULES = Path(__file__).parent / "bench_modules.py"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", *args])
+    monkeypatch.setenv("COLUMNS", "200")
+    main()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stock", Variant("stock")),
+        ("compile+auto", Variant("compile", "auto")),
+        ("ort@bf16-mixed", Variant("ort", None, "bf16-mixed")),
+        ("ort+adamw_bnb_8bit@medium", Variant("ort", "adamw_bnb_8bit", "medium")),
+    ],
+)
+def test_variants_are_written_as_they_are_read(text: str, expected: Variant) -> None:
+    assert Variant.parse(text) == expected
+    assert str(expected) == text
+
+
+def test_stock_and_ort_take_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--variants=[stock+auto,ort]", "--rounds=2", "--steps=3", "--warm_up=2", f"--output={tmp_path}"]
+    run(monkeypatch, f"{MODULES}:Small", *arguments, "--args.width=16", "--ort_config.placement=always")
+    shown = capsys.readouterr()
+    found = json.loads((tmp_path / "bench.json").read_text())
+    stock, ort = found["rows"]
+    assert found["settings"]["args"] == {"width": 16}
+    assert found["machine"]["torch"]
+    assert "stock+auto" in shown.out
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    for row in (stock, ort):
+        assert row["error"] is None
+        assert [len(turn["losses"]) for turn in row["turns"]] == [3, 3]
+        assert row["step_ms"] > 0
+    assert stock["ratios"] == [1, 1]
+    assert stock["summary"]["ort_runs"] == 0
+    assert ort["summary"]["ort_runs"] >= 2 * (2 + 3 + 3)  # forward and backward
+    assert "fused" in ort["summary"]["optimizers"][0]
+    for ours, theirs in zip(ort["turns"], stock["turns"], strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    # what the processes print is in their files
+    assert "GPU available" not in shown.out + shown.err
+
+
+def test_configuration_of_lightning_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    config = {
+        # in bf16-mixed all of so small a module stays in torch
+        "trainer": {"max_epochs": 1, "strategy": "ddp", "devices": 4, "accelerator": "cpu", "precision": "bf16-mixed"},
+        "model": {"class_path": "bench_modules.Small", "init_args": {"width": 8}},
+        "data": {"class_path": "bench_modules.Data", "init_args": {"width": 8}},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    monkeypatch.syspath_prepend(MODULES.parent)
+    arguments = [f"--config={path}", "--rounds=1", "--steps=2", "--warm_up=1", f"--output={tmp_path}"]
+    run(monkeypatch, *arguments, "--variants=[ort@32-true]", "--ort_config.placement=always")
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert row["error"] is None, (tmp_path / "ort@32-true" / "log.txt").read_text()
+    assert row["summary"]["ort_runs"] > 0
+    assert len(row["turns"][0]["losses"]) == 2
+
+
+def test_a_variant_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--variants=[stock,stock+adamw_apex_fused]", "--rounds=1", "--steps=1", "--warm_up=1"]
+    run(monkeypatch, f"{MODULES}:Small", *arguments)
+    lines = capsys.readouterr().out.splitlines()
+    (failed,) = (line for line in lines if "stock+adamw_apex_fused" in line)
+    assert "apex" in failed.replace("stock+adamw_apex_fused", "")
+    assert any("1.00x" in line for line in lines)
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    taker = TurnTaker(Job(f"{MODULES}:Dies"), Variant("stock"), tmp_path)
+    with pytest.raises(VariantFailed, match=r"ended with code 7; see .*log\.txt"):
+        taker.turn(1)
+    taker.stop()
+
+
+def test_training_that_ends_early_is_named(tmp_path: Path) -> None:
+    taker = TurnTaker(Job(f"{MODULES}:StopsItself"), Variant("stock"), tmp_path)
+    with pytest.raises(VariantFailed, match="ended by itself before it had done 5 steps"):
+        taker.turn(5)
+    taker.stop()
+
+
+class Scripted:
+    """A Trainer with given times, for what is made of them."""
+
+    def __init__(self, job: Job, variant: Variant, folder: Path) -> None:
+        self.seconds = {"stock": [0.3, 0.1, 0.2, 0.1], "ort": [1.0, 0.05, 0.05, 0.1]}[str(variant)]
+        self.turns = 0
+
+    def turn(self, steps: int) -> Turn:
+        if self.turns == 3 and self.seconds[0] == 1.0:
+            raise KeyboardInterrupt
+        self.turns += 1
+        return Turn(self.seconds[self.turns - 1], [1.0] * steps, 1000)
+
+    def finish(self) -> Summary:
+        return Summary()
+
+    def stop(self) -> None:
+        pass
+
+
+def test_interrupted_run_keeps_the_finished_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "TurnTaker", Scripted)
+    stock, ort = bench.measure(Job("x:y"), [Variant("stock"), Variant("ort")], 3, 2, 10, tmp_path)
+    assert [turn.step_seconds for turn in ort.turns] == [0.05, 0.05]
+    assert ort.ratios(stock) == [2, 4]
+    assert ort.step_ms == pytest.approx(50)
+    assert ort.compile_seconds(10) == pytest.approx(9.5)
+    assert ort.error is None
+    assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.turns)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Nothing to train"),
+        (["nowhere.py:Small"], "No module named 'nowhere'"),
+        ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
+        ([f"{MODULES}:Small", "--variants=[fast]"], "'fast' is no engine; allowed are stock, compile, ort"),
+        ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: at least 1"),
+        (["--config=nowhere.yaml"], "--config=nowhere.yaml: there is no such file"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, *arguments)
+    assert message in str(caught.value)
