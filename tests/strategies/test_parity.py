@@ -17,7 +17,7 @@ def losses(model: type[Base], strategy: Any, make_trainer: Callable[..., Any]) -
 
 
 CASES = [
-    pytest.param(model, id=model.__name__, marks=[pytest.mark.slow] if model.__name__ == "BERT" else [])
+    pytest.param(model, id=model.__name__, marks=[pytest.mark.slow] if model.__name__ in ("BERT", "GAN") else [])
     for model in MODELS
 ]
 
