@@ -53,7 +53,7 @@ def split_joint(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it as torch's default does."""
-    for joint_pass in (drop_detach, recompute_views):
+    for joint_pass in (drop_detach, drop_casts, recompute_views):
         joint_pass(joint)
     joint.graph.lint()
     joint.recompile()
@@ -62,7 +62,7 @@ def split_joint(
 
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
-    for graph_pass in (draw_masks_first, cancel_transposes, drop_kept_dims):
+    for graph_pass in (draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims):
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()
@@ -77,6 +77,45 @@ def drop_detach(gm: fx.GraphModule) -> None:
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def drop_casts(gm: fx.GraphModule) -> None:
+    """Cast once what is cast to one dtype several times, and nothing to a wider dtype and back.
+
+    Autocast casts the input of each of an attention's projections anew. A float16 or bfloat16 number stays the same on
+    its way to float32 and back; the other way round is rounding, which stays.
+    """
+    made: dict[tuple[Any, ...], fx.Node] = {}
+    casts = gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    for node in casts:
+        if set(node.kwargs) != {"dtype"}:
+            continue
+        source = node.args[0]
+        replacement = _before_widening(node)
+        if replacement is None:
+            # in the joint graph: what the backward half casts again need not be saved for it
+            key = (source, node.kwargs["dtype"], node.meta.get("partitioner_tag"))
+            replacement = made.setdefault(key, node)
+        if replacement is not node:  # an output stays a tensor of its own
+            node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user.op != "output")
+    for node in reversed(casts):
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def _before_widening(node: fx.Node) -> fx.Node | None:
+    """Return what a cast gives back if it undoes one to a wider dtype; ``None`` if it does not."""
+    widening = node.args[0]
+    assert isinstance(widening, fx.Node)
+    if widening.target is not aten._to_copy.default or set(widening.kwargs) != {"dtype"}:
+        return None
+    source = widening.args[0]
+    assert isinstance(source, fx.Node)
+    before, wide, after = (value.meta["val"] for value in (source, widening, node))
+    if not (before.dtype == after.dtype and before.is_floating_point() and wide.is_floating_point()):
+        return None
+    exact = torch.finfo(wide.dtype).bits > torch.finfo(before.dtype).bits
+    return source if exact and str(before.stride()) == str(after.stride()) else None
 
 
 def recompute_views(gm: fx.GraphModule) -> None:

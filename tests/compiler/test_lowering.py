@@ -1,0 +1,99 @@
+"""Passes over graphs: what they remove, what they leave, and that values stay the same bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_ort.compiler import lowering
+from lightning_ort.compiler.backend import ORTBackend
+
+aten = torch.ops.aten
+
+
+def after_drop_casts(function, *args):
+    """The traced function without needless casts; it computes the same."""
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    lowering.drop_casts(gm)
+    gm.graph.lint()
+    gm.recompile()
+    got, expected = gm(*args), function(*args)
+    for ours, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, expected)), strict=True):
+        assert ours.dtype is theirs.dtype
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours, theirs)
+    return gm, got
+
+
+def casts(gm):
+    return len(gm.graph.find_nodes(op="call_function", target=aten._to_copy.default))
+
+
+def test_same_cast_is_made_once():
+    gm, _ = after_drop_casts(
+        lambda x: (x.bfloat16() + 1) * x.bfloat16() - x.half().bfloat16() * x.bfloat16(), torch.randn(4, 6)
+    )
+    assert casts(gm) == 3  # to bfloat16, to half, and that to bfloat16
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_widening_and_back_is_nothing(narrow):
+    x = torch.cat([torch.randn(100), torch.tensor([0.0, -0.0, float("inf"), 1e-7])]).to(narrow)
+    gm, _ = after_drop_casts(lambda x: (x * 2).float().to(narrow) + 1, x)
+    assert casts(gm) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.bfloat16().float() + 1,  # rounds
+        lambda x: x.half().bfloat16().half() + 1,  # neither holds the other
+        lambda x: (100 * x).long().float().long() + 1,  # large integers are no floats
+        lambda x: x.half()[:, :1].expand(4, 6).float().half().view(24),  # the layout is another
+    ],
+)
+def test_what_changes_something_stays(function):
+    x = torch.randn(4, 6)
+    before = make_fx(function, tracing_mode="fake")(x)
+    gm, _ = after_drop_casts(function, x)
+    assert casts(gm) == casts(before) > 0
+
+
+def test_outputs_stay_tensors_of_their_own():
+    x = torch.randn(4).half()
+    _, (once, again, back) = after_drop_casts(lambda x: (x.float(), x.float(), x.float().half()), x)
+    assert len({tensor.data_ptr() for tensor in (once, again, back, x)}) == 4
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        x = F.layer_norm(x, (16,))
+        return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+
+
+def test_autocast_attention_casts_its_input_once():
+    """Forward and backward, and with the values and gradients of eager."""
+    torch.manual_seed(0)
+    module, x = Attention(), torch.randn(2, 8, 16)
+    reference = copy.deepcopy(module)
+    backend = ORTBackend({"placement": "always", "min_region_nodes": 1})
+    results = []
+    for run, owner in ((torch.compile(module, backend=backend), module), (reference, reference)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        y.float().square().sum().backward()
+        results.append([y, *(parameter.grad for parameter in owner.parameters())])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    forward = backend.report.graphs[0]
+    made = sum(region.ops.get("aten._to_copy.default", 0) for region in forward.regions)
+    # the input once, six parameters, the softmax's argument and its result
+    assert made <= 9
+    assert backend.report.ort_runs > 0
