@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
 
+Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
@@ -17,6 +18,8 @@ class ORTConfig:
     """Settings of the ONNX Runtime compiler.
 
     Args:
+        engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` tries each step of a LightningModule
+            compiled by inductor too, which needs a C++ compiler, and keeps the fastest of the three.
         placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
             LightningModule captured and as it is, and keeps what is faster; ``"always"`` runs on ONNX Runtime all that
             it supports.
@@ -35,7 +38,8 @@ class ORTConfig:
         intra_op_threads: Threads of each session; ``None`` measures one thread against torch's number.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
-        cache_dir: Folder where placement decisions are kept between runs; ``None`` keeps none.
+        cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the one that
+            ``LIGHTNING_ORT_CACHE_DIR`` names, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
         report: ``"log"`` logs the report at the end of each Trainer run, a path writes it as JSON, ``None`` does
             neither (it is always at ``trainer.strategy.report``).
@@ -46,6 +50,7 @@ class ORTConfig:
 
     """
 
+    engine: Engine = "ort"
     placement: Placement = "measured"
     kernels: Kernels = "auto"
     fallback: Fallback = "warn"
@@ -56,12 +61,13 @@ class ORTConfig:
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
     check_against_eager: bool = False
-    cache_dir: str | None = None
+    cache_dir: str | None = "auto"
     save_onnx_dir: str | None = None
     report: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
+            ("engine", get_args(Engine)),
             ("placement", get_args(Placement)),
             ("kernels", get_args(Kernels)),
             ("fallback", get_args(Fallback)),
@@ -73,6 +79,8 @@ class ORTConfig:
             # `1 == True`: identity keeps integers out of the booleans
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
                 raise ValueError(f"ORTConfig({name}={value!r}): choose one of {', '.join(map(repr, choices))}.")
+        if self.engine == "auto" and self.placement == "always":
+            raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
             if isinstance(value, list):  # what YAML and JSON give

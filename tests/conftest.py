@@ -24,10 +24,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_state() -> Iterator[None]:
+def clean_state(tmp_path: Path) -> Iterator[None]:
     environment = dict(os.environ)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     deterministic, default_dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    os.environ["LIGHTNING_ORT_CACHE_DIR"] = str(tmp_path / "cache")  # not the user's, nor another test's
     torch._dynamo.reset()
     with torch.random.fork_rng(devices=[]):
         yield

@@ -31,7 +31,7 @@ def test_unknown_key_names_the_closest_field():
 
 
 def test_unknown_key_with_nothing_close_lists_the_fields():
-    with pytest.raises(ValueError, match="the fields are placement, kernels"):
+    with pytest.raises(ValueError, match="the fields are engine, placement"):
         ORTConfig.parse({"xyzzy": 1})
 
 

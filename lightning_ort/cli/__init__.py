@@ -1,7 +1,9 @@
 """The command ``lightning-ort``.
 
 - :mod:`~lightning_ort.cli.bench`: how fast a module trains in several ways
+- :mod:`~lightning_ort.cli.cache`: what is kept between runs
 - :mod:`~lightning_ort.cli.convert`: a checkpoint of DeepSpeed's as a plain one
+- :mod:`~lightning_ort.cli.doctor`: can this machine train on ONNX Runtime
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
 """
 
@@ -16,18 +18,29 @@ def main() -> None:
     except ImportError:
         sys.exit("The command line needs jsonargparse: pip install 'lightning-ort[cli]'")
     from lightning_ort.cli.bench import bench
+    from lightning_ort.cli.cache import cache
     from lightning_ort.cli.convert import convert
+    from lightning_ort.cli.doctor import doctor
     from lightning_ort.cli.memory import memory
 
-    commands: dict[str, Callable[..., None]] = {"bench": bench, "convert": convert, "memory": memory}
+    commands: dict[str, Callable[..., None]] = {
+        "bench": bench,
+        "cache": cache,
+        "convert": convert,
+        "doctor": doctor,
+        "memory": memory,
+    }
     parser = ArgumentParser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
     subcommands = parser.add_subcommands()
+    by_hand: dict[str, set[str | int]] = {"bench": {"module"}, "doctor": {"json"}}
     for name, command in commands.items():
         summary = (command.__doc__ or "").partition("\n")[0]
         own = ArgumentParser(description=summary)
         if name == "bench":  # the one command with a positional argument that may be left out
             own.add_argument("module", type=str | None, nargs="?", help="path of what makes the LightningModule")
-        own.add_function_arguments(command, as_positional=True, skip={"module"} if name == "bench" else set())
+        if name == "doctor":  # a switch: jsonargparse's own would be --json=true
+            own.add_argument("--json", action="store_true", help="print JSON")
+        own.add_function_arguments(command, as_positional=True, skip=by_hand.get(name, set()))
         subcommands.add_subcommand(name, own, help=summary)
-    arguments = parser.instantiate_classes(parser.parse_args())
+    arguments = parser.parse_args()
     commands[arguments.subcommand](**arguments[arguments.subcommand])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rich.table import Table
 from lightning_ort._imports import preferred_flavor
 from lightning_ort.cli.load import load
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+from lightning_ort.compiler.kernels import installed
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 _DISTRIBUTIONS = (
@@ -294,12 +294,7 @@ def machine() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | {name: number for name in _DISTRIBUTIONS if (number := installed(name))}
 
 
 def _footnote() -> str:

@@ -21,8 +21,8 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler import cache, kernels, lowering, placement, session, support
-from lightning_ort.compiler.cache import Timing
+from lightning_ort.compiler import kernels, lowering, placement, session, support
+from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
 from lightning_ort.compiler.report import (
     CompileReport,
@@ -53,11 +53,12 @@ class ORTBackend:
         report: What was compiled, in order.
         available: Whether onnxruntime can be used; if not, every graph runs in torch.
         label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
-        agree: Turns a region's key and its timing here into the timing that all processes of a run go by.
+        agree: Turns a key and what was measured here into the measurements that all processes of a run go by.
 
     Raises:
         ORTFallbackError: Under ``fallback="raise"``, if onnxruntime cannot be used.
-        ValueError: If the installed onnxruntime lacks the ``providers`` or ``kernels`` that the config names.
+        ValueError: If the installed onnxruntime lacks the ``providers`` or ``kernels`` that the config names, or the
+            config has an ``engine`` for strategies.
 
     Example::
 
@@ -70,9 +71,15 @@ class ORTBackend:
 
     def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None) -> None:
         self.config = ORTConfig.parse(config)
+        if self.config.engine != "ort":
+            raise ValueError(
+                f"engine={self.config.engine!r} times whole training steps, which a Lightning strategy does."
+                " Without one, use engine='ort'."
+            )
         self.report = CompileReport()
         self.label = ""
-        self.agree: Callable[[str, Timing], Timing] | None = None
+        self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+        self._cache = Cache(self.config)
         self._calls = 0
         self._reported_ops: set[str] = set()
         reason = kernels.unavailable()
@@ -161,7 +168,8 @@ class ORTBackend:
 
     def _place(self, gm: fx.GraphModule, device: torch.device, graph: GraphReport) -> "Placed":
         """Cut the graph and build its ORT regions; what fails or loses goes to torch, until every ORT region stands."""
-        supported, kernel_set = self._support(gm, device, graph.name)
+        providers = self.config.providers or kernels.providers_for(device)
+        supported = self._support(gm, providers, device, graph.name)
         built: dict[tuple[fx.Node, ...], OrtRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
         while True:
@@ -169,11 +177,11 @@ class ORTBackend:
             new = [region for region in parts.regions if region.on_ort and tuple(region.nodes) not in built]
             if not new:
                 break
-            assert kernel_set is not None  # else nothing is supported
+            assert providers is not None  # else nothing is supported
             for region in new:
                 where = f"{graph.name}/{region.name}"
                 try:
-                    built[tuple(region.nodes)] = self._build(region, kernel_set, device, where)
+                    built[tuple(region.nodes)] = self._build(region, providers, device, where)
                 except RegionFailed as failure:
                     demote(region, supported, failure.reason)
                     if failure.timing is not None:
@@ -193,49 +201,66 @@ class ORTBackend:
         return Placed(parts, executables)
 
     def _support(
-        self, gm: fx.GraphModule, device: torch.device, name: str
-    ) -> tuple[dict[fx.Node, support.Support], kernels.Kernels | None]:
+        self, gm: fx.GraphModule, providers: tuple[str, ...] | None, device: torch.device, name: str
+    ) -> dict[fx.Node, support.Support]:
         """Ask for every node whether ONNX Runtime can run it; ops that nobody converts are reported once each."""
-        providers = self.config.providers or kernels.providers_for(device)
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         if providers is None:
             reason = Reason(ReasonType.DEVICE, f"no execution provider for {device} in this onnxruntime")
             self.fall_back(name, reason)
-            return dict.fromkeys(nodes, support.Support(False, reason)), None
-        kernel_set = kernels.Kernels(self.config.kernels, providers)
+            return dict.fromkeys(nodes, support.Support(False, reason))
         keep = frozenset(self.config.torch_ops)
-        answers: dict[fx.Node, support.Support] = {}
-        for node in nodes:
-            if node.target is operator.getitem and node.args[0] in answers:
-                answers[node] = answers[node.args[0]]  # access to a tuple goes where the tuple is made
-            else:
-                answers[node] = support.check(node, kernel_set, keep)
+
+        def ask() -> dict[fx.Node, support.Support]:
+            kernel_set = kernels.Kernels(self.config.kernels, providers)
+            answers: dict[fx.Node, support.Support] = {}
+            for node in nodes:
+                if node.target is operator.getitem and node.args[0] in answers:
+                    answers[node] = answers[node.args[0]]  # access to a tuple goes where the tuple is made
+                else:
+                    answers[node] = support.check(node, kernel_set, keep)
+            return answers
+
+        answers = self._cache.support(gm, providers, ask)
         refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and support.is_compute(n)}
         for op, reason in refused.items():
             if support.is_loss(reason) and op not in self._reported_ops:
                 self._reported_ops.add(op)
                 self.fall_back(f"{name}/{op}", reason)
-        return answers, kernel_set
+        return answers
 
-    def _build(self, region: Region, kernel_set: kernels.Kernels, device: torch.device, name: str) -> OrtRegion:
-        """Convert a region, build its session, time it.
+    def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> OrtRegion:
+        """Convert a region, build its session, time it; what the cache has of that is not done again.
 
         Raises:
             RegionFailed: If any of that fails, or the region is slower than torch.
 
         """
-        model = session.convert(region, kernel_set, name).SerializeToString()
+        description = describe(region.module.graph)
+        entry = self._cache.name(description, providers)
+        kept = self._cache.load(entry)
+        known = self._timing_at_hand(region, kept)
+        if kept is not None:
+            model = kept.model
+        else:
+            kernel_set = kernels.Kernels(self.config.kernels, providers)
+            model = session.convert(region, kernel_set, region.name).SerializeToString()
         if self.config.save_onnx_dir is not None:
             session.save(model, self.config.save_onnx_dir, name)
         bound: dict[int, BoundSession] = {}
 
         def bind(threads: int) -> BoundSession:
             if threads not in bound:
-                inference_session = session.build(model, region, kernel_set.providers, threads, device)
+                inference_session = session.build(model, region, providers, threads, device)
                 bound[threads] = BoundSession(region, inference_session, device)
             return bound[threads]
 
-        timing = self._time(region, model, kernel_set.providers, bind)
+        timing = known or self._time(region, bind)
+        if self.agree is not None and timing.ort_ms is not None:
+            timing = Timing(**self.agree(digest(description), dataclasses.asdict(timing)))
+        cached = kept is not None and known is not None
+        if not cached:
+            self._cache.store(entry, Entry(model, timing))
         if timing.torch_ms is not None and timing.ort_ms is not None and timing.torch_ms < timing.ort_ms:
             text = f"{timing.ort_ms:.3f} ms on ONNX Runtime, {timing.torch_ms:.3f} ms in torch"
             raise RegionFailed(ReasonType.SLOWER, text, timing)
@@ -248,6 +273,7 @@ class ORTBackend:
             ort_ms=timing.ort_ms,
             torch_ms=timing.torch_ms,
             threads=timing.threads,
+            cached=cached,
         )
         return OrtRegion(
             region,
@@ -257,13 +283,11 @@ class ORTBackend:
             check=self.config.check_against_eager,
         )
 
-    def _time(
-        self, region: Region, model: bytes, providers: tuple[str, ...], bind: Callable[[int], BoundSession]
-    ) -> Timing:
-        """Time a region, or take the timing from the cache.
+    def _timing_at_hand(self, region: Region, kept: Entry | None) -> Timing | None:
+        """Return the timing of a region where it need not be timed, or was in an earlier run.
 
         Raises:
-            RegionFailed: If it does not run, or the static rule of deterministic mode leaves it to torch.
+            RegionFailed: If the static rule of deterministic mode leaves it to torch.
 
         """
         measured = self.config.placement == "measured"
@@ -274,25 +298,32 @@ class ORTBackend:
             return Timing(None, None, candidates[0])
         if not measured and len(candidates) == 1:
             return Timing(None, None, candidates[0])
-        folder = self.config.cache_dir
-        key = cache.key(model, providers, self.config.intra_op_threads) if folder or self.agree else ""
-        if folder and (kept := cache.load(folder, key)) and (kept.torch_ms is not None or not measured):
-            return kept if measured else dataclasses.replace(kept, torch_ms=None)
+        if kept is None or kept.timing is None or kept.timing.ort_ms is None:
+            return None
+        if not measured:
+            return dataclasses.replace(kept.timing, torch_ms=None)
+        return kept.timing if kept.timing.torch_ms is not None else None
+
+    def _time(self, region: Region, bind: Callable[[int], BoundSession]) -> Timing:
+        """Time a region.
+
+        Raises:
+            RegionFailed: If it does not run.
+
+        """
         try:
-            timing = placement.measure(
-                {threads: bind(threads) for threads in candidates},
-                region.module.forward if measured else None,
+            return placement.measure(
+                {
+                    threads: bind(threads)
+                    for threads in placement.thread_candidates(region, self.config.intra_op_threads)
+                },
+                region.module.forward if self.config.placement == "measured" else None,
                 placement.samples(region),
             )
         except RegionFailed:
             raise
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
             raise RegionFailed(ReasonType.RUN_FAILED, error) from error
-        if self.agree is not None:
-            timing = self.agree(key, timing)
-        if folder:
-            cache.store(folder, key, timing)
-        return timing
 
 
 @dataclasses.dataclass

@@ -44,7 +44,7 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
 
 def unavailable() -> Reason | None:
     """Why onnxruntime cannot be used here, or ``None`` if it can."""
-    found = {name: version for name in DISTRIBUTIONS if (version := _installed(name))}
+    found = {name: version for name in DISTRIBUTIONS if (version := installed(name))}
     if not found:
         return Reason(ReasonType.RUNTIME_UNAVAILABLE, f"no onnxruntime is installed; {INSTALL}")
     if len(found) > 1:
@@ -69,7 +69,8 @@ def unavailable() -> Reason | None:
     return None
 
 
-def _installed(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or ``None``."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -30,6 +30,7 @@ class ReasonType(enum.Enum):
     MISMATCH = "differs from eager"
     RUNTIME_UNAVAILABLE = "onnxruntime unavailable"
     CAPTURE_FAILED = "capture failed"
+    INDUCTOR_FAILED = "torch.compile failed"
     RECOMPILING = "kept recompiling"
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
@@ -84,6 +85,7 @@ class RegionReport:
         torch_ms: Median time of one run in torch in ms, where measured.
         threads: Intra-op threads of the session.
         runs: How often ONNX Runtime ran it.
+        cached: Whether its model and timing are those of an earlier run.
 
     """
 
@@ -97,6 +99,7 @@ class RegionReport:
     torch_ms: float | None = None
     threads: int | None = None
     runs: int = 0
+    cached: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for JSON."""
@@ -173,27 +176,26 @@ class OptimizerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step that was tried captured and as it is.
+    """A step that was tried on several engines.
 
     Args:
         name: Such as ``training_step``.
-        captured_ms: Median time of the captured step with its backward pass, in ms.
-        own_ms: Median time of the module's own step with its backward pass, in ms.
+        ms: Median time of the step with its backward pass, in ms: captured, with the regions that ONNX Runtime runs
+            (``"ort"``), as the module has it (``"torch"``), compiled by torch.compile (``"inductor"``).
 
     """
 
     name: str
-    captured_ms: float
-    own_ms: float
+    ms: dict[str, float]
 
     @property
-    def stays_captured(self) -> bool:
-        """Whether the captured step is at least as fast."""
-        return self.captured_ms <= self.own_ms
+    def engine(self) -> str:
+        """The fastest, with which the step goes on."""
+        return min(self.ms, key=self.ms.__getitem__)
 
     def __str__(self) -> str:
-        way = "captured" if self.stays_captured else "as it is"
-        return f"{self.name}: {self.captured_ms:.3g} ms captured, {self.own_ms:.3g} ms as it is; goes on {way}"
+        times = ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.ms.items())
+        return f"{self.name}: {times}; goes on with {self.engine}"
 
 
 @dataclass
@@ -208,7 +210,8 @@ class CompileReport:
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
         optimizers: What runs each of the Trainer's optimizers.
-        steps: Steps of a LightningModule that were tried captured and as they are.
+        steps: Steps of a LightningModule that were tried on several engines.
+        host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
 
     """
 
@@ -220,6 +223,7 @@ class CompileReport:
     compile_seconds: float = 0.0
     optimizers: list[OptimizerReport] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
+    host_memory: str = ""
 
     @property
     def ort_runs(self) -> int:
@@ -244,7 +248,8 @@ class CompileReport:
             "fallbacks": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.fallbacks],
             "notes": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.notes],
             "optimizers": [vars(optimizer) for optimizer in self.optimizers],
-            "steps": [{**vars(step), "stays_captured": step.stays_captured} for step in self.steps],
+            "steps": [{**vars(step), "engine": step.engine} for step in self.steps],
+            "host_memory": self.host_memory,
         }
 
     def to_text(self, width: int = 120) -> str:
@@ -287,6 +292,8 @@ class CompileReport:
             console.print(str(step), markup=False, highlight=False)
         for index, optimizer in enumerate(self.optimizers):
             console.print(f"optimizer {index}: {optimizer}", markup=False, highlight=False)
+        if self.host_memory:
+            console.print(f"host memory: {self.host_memory}", markup=False, highlight=False)
         for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):
             for entry in entries:
                 console.print(f"{title}: {entry.where}: {entry.reason}", markup=False, highlight=False)

@@ -1,13 +1,10 @@
 """The same placement in every process: :class:`AgreedPlacementMixin`."""
 
-import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
-
-from lightning_ort.compiler.cache import Timing
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,17 +33,17 @@ class AgreedPlacementMixin(_Strategy):
             self._backend.agree = agree
 
 
-def agree(key: str, timing: Timing) -> Timing:
-    """Publish a timing, or take the one that another process has published.
+def agree(key: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """Publish what was measured, or take what another process has published.
 
     Args:
-        key: Of the region; the same in all processes.
-        timing: What was measured here.
+        key: Of the region or step; the same in all processes.
+        measured: Here, in plain types.
 
     Returns:
-        The timing that was published first.
+        What was published first.
 
     """
     store = torch.distributed.PrefixStore("lightning_ort", torch.distributed.distributed_c10d._get_default_store())
-    mine = json.dumps(dataclasses.asdict(timing))
-    return Timing(**json.loads(store.compare_set(key, "", mine)))
+    published: dict[str, Any] = json.loads(store.compare_set(key, "", json.dumps(measured)))
+    return published

@@ -8,12 +8,13 @@ has a :class:`StepCapture` where its own step was, and the capture
 3. takes the stand-ins out and gives Lightning what was logged,
 4. looks at what dynamo did, if anything (:mod:`~lightning_ort.strategies.dynamo_watch`), and decides how to go on.
 
-Under ``placement="measured"`` the first steps that compile nothing are done by turns captured and as they are, and the
-faster way is kept (:mod:`~lightning_ort.strategies.step_trial`).
+Under ``placement="measured"`` the first steps that compile nothing are done by turns captured and as they are, under
+``engine="auto"`` compiled by inductor too, and the fastest way is kept (:mod:`~lightning_ort.strategies.step_trial`).
 
 Nothing stays on the module between calls.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -27,7 +28,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ort.compiler.cache import Timing
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
@@ -39,7 +39,7 @@ from lightning_ort.strategies.step_patches import (
     compiled_by_user,
     put_back,
 )
-from lightning_ort.strategies.step_trial import StepTrial
+from lightning_ort.strategies.step_trial import Engine, StepTrial
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -85,6 +85,7 @@ class CapturedModule:
         self.closure_seen = False
         self._strategy = strategy
         self._optimizers: Any = None
+        self._module_patches: dict[Engine, ModulePatches] = {}
         self.steps: dict[str, AbstractContextManager[None]] = {}
 
     def start(self) -> None:
@@ -93,7 +94,9 @@ class CapturedModule:
         if (mode := self._choose_mode()) != self.mode or not self.steps:
             self.mode = mode
             self.steps = {name: StepCapture(self, name) for name in STEPS}
-            self.__dict__.pop("module_patches", None)
+            self._module_patches = {}
+        if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
+            self.note("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
         self.watch.install()
 
     def stop(self) -> None:
@@ -125,24 +128,28 @@ class CapturedModule:
         if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
             return None
         device = self._strategy.root_device
-        return StepTrial(functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing)
+        engines: list[Engine] = ["ort", "torch", "inductor"] if self.config.engine == "auto" else ["ort", "torch"]
+        synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
+        return StepTrial(engines, synchronize)
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function with our backend; dynamo starts its work at the first call."""
+    def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
+        """Compile a function for an engine; dynamo starts its work at the first call."""
         return torch.compile(  # type: ignore[call-overload]
             function,
-            backend=self.backend,
+            backend=self.backend if engine == "ort" else engine,
+            options=None if engine == "ort" else {"fallback_random": True},  # the masks of eager
             dynamic=self.config.dynamic,
             recompile_limit=_RECOMPILE_LIMIT,
             # the limit is for this function, not for all modules of its class, nor for all our frames around children
             isolate_recompiles=True,
         )
 
-    @functools.cached_property
-    def module_patches(self) -> ModulePatches:
-        """The compiled children, for module mode."""
-        children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]
-        return ModulePatches(children, self.compile)
+    def module_patches(self, engine: Engine) -> ModulePatches:
+        """Return the compiled children, for module mode."""
+        if engine not in self._module_patches:
+            children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]
+            self._module_patches[engine] = ModulePatches(children, functools.partial(self.compile, engine=engine))
+        return self._module_patches[engine]
 
     def note(self, where: str, kind: ReasonType, text: str) -> None:
         """Report a choice that was made for the user, once."""
@@ -171,7 +178,8 @@ class StepCapture(AbstractContextManager):
         self._step: Any = None  # the user's, bound
         self._function: Any = None
         self._code: CodeType | None = None
-        self._call: Callable[..., Any] = _not_prepared
+        self._compiled: dict[Engine, Callable[..., Any]] = {}
+        self._engine: Engine = "ort"  # once there is nothing to try
         self._stand_in: Callable[..., Any] = _not_prepared
         self._before: Any = MISSING
         self._recompiling = 0
@@ -210,7 +218,7 @@ class StepCapture(AbstractContextManager):
                 self._mode = "off"
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 self._mode = "modules"
-        self._call = self._steps.compile(step) if self._mode == "step" else step
+        self._compiled, self._engine = {}, "ort"
         self.trial = self._steps.new_trial() if self._mode != "off" else None
 
         @functools.wraps(step)  # Lightning reads the signature of a step
@@ -224,22 +232,31 @@ class StepCapture(AbstractContextManager):
         self._restore()
         trial = self.trial
         if trial is None:
-            return self._run_captured(*args, **kwargs) if self._mode != "off" else self._step(*args, **kwargs)
-        captured = trial.next()
+            return self._run_on(self._engine, *args, **kwargs)
+        engine = trial.next()
         if trial.over:
             self._judge(trial)
             return self._run(*args, **kwargs)
         with trial.clock():
-            return (self._run_captured if captured else self._step)(*args, **kwargs)
+            return self._run_on(engine, *args, **kwargs)
 
-    def _run_captured(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_on(self, engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        if engine == "torch" or self._mode == "off":
+            return self._step(*args, **kwargs)
         steps = self._steps
         steps.backend.label = self._name
-        patches: StepPatches | ModulePatches = steps.step_patches if self._mode == "step" else steps.module_patches
+        call = self._step
+        patches: StepPatches | ModulePatches = steps.step_patches
+        if self._mode == "modules":
+            patches = steps.module_patches(engine)
+        elif engine in self._compiled:
+            call = self._compiled[engine]
+        else:
+            call = self._compiled[engine] = steps.compile(call, engine)
         try:
             patches.apply()
             steps.watch.begin()
-            output = self._call(*args, **kwargs)
+            output = call(*args, **kwargs)
         except BaseException as error:
             self._leave(patches)
             if isinstance(error, Exception):  # what was logged before the user's error is logged in eager mode too
@@ -252,7 +269,7 @@ class StepCapture(AbstractContextManager):
         self._leave(patches)
         steps.recorder.replay()
         if steps.watch.dirty:
-            self._decide(steps.watch.outcome(self._code))
+            self._decide(steps.watch.outcome(self._code), engine)
         elif self._recompiling:
             self._recompiling = 0
         return output
@@ -268,9 +285,13 @@ class StepCapture(AbstractContextManager):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
 
-    def _decide(self, outcome: Outcome) -> None:
+    def _decide(self, outcome: Outcome, engine: Engine) -> None:
         """Go on capturing this step as before, or in another way."""
         self._count(outcome)
+        if engine == "inductor" and (outcome.error is not None or outcome.limit is not None):
+            cause = getattr(outcome.error, "inner_exception", outcome.error)
+            self._do_without_inductor(_explanation(str(cause or outcome.limit)))
+            return
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
         if outcome.error is not None:
             self._give_up(ReasonType.CAPTURE_FAILED, _explanation(str(outcome.error)), outcome.error)
@@ -289,21 +310,29 @@ class StepCapture(AbstractContextManager):
                 self._use_modules(ReasonType.RECOMPILING, f"{self._recompiling} steps in a row compiled again")
 
     def _judge(self, trial: StepTrial) -> None:
-        """Keep the faster way; the processes of a run go by the first one's times."""
+        """Keep the fastest engine; the processes of a run go by the first one's times."""
         backend = self._steps.backend
-        timing = Timing(*trial.milliseconds, 0)
+        times = trial.milliseconds
         self._trials += 1
         if backend.agree is not None:
-            timing = backend.agree(f"{self._name}/{self._trials}", timing)
-        assert timing.ort_ms is not None
-        assert timing.torch_ms is not None
+            times = backend.agree(f"{self._name}/{self._trials}", times)
         self.trial = None
-        report = StepReport(self._name, timing.ort_ms, timing.torch_ms)
+        report = StepReport(self._name, times)
         backend.report.steps.append(report)
-        if not report.stays_captured:
+        if report.engine == "torch":
             self._set_mode("off")
-            text = f"{timing.ort_ms:.3g} ms captured, {timing.torch_ms:.3g} ms as it is; it is left as it is"
+            text = f"{times['ort']:.3g} ms captured, {times['torch']:.3g} ms as it is; it is left as it is"
             self._steps.note(self._name, ReasonType.SLOWER, text)
+        elif report.engine == "inductor":
+            self._engine = "inductor"
+            text = f"{times['ort']:.3g} ms, {times['inductor']:.3g} ms compiled by inductor, which keeps it"
+            self._steps.note(self._name, ReasonType.SLOWER, text)
+
+    def _do_without_inductor(self, why: str) -> None:
+        self._steps.note(self._name, ReasonType.INDUCTOR_FAILED, f"{why}; inductor is not tried")
+        self._engine = "ort"
+        if self.trial is not None:
+            self.trial.drop("inductor")
 
     def _give_up(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; a step becomes its child modules, or is left to torch.
@@ -328,7 +357,7 @@ class StepCapture(AbstractContextManager):
         self._steps.note(self._name, kind, f"{why}; its child modules are captured instead")
 
     def _set_mode(self, mode: Mode) -> None:
-        self._mode, self._call, self._recompiling = mode, self._step, 0
+        self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
         self.trial = self._steps.new_trial() if mode != "off" else None
 
 
@@ -367,7 +396,7 @@ class CompiledStepsMixin(_Strategy):
             # here and not above: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            self._backend = ORTBackend(self.ort_config)
+            self._backend = ORTBackend(dataclasses.replace(self.ort_config, engine="ort"))
             self._backend.report.optimizers = self._report.optimizers
             self._report = self._backend.report
         if not self._backend.available:

@@ -1,45 +1,57 @@
-"""Time a captured step against the module's own, in turns, on the run's own batches: :class:`StepTrial`."""
+"""Time a step on one engine against another, in turns, on the run's own batches: :class:`StepTrial`."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
+
+Engine = Literal["ort", "torch", "inductor"]
 
 ROUNDS = 5  # of each; one more of each goes before, which allocates
 
 
 class StepTrial:
-    """Decides whether a step stays captured.
+    """Decides which engine keeps a step.
 
     Regions are timed alone, on made-up inputs and with the processor to themselves. What counts is the whole step, with
-    capture's own cost, beside the rest of the program: so steps are done alternately in both ways, and timed with
-    their backward passes.
+    capture's own cost, beside the rest of the program: so steps are done on each engine in turns, and timed with their
+    backward passes.
 
     Args:
+        engines: To choose from.
         synchronize: Waits for the device.
 
     """
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    def __init__(self, engines: Sequence[Engine], synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self._samples: dict[bool, list[float]] = {True: [], False: []}
-        self._captured = False
+        self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}
+        self._turn = 0
         self._seconds = 0.0
         self._counts = False
         self._timing = False
 
-    def next(self) -> bool:
-        """Close the last step's sample, and return whether the next step is to be the captured one."""
+    def next(self) -> Engine:
+        """Close the last step's sample, and return which engine is to run the next step."""
         if self._counts:
-            self._samples[self._captured].append(self._seconds)
-            self._captured = not self._captured
-        else:  # compiling goes on until a captured step has run without
-            self._captured = True
+            self._samples[self._engine].append(self._seconds)
+            self._turn = (self._turn + 1) % len(self._samples)
         self._seconds, self._counts = 0.0, True
-        return self._captured
+        return self._engine
+
+    @property
+    def _engine(self) -> Engine:
+        return list(self._samples)[self._turn]
 
     def spoil(self) -> None:
-        """Leave out the step that is running: something was compiled in it."""
+        """Leave out the step that is running, and do the next one alike: something was compiled in it."""
+        self._counts = False
+
+    def drop(self, engine: Engine) -> None:
+        """Go on without an engine, which cannot run the step that is running."""
+        del self._samples[engine]
+        self._turn %= len(self._samples)
         self._counts = False
 
     @contextmanager
@@ -64,7 +76,6 @@ class StepTrial:
         return all(len(samples) > ROUNDS for samples in self._samples.values())
 
     @property
-    def milliseconds(self) -> tuple[float, float]:
-        """Medians, captured and as it is."""
-        captured, own = (1000 * statistics.median(self._samples[way][1:]) for way in (True, False))
-        return captured, own
+    def milliseconds(self) -> dict[str, float]:
+        """The median of each engine."""
+        return {engine: 1000 * statistics.median(samples[1:]) for engine, samples in self._samples.items()}

@@ -266,30 +266,6 @@ def test_deterministic_mode_times_nothing(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_cache_keeps_decisions(tmp_path, monkeypatch):
-    module, x = mlp(), torch.randn(4, 8)
-    first = ORTBackend(ORTConfig(cache_dir=tmp_path))
-    torch.compile(module, backend=first)(x).sum().backward()
-    assert list(tmp_path.glob("*.json"))
-    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
-    torch._dynamo.reset()
-    second = ORTBackend(ORTConfig(cache_dir=tmp_path))
-    torch.compile(module, backend=second)(x).sum().backward()
-    executors = [[r.executor for g in b.report.graphs for r in g.regions] for b in (first, second)]
-    assert executors[0] == executors[1]
-
-
-def test_damaged_cache_entry_counts_as_absent(tmp_path):
-    module, x = mlp(), torch.randn(4, 8)
-    torch.compile(module, backend=ORTBackend(ORTConfig(cache_dir=tmp_path)))(x)
-    for path in tmp_path.glob("*.json"):
-        path.write_text("{")
-    torch._dynamo.reset()
-    backend = ORTBackend(ORTConfig(cache_dir=tmp_path))
-    torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
-    assert not backend.report.fallbacks
-
-
 def test_save_onnx_dir_holds_checked_models(tmp_path):
     backend = always(save_onnx_dir=tmp_path)
     torch.compile(mlp(), backend=backend)(torch.randn(4, 8)).sum().backward()
@@ -403,7 +379,7 @@ def test_check_against_eager_passes_what_is_right():
     ],
 )
 def test_unusable_onnxruntime(installed, message, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "_installed", installed.get)
+    monkeypatch.setattr(kernels, "installed", installed.get)
     with pytest.raises(ORTFallbackError, match=message):
         always(fallback="raise")
     with caplog.at_level(logging.WARNING, logger="lightning_ort"):

@@ -1,4 +1,4 @@
-"""Steps are timed captured and as they are, on the run's own batches, and go on in the faster way."""
+"""Steps are timed on each engine, on the run's own batches, and go on with the fastest."""
 
 import time
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import placement
+from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.compiler.runtime import BoundSession
 from lightning_ort.strategies import step_trial
@@ -61,13 +63,13 @@ def test_a_slower_captured_step_is_left_as_it_is(
     assert report.ort_runs > 0
     (step,) = report.steps
     assert step.name == "training_step"
-    assert step.captured_ms > 1000 * SLOW
-    assert not step.stays_captured
+    assert step.ms["ort"] > 1000 * SLOW
+    assert step.engine == "torch"
     (note,) = [note for note in report.notes if note.where == "training_step"]
     assert note.reason.type is ReasonType.SLOWER
     assert "left as it is" in note.reason.text
     assert str(step) in report.to_text(width=200)
-    assert report.to_dict()["steps"][0]["stays_captured"] is False
+    assert report.to_dict()["steps"][0]["engine"] == "torch"
     # two graphs: compiling, one more, and those of the trial; none after it
     runs = {region.runs for graph in report.graphs for region in graph.regions}
     assert max(runs) < 30 - ROUNDS
@@ -76,17 +78,11 @@ def test_a_slower_captured_step_is_left_as_it_is(
 
 @pytest.mark.usefixtures("regions_win")
 def test_a_faster_captured_step_stays(make_trainer: Callable[..., Any]) -> None:
-    class SlowInPython(Long):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if not torch.compiler.is_compiling():
-                time.sleep(SLOW)
-            return super().training_step(batch, batch_idx)
-
     module = SlowInPython()
     report = fit(module, make_trainer, ORTStrategy()).strategy.report
     (step,) = report.steps
-    assert step.stays_captured
-    assert step.own_ms > 1000 * SLOW
+    assert step.engine == "ort"
+    assert step.ms["torch"] > 1000 * SLOW
     assert not report.notes
     # all but the steps that ran as they are, and the first, whose regions are timed
     regions = [region for graph in report.graphs for region in graph.regions if region.executor == "ort"]
@@ -108,15 +104,15 @@ def test_nothing_is_tried_where_timing_does_not_decide(
 def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled: int) -> StepTrial:
     now = 0.0
     monkeypatch.setattr(step_trial.time, "perf_counter", lambda: now)
-    trial = StepTrial(lambda: None)
+    trial = StepTrial(("ort", "torch"), lambda: None)
     for index in range(100):
-        way = trial.next()
+        engine = trial.next()
         if trial.over:
             break
         with trial.clock(), trial.clock():  # a backward pass inside a step, as in manual optimization
-            now += captured if way else own
+            now += captured if engine == "ort" else own
         if index < spoiled:
-            assert way  # until nothing is compiled
+            assert engine == "ort"  # until nothing is compiled
             trial.spoil()
         with trial.clock():  # the backward pass after it
             now += 1.0
@@ -125,14 +121,131 @@ def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled
 
 def test_medians_are_of_steps_and_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = script(monkeypatch, captured=2.0, own=3.0, spoiled=4)
-    assert trial.milliseconds == (3000.0, 4000.0)
+    assert trial.milliseconds == {"ort": 3000.0, "torch": 4000.0}
 
 
 def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = StepTrial(lambda: None)
+    trial = StepTrial(("ort", "torch"), lambda: None)
     trial.next()
     with suppress(ValueError), trial.clock():
         raise ValueError
     with trial.clock():
         pass
     assert not trial.over
+
+
+def test_an_engine_that_is_dropped_does_not_count() -> None:
+    trial = StepTrial(("ort", "torch", "inductor"), lambda: None)
+    assert [trial.next() for _ in range(4)] == ["ort", "torch", "inductor", "ort"]
+    assert [trial.next() for _ in range(2)] == ["torch", "inductor"]
+    trial.drop("inductor")
+    assert [trial.next() for _ in range(3)] == ["ort", "torch", "ort"]
+    while not trial.over:
+        trial.next()
+    assert trial.milliseconds.keys() == {"ort", "torch"}
+
+
+class SlowInPython(Long):
+    """A step that is slow unless it is compiled."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not torch.compiler.is_compiling():
+            time.sleep(SLOW)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("regions_win")
+@pytest.mark.parametrize("capture", ["step", "modules"])
+def test_engine_auto_keeps_inductor_where_it_wins(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capture: str
+) -> None:
+    """What stands for inductor here compiles nothing: its C++ compiler would take a minute."""
+    run, calls = BoundSession.__call__, 0
+
+    def slowly(self: Any, *args: Any) -> Any:
+        time.sleep(SLOW)
+        return run(self, *args)
+
+    def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return gm.forward(*args)
+
+        assert kwargs["config_patches"]["fallback_random"]
+        return forward
+
+    monkeypatch.setattr(BoundSession, "__call__", slowly)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    stock, module = Long(), (SlowInPython if capture == "step" else SlowModule)()
+    fit(stock, make_trainer, "auto")
+    strategy = ORTStrategy(config={"engine": "auto", "capture": capture})
+    report = fit(module, make_trainer, strategy).strategy.report
+    (step,) = report.steps
+    assert step.ms.keys() == {"ort", "torch", "inductor"}
+    assert step.engine == "inductor"
+    assert "goes on with inductor" in report.to_text(width=200)
+    assert report.ort_runs > 0
+    assert calls > 30 - 3 * (ROUNDS + 2)
+    (note,) = report.notes
+    assert note.reason.type is ReasonType.SLOWER
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+class SlowModule(Long):
+    """The same with the slow part in a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Sleeper())
+
+
+class Sleeper(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            time.sleep(SLOW)
+        return x
+
+
+def test_engine_auto_goes_on_without_inductor(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    stock, module = Long(), Long()
+    fit(stock, make_trainer, "auto")
+    report = fit(module, make_trainer, ORTStrategy(config={"engine": "auto"})).strategy.report
+    (step,) = report.steps
+    assert step.ms.keys() == {"ort", "torch"}
+    (note,) = [note for note in report.notes if note.reason.type is ReasonType.INDUCTOR_FAILED]
+    assert "no C++ compiler" in note.reason.text
+    assert not report.fallbacks
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+def test_engine_auto_tries_nothing_in_deterministic_mode(make_trainer: Callable[..., Any]) -> None:
+    strategy = ORTStrategy(config={"engine": "auto"})
+    report = fit(Long(), make_trainer, strategy, deterministic=True).strategy.report
+    assert report.ort_runs > 0
+    assert report.steps == []
+    (note,) = report.notes
+    assert note.reason.type is ReasonType.STATIC_RULE
+
+
+def test_engine_auto_needs_a_strategy_and_timing() -> None:
+    with pytest.raises(ValueError, match="engine='auto' times whole training steps"):
+        ORTBackend({"engine": "auto"})
+    with pytest.raises(ValueError, match="engine='auto' needs placement='measured'"):
+        ORTStrategy(config={"engine": "auto", "placement": "always"})
+
+
+@pytest.mark.slow
+def test_engine_auto_with_the_real_inductor(make_trainer: Callable[..., Any]) -> None:
+    stock, module = Long(), Long()
+    fit(stock, make_trainer, "auto")
+    report = fit(module, make_trainer, ORTStrategy(config={"engine": "auto"})).strategy.report
+    (step,) = report.steps
+    assert step.ms.keys() == {"ort", "torch", "inductor"}
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)
