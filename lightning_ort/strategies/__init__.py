@@ -4,6 +4,7 @@
 - :mod:`~lightning_ort.strategies.step_patches`: what stands in for the module's helpers while a step is captured
 - :mod:`~lightning_ort.strategies.dynamo_watch`: what dynamo did during a step
 - :mod:`~lightning_ort.strategies.swap_optimizers`: the optimizers by another implementation
+- :mod:`~lightning_ort.strategies.host_memory`: freed memory stays in the process for the next step
 - :mod:`~lightning_ort.strategies.one_device`: lets the Trainer choose the device
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 - :mod:`~lightning_ort.strategies.agreed_placement`: the same placement in every process

@@ -15,6 +15,7 @@ from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.strategies.atomic_checkpoints import AtomicCheckpointsMixin
 from lightning_ort.strategies.compile_steps import CompiledStepsMixin
+from lightning_ort.strategies.host_memory import HostMemory, HostMemoryMixin
 from lightning_ort.strategies.one_device import OneDeviceMixin
 from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
 
@@ -24,6 +25,7 @@ _DEFAULT = ORTConfig()
 class ORTStrategy(
     ChoosePrecisionMixin,
     OneDeviceMixin,
+    HostMemoryMixin,
     AtomicCheckpointsMixin,
     SwapOptimizersMixin,
     CompiledStepsMixin,
@@ -36,6 +38,8 @@ class ORTStrategy(
         optim: What runs the optimizers that the module configures: a name, or an
             :class:`~lightning_ort.ORTOptimizer` for its further settings. ``"auto"`` fuses torch's Adam, AdamW, SGD
             and Adagrad where torch can, and leaves all else as it is.
+        host_memory: ``"retain"`` keeps freed memory in the process for the next step while a run on the CPU lasts
+            (glibc only), ``"default"`` gives it back each time.
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
@@ -56,6 +60,7 @@ class ORTStrategy(
         self,
         config: ORTConfig = _DEFAULT,
         optim: OptimName | ORTOptimizer = "auto",
+        host_memory: HostMemory = "retain",
         device: _DEVICE | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -65,6 +70,7 @@ class ORTStrategy(
             device=device,
             config=config,
             optim=optim,
+            host_memory=host_memory,
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,

@@ -452,7 +452,7 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 # those that compile many times
-SLOW = ("Alternates", "ChangesFloatAttribute", "ManualOptimization")
+SLOW = ("Alternates", "ChangesFloatAttribute", "ManualOptimization", "ToggledInContext")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from processes import START, Recorded, fit
 from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.compiler.cache import Timing
 from lightning_ort.strategies import agreed_placement
 
 
@@ -85,7 +84,7 @@ def test_measured_placement_is_the_same_on_all_ranks(make_trainer: Callable[...,
 def test_first_timing_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    first, second = Timing(1.0, 2.0, 1), Timing(3.0, 2.0, 2)
+    first, second = {"ort_ms": 1.0, "threads": 1}, {"ort_ms": None, "threads": 2}
     assert agreed_placement.agree("region", first) == first
     assert agreed_placement.agree("region", second) == first
     assert agreed_placement.agree("other", second) == second

@@ -183,10 +183,11 @@ def test_killed_rank(rank: int, start: Callable[..., Any], tmp_path: Path) -> No
     assert process.exitcode != 0
     output = (tmp_path / "output").read_text()
     named = {
-        0: f"rank 0 (PID {ranks[0]}) is gone",
-        1: f"rank 1 (PID {ranks[1]}) was ended by SIGKILL",
+        0: [f"rank 0 (PID {ranks[0]}) is gone"],
+        # Lightning's observer looks every 5 s: where it comes first, it says so itself, and kills
+        1: [f"rank 1 (PID {ranks[1]}) was ended by SIGKILL", f"[rank: 1] Child process with PID {ranks[1]} terminated"],
     }[rank]
-    assert named in output
+    assert any(name in output for name in named), output
 
 
 @pytest.mark.slow

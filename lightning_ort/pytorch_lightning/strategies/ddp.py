@@ -12,6 +12,7 @@ from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
 from lightning_ort.strategies.data_parallel import DataParallelMixin
+from lightning_ort.strategies.host_memory import HostMemory
 
 _DEFAULT = ORTConfig()
 
@@ -23,6 +24,7 @@ class ORTDDPStrategy(ChoosePrecisionMixin, DataParallelMixin, DDPStrategy):
         config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
         optim: What runs the optimizers that the module configures: a name, or an
             :class:`~lightning_ort.ORTOptimizer` for its further settings.
+        host_memory: As for ``ort``.
         **kwargs: Of Lightning's ``DDPStrategy``, such as ``find_unused_parameters``, ``static_graph``,
             ``process_group_backend`` and ``start_method``.
 
@@ -35,8 +37,14 @@ class ORTDDPStrategy(ChoosePrecisionMixin, DataParallelMixin, DDPStrategy):
     strategy_name = "ort_ddp"
     flavor: ClassVar[Flavor] = PYTORCH_LIGHTNING
 
-    def __init__(self, config: ORTConfig = _DEFAULT, optim: OptimName | ORTOptimizer = "auto", **kwargs: Any) -> None:
-        super().__init__(config=config, optim=optim, **kwargs)
+    def __init__(
+        self,
+        config: ORTConfig = _DEFAULT,
+        optim: OptimName | ORTOptimizer = "auto",
+        host_memory: HostMemory = "retain",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config, optim=optim, host_memory=host_memory, **kwargs)
 
     @classmethod
     @override

@@ -11,6 +11,7 @@ from lightning_ort.optim.registry import OptimName
 from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
 from lightning_ort.strategies.data_parallel import DataParallelMixin
 from lightning_ort.strategies.deepspeed_zero import CheckpointForm, DeepSpeedZeRO1Mixin
+from lightning_ort.strategies.host_memory import HostMemory
 
 _DEFAULT = ORTConfig()
 
@@ -25,6 +26,7 @@ class ORTZeRO1Strategy(DataParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy
         config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
         optim: What runs the optimizers that the module configures: a name, or an
             :class:`~lightning_ort.ORTOptimizer` for its further settings.
+        host_memory: As for ``ort``.
         deepspeed_config: DeepSpeed's configuration, or the path of a JSON file with it. What the Trainer says too must
             be the same there, or ``"auto"``.
         offload_optimizer: Keep the optimizer's states, and its step, on the CPU.
@@ -52,6 +54,7 @@ class ORTZeRO1Strategy(DataParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy
         self,
         config: ORTConfig = _DEFAULT,
         optim: OptimName | ORTOptimizer = "auto",
+        host_memory: HostMemory = "retain",
         deepspeed_config: str | Path | dict[str, Any] | None = None,
         offload_optimizer: bool = False,
         checkpoint: CheckpointForm = "file",
@@ -61,6 +64,7 @@ class ORTZeRO1Strategy(DataParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy
         super().__init__(
             config=config,
             optim=optim,
+            host_memory=host_memory,
             deepspeed_config=deepspeed_config,
             offload_optimizer=offload_optimizer,
             checkpoint=checkpoint,

@@ -13,6 +13,7 @@ class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
     Args:
         config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
         optim: As for ``ort_ddp``, but of torch's own implementations.
+        host_memory: As for ``ort``.
         **kwargs: Of Lightning's ``DDPStrategy``.
 
     Raises:

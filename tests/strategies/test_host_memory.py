@@ -1,0 +1,122 @@
+"""Pages of freed memory stay in the process from step to step, and for as long as a run lasts."""
+
+import copy
+import resource
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from small_modules import Small
+
+from lightning_ort import ORTDDPStrategy, ORTStrategy
+from lightning_ort.strategies import host_memory
+from lightning_ort.strategies.host_memory import HostMemoryMixin
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or host_memory.why_not_retained() is not None, reason="needs glibc's malloc, not configured"
+)
+
+
+class Hungry(Small):
+    """Finds out in its first step whether pages are kept.
+
+    Args:
+        by_default: Page faults of a large block where they are not.
+
+    """
+
+    def __init__(self, by_default: int) -> None:
+        super().__init__()
+        self.by_default = by_default
+        self.keeps: bool | None = None
+
+    def on_train_start(self) -> None:
+        self.keeps = keeps_pages(self.by_default)
+
+
+def faults_of_a_large_block() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(12 << 20)  # more than glibc ever takes from its heap by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def keeps_pages(by_default: int) -> bool:
+    """Whether a large block soon comes without page faults."""
+    # the first ones may meet pages that nothing has used: glibc cuts splinters off aligned blocks, and then looks for
+    # a new place until its bins for splinters are full
+    return any(faults_of_a_large_block() < by_default / 10 for _ in range(24))
+
+
+def test_pages_are_kept_while_a_run_lasts(make_trainer):
+    by_default = faults_of_a_large_block()  # a few with transparent huge pages, 12,288 without
+    module = Hungry(by_default)
+    trainer = make_trainer(strategy=ORTStrategy(config={"placement": "always"}), max_epochs=1)
+    trainer.fit(module)
+    assert module.keeps is True
+    assert trainer.strategy.report.host_memory == "retained"
+    assert trainer.strategy.report.ort_runs > 0
+    assert "host memory: retained" in trainer.strategy.report.to_text()
+    assert faults_of_a_large_block() > by_default / 2, "not restored"
+
+
+def test_malloc_is_left_alone(make_trainer):
+    by_default = faults_of_a_large_block()
+    module = Hungry(by_default)
+    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}, host_memory="default"), max_epochs=1)
+    trainer.fit(module)
+    assert module.keeps is False
+    assert trainer.strategy.report.host_memory == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=0")]
+)
+def test_what_the_user_configured_stays(make_trainer, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    module = Hungry(faults_of_a_large_block())
+    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
+    trainer.fit(module)
+    assert module.keeps is False
+    assert trainer.strategy.report.host_memory == f"default: malloc is set by {variable}"
+
+
+def test_another_malloc(make_trainer, monkeypatch):
+    monkeypatch.setattr(host_memory, "_malloc", lambda: None)
+    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
+    trainer.fit(Small())
+    assert trainer.strategy.report.host_memory == "default: malloc is not glibc's"
+
+
+def test_two_runs_at_once_and_a_copy():
+    """The last one to end restores, whichever it is."""
+    by_default = faults_of_a_large_block()
+    host_memory.retain()
+    host_memory.retain()
+    host_memory.release()
+    assert keeps_pages(by_default)
+    running = ORTStrategy(accelerator=CPUAccelerator())
+    running._retains = True
+    copy.deepcopy(running).teardown()
+    assert keeps_pages(by_default)
+    host_memory.release()
+    assert faults_of_a_large_block() > by_default / 2
+
+
+def test_restored_after_an_error(make_trainer):
+    class Fails(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("mine")
+
+    by_default = faults_of_a_large_block()
+    with pytest.raises(RuntimeError, match="mine"):
+        make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1).fit(Fails())
+    assert faults_of_a_large_block() > by_default / 2
+
+
+@pytest.mark.parametrize("kind", [ORTStrategy, ORTDDPStrategy])
+def test_unknown_choice(kind):
+    assert issubclass(kind, HostMemoryMixin)
+    with pytest.raises(ValueError, match="host_memory='keep': choose 'retain' or 'default'"):
+        kind(host_memory="keep")
