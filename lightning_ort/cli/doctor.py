@@ -1,0 +1,216 @@
+"""``lightning-ort doctor``: can this machine train on ONNX Runtime, what is missing, and what lies unused."""
+
+import copy
+import ctypes
+import dataclasses
+import importlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_ort._imports import FLAVORS
+from lightning_ort.compiler import kernels
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.cache import default_folder
+from lightning_ort.strategies.host_memory import why_not_retained
+
+COMPROMISED = ("2.6.2", "2.6.3")
+_OPTIONAL = {  # import package: what it is for, and the extra that installs it
+    "deepspeed": ("ort_zero1", "zero"),
+    "bitsandbytes": ("8-bit optimizers", "bnb"),
+    "torchao": ("4-bit optimizers", "torchao"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        what: Its name.
+        state: ``"failed"`` keeps training from running on ONNX Runtime; ``"absent"`` does not; ``"advice"`` is unused.
+        text: What was found.
+        todo: What to do about it, if anything.
+
+    """
+
+    what: str
+    state: Literal["ok", "absent", "advice", "failed"]
+    text: str
+    todo: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:>6}  {self.what}: {self.text}" + (f"\n        -> {self.todo}" if self.todo else "")
+
+
+def doctor(json: bool = False) -> None:
+    """Examine this machine and environment; ends with status 1 where training on ONNX Runtime cannot work.
+
+    Args:
+        json: Print JSON.
+
+    """
+    findings = examine()
+    if json:
+        print(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        print("\n".join(map(str, findings)))
+    if any(finding.state == "failed" for finding in findings):
+        sys.exit(1)
+
+
+def examine() -> list[Finding]:
+    """Look at everything, in the order in which one thing needs the other."""
+    findings: list[Finding] = []
+    for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _memory, _advice):
+        try:
+            findings += look()
+        except Exception as error:  # a broken installation must not keep the rest from being looked at
+            findings.append(Finding(look.__name__.strip("_"), "failed", f"{type(error).__name__}: {error}"))
+    return findings
+
+
+def _system() -> Iterator[Finding]:
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    yield Finding("Python", "ok", text)
+
+
+def _torch() -> Iterator[Finding]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {vectors}, {device}")
+
+
+def _lightning() -> Iterator[Finding]:
+    found = {flavor.distribution: kernels.installed(flavor.distribution) for flavor in FLAVORS}
+    installed = {name: number for name, number in found.items() if number}
+    if not installed:
+        yield Finding("Lightning", "absent", "no strategies without it", "pip install lightning")
+    for name, number in installed.items():
+        if number in COMPROMISED:
+            todo = f"pip install -U {name}, and change every secret that this machine had"
+            yield Finding(name, "failed", f"{number} is a compromised release", todo)
+        else:
+            yield Finding(name, "ok", number)
+
+
+def _onnxruntime() -> Iterator[Finding]:
+    reason = kernels.unavailable()
+    if reason is not None:
+        yield Finding("onnxruntime", "failed", reason.text)
+        return
+    name = next(name for name in kernels.DISTRIBUTIONS if kernels.installed(name))
+    yield Finding("onnxruntime", "ok", f"{name} {kernels.installed(name)}")
+    import onnxruntime
+
+    for provider in onnxruntime.get_available_providers():
+        if provider == "CUDAExecutionProvider" and (missing := _missing_cuda_library()):
+            text = f"is in this build and does not load: {missing}"
+            yield Finding(provider, "absent", text, "install the CUDA and cuDNN that this build of onnxruntime is for")
+        elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
+            found = [op for op in kernels.TRAINING_OPS if kernels.Kernels("auto", (provider,)).has_training(op)]
+            text = f"{len(found)} of {len(kernels.TRAINING_OPS)} gradient kernels"
+            todo = "" if found else "standard kernels are used; onnxruntime-training-cpu has gradient kernels"
+            yield Finding(provider, "ok", text, todo)
+    yield _training_step()
+
+
+def _missing_cuda_library() -> str | None:
+    """Return what the loader says about the CUDA provider, which names the library that is missing."""
+    import onnxruntime
+
+    path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(path.with_name("libonnxruntime_providers_shared.so")), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _training_step() -> Finding:
+    """Train a small module for a step on ONNX Runtime, and compare its gradients with torch's."""
+    with torch.random.fork_rng():
+        module, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
+    reference = copy.deepcopy(module)
+    backend = ORTBackend({"placement": "always", "cache_dir": None})
+    torch.compile(module, backend=backend)(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    report = backend.report
+    if not report.ort_runs or report.fallbacks:
+        why = "; ".join(f"{entry.where}: {entry.reason}" for entry in report.fallbacks) or "torch ran all of it"
+        return Finding("training step", "failed", why)
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        if ours.grad is None or theirs.grad is None or not torch.allclose(ours.grad, theirs.grad, 1e-4, 1e-4):
+            return Finding("training step", "failed", "the gradients are not torch's")
+    return Finding("training step", "ok", f"{report.ort_node_fraction:.0%} on ONNX Runtime, gradients as in torch")
+
+
+def _packages() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a device, and warns
+    for name, (purpose, extra) in _OPTIONAL.items():
+        todo = f"pip install 'lightning-ort[{extra}]'"
+        if not (number := kernels.installed(name)):
+            yield Finding(name, "absent", f"for {purpose}", todo)
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            yield Finding(name, "absent", f"{number} does not import: {error}", todo)
+        else:
+            yield Finding(name, "ok", number)
+
+
+def _compiler() -> Iterator[Finding]:
+    compiler = os.environ.get("CXX", "g++")
+    if found := shutil.which(compiler) or shutil.which("clang++"):
+        yield Finding("C++ compiler", "ok", found)
+    else:
+        text = f"no {compiler} and no clang++: not for engine='auto', nor for DeepSpeed's optimizers"
+        yield Finding("C++ compiler", "absent", text, "install g++")
+
+
+def _memory() -> Iterator[Finding]:
+    reason = why_not_retained()
+    text = "freed memory can be kept for the next step" if reason is None else f"host_memory has no effect: {reason}"
+    yield Finding("host memory", "ok" if reason is None else "absent", text)
+    folder = default_folder()
+    above = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if os.access(above, os.W_OK):
+        yield Finding("cache", "ok", str(folder))
+    else:
+        todo = "set LIGHTNING_ORT_CACHE_DIR to a folder that can be written"
+        yield Finding("cache", "absent", f"{folder} cannot be written", todo)
+
+
+def _advice() -> Iterator[Finding]:
+    has_bfloat16: list[Callable[[], bool]] = [torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported]
+    if torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability()
+        if major >= 8:
+            yield Finding("bfloat16", "advice", "this GPU has it", 'Trainer(precision="bf16-mixed")')
+            if torch.backends.cuda.matmul.fp32_precision != "tf32":
+                yield Finding("TF32", "advice", "off", 'Trainer(plugins=[ORTMatmulPrecision("high")]) for float32 runs')
+        if not torch.backends.cuda.is_flash_attention_available():
+            yield Finding("flash attention", "advice", "not in this build of torch", "install one that has it")
+        text = "matrix sizes and vocabularies that are multiples of 8 fill the tensor cores"
+        yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
+        yield Finding("data", "advice", "copies overlap with the GPU's work", "DataLoader(pin_memory=True)")
+    elif any(has() for has in has_bfloat16):
+        todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
+        yield Finding("bfloat16", "advice", "this CPU multiplies it faster than float32", todo)
+    if "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cuda.is_available():
+        yield Finding("sizes", "advice", "layer widths that are multiples of 16 fill the CPU's vectors")
+    if (os.cpu_count() or 1) > 2:
+        yield Finding("data", "advice", "batches are made while the step runs", "DataLoader(num_workers=1 or more)")
+    yield Finding("optimizer", "advice", 'the ort strategies fuse torch\'s Adam, AdamW, SGD and Adagrad (optim="auto")')

@@ -1,0 +1,124 @@
+"""``lightning-ort doctor``: the right diagnosis where the environment is broken. Only the environment is faked."""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import lightning_ort.cli.doctor  # noqa: F401  (before anything is faked)
+from lightning_ort.cli import main
+from lightning_ort.compiler import kernels
+
+Faked = Callable[[dict[str, str | None]], None]
+
+
+@pytest.fixture
+def distributions(monkeypatch: pytest.MonkeyPatch) -> Faked:
+    """Installs (a version) or takes away (``None``) distributions, as far as their metadata goes."""
+    real = importlib.metadata.version
+
+    def fake(changes: dict[str, str | None]) -> None:
+        def version(name: str) -> str:
+            if name not in changes:
+                return real(name)
+            if (number := changes[name]) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return number
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return fake
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[dict[str, Any], int]:
+    """The findings by name, and the exit status."""
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "doctor", "--json"])
+    status = 0
+    try:
+        main()
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
+    return {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}, status
+
+
+def test_a_machine_that_works(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found, status = run(monkeypatch, capsys)
+    assert status == 0
+    assert found["training step"]["state"] == "ok"
+    assert "100% on ONNX Runtime" in found["training step"]["text"]
+    assert found["CPUExecutionProvider"]["state"] == "ok"
+    assert not [finding for finding in found.values() if finding["state"] == "failed"]
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "doctor"])
+    main()
+    assert "ok  training step: 100%" in capsys.readouterr().out
+
+
+def test_no_onnxruntime(monkeypatch: pytest.MonkeyPatch, capsys: Any, distributions: Faked) -> None:
+    names = ("onnxruntime", "onnxruntime-training-cpu", "onnxruntime-training", "onnxruntime-gpu")
+    distributions(dict.fromkeys(names))
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    assert found["onnxruntime"]["state"] == "failed"
+    assert "pip install onnxruntime-training-cpu" in found["onnxruntime"]["text"]
+    assert "training step" not in found
+
+
+def test_two_onnxruntimes(monkeypatch: pytest.MonkeyPatch, capsys: Any, distributions: Faked) -> None:
+    distributions({"onnxruntime-training-cpu": "1.19.2", "onnxruntime-gpu": "1.31.1"})
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    text = found["onnxruntime"]["text"]
+    assert "onnxruntime-gpu 1.31.1" in text
+    assert "onnxruntime-training-cpu 1.19.2" in text
+    assert "pip uninstall" in text
+
+
+@pytest.mark.parametrize("number", ["2.6.2", "2.6.3"])
+def test_compromised_lightning(monkeypatch: pytest.MonkeyPatch, capsys: Any, distributions: Faked, number: str) -> None:
+    distributions({"lightning": number})
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    assert "compromised" in found["lightning"]["text"]
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found, status = run(monkeypatch, capsys)
+    assert status == 0
+    assert found["C++ compiler"]["state"] == "absent"
+    assert "engine='auto'" in found["C++ compiler"]["text"]
+
+
+def test_no_deepspeed_and_a_broken_bitsandbytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, distributions: Faked
+) -> None:
+    distributions({"deepspeed": None, "bitsandbytes": "0.50.2"})
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # its import fails
+    found, status = run(monkeypatch, capsys)
+    assert status == 0
+    assert found["deepspeed"]["todo"] == "pip install 'lightning-ort[zero]'"
+    assert "ort_zero1" in found["deepspeed"]["text"]
+    assert "does not import" in found["bitsandbytes"]["text"]
+
+
+def test_onnxruntime_that_cannot_train(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import onnxruntime
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    answers = (kernels._load_error, kernels._has_training_kernel)
+    for kept in answers:
+        kept.cache_clear()
+    try:
+        found, status = run(monkeypatch, capsys)
+    finally:
+        for kept in answers:
+            kept.cache_clear()
+    assert status == 1
+    assert found["training step"]["state"] == "failed"
