@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 SIGTERM_CHECKPOINT = "sigterm.ckpt"
 _GRACE_SECONDS = 5.0
+_REAPING_SECONDS = 1.0
 _LAUNCHER = "LIGHTNING_ORT_LAUNCHER"
 
 
@@ -77,7 +79,12 @@ class FaultsMixin(_DDPStrategy):
             # a status that is not 0 makes Lightning's observer of the other processes kill this one
             exception.code = 128 + signal.SIGTERM if self.local_rank == 0 or not self._started_by_rank_zero else 0
         elif isinstance(exception, Exception):
-            for name in self._lost_processes():
+            # a closed connection is a RuntimeError to torch; the system closes those of a killed process first, and
+            # only then can it be found to have ended
+            end = time.monotonic() + (_REAPING_SECONDS if isinstance(exception, RuntimeError) else 0.0)
+            while not (lost := self._lost_processes()) and time.monotonic() < end:
+                time.sleep(0.02)
+            for name in lost:
                 log.error("lightning-ort: %s, so this run ends.", name)
 
     def _save_for_later(self) -> None:

@@ -116,7 +116,8 @@ def _script(folder: Path, ckpt_path: str | None, max_steps: int) -> None:
 def _rank_zero(folder: Path, ckpt_path: str | None, max_steps: int) -> None:
     output = (folder / "output").open("a", buffering=1)
     sys.stdout = sys.stderr = output
-    logging.getLogger().addHandler(logging.StreamHandler(output))
+    for name in (None, "lightning.fabric"):  # Lightning's observer of the processes does not tell the root
+        logging.getLogger(name).addHandler(logging.StreamHandler(output))
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
