@@ -160,7 +160,7 @@ def bench(
     variants: list[str] | None = None,
     rounds: int = 7,
     steps: int = 20,
-    warm_up: int = 5,
+    warm_up: int = 20,
     accelerator: str = "auto",
     seed: int = 0,
     ort_config: dict[str, Any] | None = None,
@@ -184,7 +184,7 @@ def bench(
         variants: The ways to train: stock, stock+auto, compile+auto, ort+keep and ort if left out.
         rounds: How many turns each variant has.
         steps: Batches in a turn.
-        warm_up: Batches before the first turn, in which it compiles.
+        warm_up: Batches before the first turn, in which it compiles, and tries which way is faster.
         accelerator: The Trainer's, where there is no configuration.
         seed: For random weights and the order of the data.
         ort_config: Settings of the ort strategy, such as {"placement": "always"}.

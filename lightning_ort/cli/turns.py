@@ -21,6 +21,7 @@ from lightning_ort.cli.load import load
 
 ENGINES = ("stock", "compile", "ort")
 MATMUL_PRECISIONS = ("high", "medium")
+_MANY = 1_000_000  # steps: training ends when the last turn is over, but a schedule may ask how many there will be
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,9 @@ class Summary:
     optimizers: list[str] = field(default_factory=list)
 
 
+_ours: set[Connection] = set()  # this process's ends of the connections to its Trainers
+
+
 class VariantFailed(RuntimeError):
     """A Trainer that cannot train, with its own error as the message."""
 
@@ -142,6 +146,7 @@ class TurnTaker:
         self._connection, theirs = context.Pipe()
         self._log = folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
+        _ours.add(self._connection)
         self._process = context.Process(target=_serve, args=(job, variant, folder, self._log, theirs))
         self._process.start()
         theirs.close()
@@ -167,6 +172,7 @@ class TurnTaker:
 
     def stop(self) -> None:
         """End the process, at once."""
+        _ours.discard(self._connection)
         self._connection.close()
         self._process.terminate()
         self._process.join()
@@ -185,12 +191,14 @@ class TurnTaker:
 
 def _serve(job: Job, variant: Variant, folder: Path, log: Path, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    for end in _ours:  # which a forked process has too: while it is open, nobody notices that the parent has gone
+        end.close()
     with log.open("w", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     try:
         connection.send(_fit(job, variant, connection, folder))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the parent has gone
     except (Exception, SystemExit) as error:
         traceback.print_exc()
@@ -252,10 +260,10 @@ def _settings(job: Job, variant: Variant, flavor: Flavor, folder: Path) -> dict[
         "strategy": "auto",
         "devices": 1,
         "num_nodes": 1,
-        "min_epochs": 0,  # training ends when the last turn is over
+        "min_epochs": 0,
         "max_epochs": -1,
         "min_steps": None,
-        "max_steps": -1,
+        "max_steps": _MANY,
         "default_root_dir": folder,
         "enable_progress_bar": False,
         "enable_model_summary": False,

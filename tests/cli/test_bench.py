@@ -1,7 +1,10 @@
 """``lightning-ort bench``: real Trainers in processes of their own, in turns."""
 
 import json
+import multiprocessing
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from lightning_ort.cli import bench, main
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 
 MODULES = Path(__file__).parent / "bench_modules.py"
+LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
@@ -102,6 +106,34 @@ def test_training_that_ends_early_is_named(tmp_path: Path) -> None:
     with pytest.raises(VariantFailed, match="ended by itself before it had done 5 steps"):
         taker.turn(5)
     taker.stop()
+
+
+def _start_two(folder: Path, connection: Connection) -> None:
+    takers = [TurnTaker(Job(f"{MODULES}:Small"), Variant("stock"), folder / name) for name in "ab"]
+    connection.send([taker._process.pid for taker in takers])
+    time.sleep(LIMIT)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_start_two, args=(tmp_path, theirs))
+    process.start()
+    pids = ours.recv()
+    process.kill()
+    process.join()
+    end = time.monotonic() + LIMIT
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < end, pids
+        time.sleep(0.05)
 
 
 class Scripted:
