@@ -5,6 +5,7 @@
 - :mod:`~lightning_ort.cli.convert`: a checkpoint of DeepSpeed's as a plain one
 - :mod:`~lightning_ort.cli.doctor`: can this machine train on ONNX Runtime
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
+- :mod:`~lightning_ort.cli.run`: any script, with the strategy names known to its Trainer
 """
 
 import sys
@@ -13,6 +14,11 @@ from collections.abc import Callable
 
 def main() -> None:
     """Run the command line."""
+    from lightning_ort.cli import run
+
+    if sys.argv[1:2] == ["run"]:  # before any parser: what follows is the script's
+        run.run(sys.argv[2:])
+        return
     try:
         from jsonargparse import ArgumentParser
     except ImportError:
@@ -42,5 +48,6 @@ def main() -> None:
             own.add_argument("--json", action="store_true", help="print JSON")
         own.add_function_arguments(command, as_positional=True, skip=by_hand.get(name, set()))
         subcommands.add_subcommand(name, own, help=summary)
+    subcommands.add_subcommand("run", ArgumentParser(), help=run.SUMMARY)
     arguments = parser.parse_args()
     commands[arguments.subcommand](**arguments[arguments.subcommand])

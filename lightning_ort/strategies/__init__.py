@@ -9,6 +9,7 @@
 - :mod:`~lightning_ort.strategies.single_device`: ``ort``, one CPU or GPU
 - :mod:`~lightning_ort.strategies.agreed_placement`: the same placement in every process
 - :mod:`~lightning_ort.strategies.faults`: processes that are killed, or asked to end
+- :mod:`~lightning_ort.strategies.start_again`: the other processes of a run start as the first one did
 - :mod:`~lightning_ort.strategies.atomic_checkpoints`: checkpoint files that are whole or not there
 - :mod:`~lightning_ort.strategies.data_parallel`: all of these together
 - :mod:`~lightning_ort.strategies.ddp`: ``ort_ddp``, one process a device

@@ -5,10 +5,12 @@ from lightning_ort.strategies.atomic_checkpoints import AtomicCheckpointsMixin
 from lightning_ort.strategies.compile_steps import CompiledStepsMixin
 from lightning_ort.strategies.faults import FaultsMixin
 from lightning_ort.strategies.host_memory import HostMemoryMixin
+from lightning_ort.strategies.start_again import StartAgainMixin
 from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
 
 
 class DataParallelMixin(
+    StartAgainMixin,
     FaultsMixin,
     HostMemoryMixin,
     AtomicCheckpointsMixin,
