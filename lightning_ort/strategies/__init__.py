@@ -1,6 +1,7 @@
 """Lightning strategies, for ``lightning.pytorch`` (for ``pytorch_lightning``: ``lightning_ort.pytorch_lightning``).
 
 - :mod:`~lightning_ort.strategies.compile_steps`: the mixin that captures the steps of a LightningModule
+- :mod:`~lightning_ort.strategies.give_report`: the report at the end of a run: log, file, the Trainer's loggers
 - :mod:`~lightning_ort.strategies.step_patches`: what stands in for the module's helpers while a step is captured
 - :mod:`~lightning_ort.strategies.dynamo_watch`: what dynamo did during a step
 - :mod:`~lightning_ort.strategies.swap_optimizers`: the optimizers by another implementation

@@ -16,11 +16,8 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
-import json
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +28,7 @@ from typing_extensions import override
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
+from lightning_ort.strategies.give_report import GiveReportMixin
 from lightning_ort.strategies.step_patches import (
     MISSING,
     ModulePatches,
@@ -43,14 +41,9 @@ from lightning_ort.strategies.step_trial import Engine, StepTrial
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy as _Strategy
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
-else:
-    _Strategy = object
-
-log = logging.getLogger(__name__)
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -361,7 +354,7 @@ class StepCapture(AbstractContextManager):
         self.trial = self._steps.new_trial() if mode != "off" else None
 
 
-class CompiledStepsMixin(_Strategy):
+class CompiledStepsMixin(GiveReportMixin):
     """Runs the steps of the LightningModule on ONNX Runtime, under any strategy that it is put in front of.
 
     Args:
@@ -375,19 +368,12 @@ class CompiledStepsMixin(_Strategy):
         self.ort_config = ORTConfig.parse(config)
         self._backend: ORTBackend | None = None
         self._report = CompileReport()
-        self._report_due = False
         self._captured: CapturedModule | None = None
         self._steps = _NO_CAPTURE
-
-    @property
-    def report(self) -> CompileReport:
-        """What ran where, why not, and how fast; empty before the first run."""
-        return self._report
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        self._report_due = True
         if self.ort_config.capture == "off":
             note = FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))
             self._report.notes = [note]
@@ -413,24 +399,7 @@ class CompiledStepsMixin(_Strategy):
         self._steps = _NO_CAPTURE
         if self._captured is not None:
             self._captured.stop()
-        if self._report_due:
-            self._report_due = False
-            self._give_report()
         super().teardown()
-
-    def _give_report(self) -> None:
-        """Log or write the report, as the config says."""
-        if self.ort_config.report is None or not self.is_global_zero:
-            return
-        if self.ort_config.report == "log":
-            log.info("%s", self.report.to_text())
-            return
-        try:
-            path = Path(self.ort_config.report)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.report.to_dict(), indent=2), encoding="utf-8")
-        except OSError as error:  # a run is not lost for its report
-            log.warning("The report could not be written to %s: %s", self.ort_config.report, error)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,19 @@
 """The report of a run: on the strategy, in the log, in a file."""
 
+import csv
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort.strategies import give_report
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -67,7 +71,65 @@ def test_report_is_given_after_an_error(make_trainer: Callable[..., Any], tmp_pa
             raise ValueError("mine")
 
     path = tmp_path / "run.json"
-    trainer = make_trainer(strategy=ORTStrategy(config={"placement": "always", "report": path}), max_epochs=1)
+    logger = CSVLogger(tmp_path)
+    strategy = ORTStrategy(config={"placement": "always", "report": path})
+    trainer = make_trainer(strategy=strategy, max_epochs=1, logger=logger, log_every_n_steps=1)
     with pytest.raises(ValueError, match="mine"):
-        trainer.fit(Fails())
+        trainer.fit(Fails())  # without figures: Lightning has closed the loggers
+    assert not (Path(logger.log_dir) / "metrics.csv").exists()
     assert json.loads(path.read_text())["graphs"]
+
+
+def figures(logger: CSVLogger) -> list[dict[str, float]]:
+    """What was logged under ``ort/``, row by row, with the step."""
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return [
+        {key: value for key, value in row.items() if key == "step" or key.startswith("ort/")}
+        for row in rows
+        if any(key.startswith("ort/") for key in row)
+    ]
+
+
+def test_figures_for_the_loggers(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    config = {"placement": "always", "report": tmp_path / "run.json"}
+    trainer = make_trainer(strategy=ORTStrategy(config=config), max_epochs=2, logger=logger)
+    trainer.fit(Small())
+    report = trainer.strategy.report
+    assert report.ort_runs > 0
+    (row,) = figures(logger)  # once, not in each epoch
+    assert row.pop("ort/steps_per_second") > 0
+    assert row == {
+        "step": trainer.global_step,
+        "ort/node_fraction": report.ort_node_fraction,
+        "ort/runs": report.ort_runs,
+        "ort/fallbacks": 0,
+    }
+    trainer.validate(trainer.lightning_module, verbose=False)
+    assert figures(logger)[-1]["ort/runs"] == trainer.strategy.report.ort_runs > row["ort/runs"]
+    assert "ort/steps_per_second" not in figures(logger)[-1]  # which are training's
+
+
+def test_steps_per_second_are_of_this_run(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100, 10))
+    monkeypatch.setattr(give_report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    logger = CSVLogger(tmp_path)
+    strategy = ORTStrategy(config={"capture": "off", "report": "log"})
+    trainer = make_trainer(strategy=strategy, max_epochs=1, logger=logger)
+    batches = len(Small().train_dataloader())
+    for epochs in (1, 3):  # the second fit goes on where the first one ended
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Small())
+    assert [row["ort/steps_per_second"] for row in figures(logger)] == [batches / 10, 2 * batches / 10]
+
+
+def test_nobody_asked_for_figures(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1, logger=logger, log_every_n_steps=1).fit(
+        Small()
+    )
+    assert (Path(logger.log_dir) / "metrics.csv").exists()
+    assert figures(logger) == []
