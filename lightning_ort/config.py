@@ -42,7 +42,7 @@ class ORTConfig:
             ``LIGHTNING_ORT_CACHE_DIR`` names, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
         report: ``"log"`` logs the report at the end of each Trainer run, a path writes it as JSON, ``None`` does
-            neither (it is always at ``trainer.strategy.report``).
+            neither (it is always at ``trainer.strategy.report``). Both give its figures to the Trainer's loggers.
 
     Raises:
         ValueError: If a value is not one of the allowed ones.

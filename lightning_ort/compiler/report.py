@@ -252,6 +252,40 @@ class CompileReport:
             "host_memory": self.host_memory,
         }
 
+    @classmethod
+    def from_dict(cls, data: Any) -> "CompileReport":
+        """Make the report of which :meth:`to_dict` gave the plain types, perhaps by way of JSON.
+
+        Args:
+            data: What it gave.
+
+        Raises:
+            ValueError: If it is something else, such as what another version of lightning-ort gave.
+
+        """
+        try:
+            report = cls(
+                graphs=[_graph_from_dict(graph) for graph in data["graphs"]],
+                fallbacks=[FallbackReport(entry["where"], _reason_from_dict(entry)) for entry in data["fallbacks"]],
+                notes=[FallbackReport(entry["where"], _reason_from_dict(entry)) for entry in data["notes"]],
+                graph_breaks=int(data["graph_breaks"]),
+                recompiles=int(data["recompiles"]),
+                compile_seconds=float(data["compile_seconds"]),
+                optimizers=[OptimizerReport(**_texts(optimizer)) for optimizer in data["optimizers"]],
+                steps=[StepReport(str(step["name"]), _numbers(step["ms"])) for step in data["steps"]],
+                host_memory=str(data["host_memory"]),
+            )
+            same = report.to_dict() == data
+        except KeyError as error:
+            raise ValueError(
+                f"no report of this version of lightning-ort: {error} is not there, or not known"
+            ) from None
+        except (TypeError, ValueError, AttributeError):
+            same = False
+        if not same:
+            raise ValueError("no report of this version of lightning-ort: it has other entries, or of other types")
+        return report
+
     def to_text(self, width: int = 120) -> str:
         """Return a table of the regions, and the totals.
 
@@ -306,3 +340,38 @@ def _ms(value: float | None) -> str:
 
 def _reason_dict(reason: Reason | None) -> dict[str, str] | None:
     return None if reason is None else {"reason": reason.type.name, "text": reason.text}
+
+
+def _graph_from_dict(data: dict[str, Any]) -> GraphReport:
+    return GraphReport(str(data["name"]), [_region_from_dict(r) for r in data["regions"]], float(data["seconds"]))
+
+
+_EXECUTORS: dict[str, Literal["ort", "torch"]] = {"ort": "ort", "torch": "torch"}
+
+
+def _region_from_dict(data: dict[str, Any]) -> RegionReport:
+    return RegionReport(
+        name=str(data["name"]),
+        executor=_EXECUTORS[data["executor"]],
+        num_nodes=int(data["num_nodes"]),
+        ops={op: int(count) for op, count in data["ops"].items()},
+        reason=None if data["reason"] is None else _reason_from_dict(data["reason"]),
+        node_reasons={op: _reason_from_dict(reason) for op, reason in data["node_reasons"].items()},
+        ort_ms=None if data["ort_ms"] is None else float(data["ort_ms"]),
+        torch_ms=None if data["torch_ms"] is None else float(data["torch_ms"]),
+        threads=None if data["threads"] is None else int(data["threads"]),
+        runs=int(data["runs"]),
+        cached=bool(data["cached"]),
+    )
+
+
+def _reason_from_dict(data: dict[str, Any]) -> Reason:
+    return Reason(ReasonType[data["reason"]], str(data["text"]))
+
+
+def _numbers(data: dict[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in data.items()}
+
+
+def _texts(data: dict[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in data.items()}

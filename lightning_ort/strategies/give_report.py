@@ -83,7 +83,8 @@ class GiveReportMixin(_Strategy):
         if self._train_start is not None:
             seconds = time.perf_counter() - self._train_start
             figures["ort/steps_per_second"] = (self._batches() - self._first_batch) / seconds
-        trainer._logger_connector.log_metrics(figures)  # with the step and epoch of all that Lightning logs
+        # with the step and epoch of all that Lightning logs
+        trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # takes numbers too
 
     def _batches(self) -> int:
         """Of training, so far, in all epochs."""

@@ -1,0 +1,60 @@
+"""``lightning-ort report``: the report of a run as one page for the browser."""
+
+import json
+import sys
+from pathlib import Path
+
+from lightning_ort.compiler.report import CompileReport
+
+_LABELS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
+
+
+def report(file: Path, output: Path | None = None) -> None:
+    """Write the report of a run as one HTML page.
+
+    Args:
+        file: What the run wrote by ORTConfig(report=PATH).
+        output: The page; beside the report and named like it if left out.
+
+    """
+    output = output or file.with_suffix(".html")
+    if output.resolve() == file.resolve():
+        sys.exit(f"{output}: the page would take the report's place; pass another name by --output.")
+    try:
+        found = CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        output.write_text(render(found, file.name), encoding="utf-8")
+    except OSError as error:
+        sys.exit(f"lightning-ort report: {error}")
+    except ValueError as error:  # JSON's and Unicode's errors too
+        sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote by ORTConfig(report=PATH).")
+    print(output)
+
+
+def render(report: CompileReport, name: str) -> str:
+    """Return the page: HTML that needs nothing besides itself.
+
+    Args:
+        report: Of a run.
+        name: What the page calls it.
+
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(loader=PackageLoader("lightning_ort", "cli"), autoescape=True, undefined=StrictUndefined)
+    tried = {engine for step in report.steps for engine in step.ms}
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        name=name,
+        labels=_LABELS,
+        tried={engine: f"{label}, ms" for engine, label in _LABELS.items() if engine in tried},
+        engines={step.name: step.engine for step in report.steps},  # a step that was tried again: the last
+        totals={
+            "of the graphs' compute nodes on ONNX Runtime": f"{report.ort_node_fraction:.0%}",
+            "runs of a region on ONNX Runtime": report.ort_runs,
+            "graphs": len(report.graphs),
+            "to compile": f"{report.compile_seconds:.1f} s",
+            "graph breaks": report.graph_breaks,
+            "recompiles": report.recompiles,
+            "fallbacks": len(report.fallbacks),
+        },
+    )

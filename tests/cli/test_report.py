@@ -1,0 +1,257 @@
+"""``lightning-ort report``: one page that has all of a report, and needs nothing else."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from markupsafe import escape
+from torch import nn
+
+from lightning_ort.cli import main
+from lightning_ort.cli.report import render
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.report import (
+    CompileReport,
+    FallbackReport,
+    GraphReport,
+    OptimizerReport,
+    Reason,
+    ReasonType,
+    RegionReport,
+    StepReport,
+)
+
+VOID = {"meta", "br"}  # elements of the page that have no end tag
+
+
+class Page(HTMLParser):
+    """Reads a page, and refuses what is not well formed.
+
+    Attributes:
+        rows: The text of each table's body, row by row and cell by cell.
+        links: What the page would load.
+
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.links: list[str] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert len(given) == len(attrs), f"an attribute twice in {tag}"
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        self.references += [value for key, value in attrs if key == "aria-labelledby" and value]
+        self.links += [value for key, value in attrs if key in ("src", "href", "data", "action") and value]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open:
+            assert "url(" not in data
+            assert "@import" not in data
+            return
+        self.text += data
+        if "td" in self.open:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def report() -> CompileReport:
+    """Of a module of which a part runs in torch, for two reasons."""
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "torch_ops": ["aten.gelu"]})
+    torch.compile(module, backend=backend)(torch.randn(8, 16)).square().cumsum(0).sum().backward()
+    found = backend.report
+    assert found.ort_runs > 0
+    assert {region.executor for graph in found.graphs for region in graph.regions} == {"ort", "torch"}
+    return found
+
+
+@pytest.fixture
+def everything(report: CompileReport) -> CompileReport:
+    """The same with all that a Trainer adds."""
+    return CompileReport(
+        graphs=report.graphs,
+        fallbacks=[FallbackReport("training_step/forward_0", Reason(ReasonType.RUN_FAILED, "out of memory"))],
+        notes=[FallbackReport("training_step", Reason(ReasonType.SLOWER, "by far"))],
+        compile_seconds=1.25,
+        optimizers=[OptimizerReport("torch.AdamW", "torch.AdamW (fused)", "since it can")],
+        steps=[StepReport("training_step", {"ort": 2.5, "torch": 1.5})],
+        host_memory="default: malloc is not glibc's",
+    )
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "report", *map(str, arguments)])
+    main()
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_all_of_a_report_is_on_the_page(
+    everything: CompileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file, output = tmp_path / "report.json", tmp_path / "page.html"
+    file.write_text(json.dumps(everything.to_dict()))
+    command(monkeypatch, file, "-o", output)
+    assert capsys.readouterr().out == f"{output}\n"
+    page = Page(output.read_text(encoding="utf-8"))
+    regions = [region for graph in everything.graphs for region in graph.regions]
+    shown = [row for row in page.rows if row and re.fullmatch(r"(ort|torch)_\d+", row[0])]
+    assert [row[0] for row in shown] == [region.name for region in regions]  # in order
+    for row, region in zip(shown, regions, strict=True):
+        assert row[1].startswith({"ort": "ONNX Runtime", "torch": "PyTorch"}[region.executor])
+        assert row[3:5] == [str(region.num_nodes), str(region.runs)]
+        why = squeezed(row[2])
+        assert region.reason is None or str(region.reason) in why
+        for op, count in region.ops.items():
+            assert f"{op} × {count}" in why
+        for op, reason in region.node_reasons.items():
+            assert op in why
+            assert str(reason) in why
+    assert any(region.node_reasons for region in regions)
+    text = squeezed(page.text)
+    for graph in everything.graphs:
+        assert f"{graph.name} {graph.num_ort_nodes} of {graph.num_nodes} compute nodes" in text
+    for entry in (*everything.fallbacks, *everything.notes):
+        assert [entry.where, str(entry.reason)] in page.rows
+    assert ["torch.AdamW", "torch.AdamW (fused)", "since it can"] in page.rows
+    assert ["training_step", "PyTorch", "2.5", "1.5"] in page.rows
+    assert everything.host_memory in text
+    assert f"{everything.ort_node_fraction:.0%}" in text
+
+
+def test_page_needs_nothing_else(everything: CompileReport) -> None:
+    page = Page(render(everything, "report.json"))
+    assert page.links == []
+    assert len(page.ids) == len(set(page.ids))
+    assert set(page.references) <= set(page.ids)
+
+
+def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
+    graphs = [GraphReport(f"{step}_step/inference_0") for step in ("training", "validation")]
+    report = CompileReport(graphs, steps=[StepReport("training_step", {"ort": 2.0, "inductor": 1.0})])
+    text = squeezed(Page(render(report, "report.json")).text)
+    training, validation = text.partition("training_step/inference_0")[2].split("validation_step/inference_0")
+    assert "The step goes on with inductor" in training
+    assert "goes on" not in validation
+
+
+def test_a_run_that_compiled_nothing() -> None:
+    page = Page(render(CompileReport(), "report.json"))
+    assert "None: nothing was compiled." in page.text
+    assert page.rows == []
+
+
+def test_values_are_escaped() -> None:
+    evil = """<script>alert(1)</script>"'&"""
+    reason = Reason(ReasonType.RUN_FAILED, evil)
+    region = RegionReport(evil, "torch", 1, {evil: 1}, reason, {evil: reason, f"{evil}2": reason})
+    entries = [FallbackReport(evil, reason)]
+    report = CompileReport(
+        [GraphReport(evil, [region])],
+        entries,
+        entries,
+        optimizers=[OptimizerReport(evil, evil, evil)],
+        steps=[StepReport(evil, {"ort": 1.0})],
+        host_memory=evil,
+    )
+    text = render(report, evil)
+    assert "<script" not in text
+    assert text.count(escape(evil)) > 10
+    assert evil in Page(text).text
+
+
+def test_output_is_beside_the_report(report: CompileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(report.to_dict()))
+    command(monkeypatch, tmp_path / "run.json")
+    assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(SystemExit, match="would take the report's place"):
+        command(monkeypatch, tmp_path / "run.html")
+    with pytest.raises(SystemExit, match="No such file or directory.*absent"):
+        command(monkeypatch, tmp_path / "run.json", "--output", tmp_path / "absent" / "run.html")
+
+
+def test_report_comes_back_from_json(everything: CompileReport) -> None:
+    assert CompileReport.from_dict(json.loads(json.dumps(everything.to_dict()))) == everything
+
+
+def change(report: CompileReport, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The report's JSON with another value in one place; ``...`` takes the place out."""
+    data = json.loads(json.dumps(report.to_dict()))
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return data
+
+
+REGION = ("graphs", 0, "regions", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("host_memory",), ..., "'host_memory' is not there"),  # an older version's
+        (("steps",), ..., "'steps' is not there"),
+        (("new",), 1, "other entries"),  # a later version's
+        ((*REGION, "new"), 1, "other entries"),
+        ((*REGION, "cached"), ..., "'cached' is not there"),
+        ((*REGION, "executor"), "tensorrt", "'tensorrt' is not there, or not known"),
+        ((*REGION, "ort_ms"), "fast", "of other types"),
+        ((*REGION, "num_nodes"), "3", "of other types"),
+        ((*REGION, "reason"), {"reason": "BORED", "text": ""}, "'BORED' is not there, or not known"),
+        (("graphs",), {"a": 1}, "of other types"),
+        (("steps", 0, "ms"), {}, "of other types"),
+        (("optimizers", 0, "runs_as"), ..., "other entries"),
+        (("fallbacks", 0), "text", "of other types"),
+    ],
+)
+def test_other_reports_are_refused(
+    everything: CompileReport, path: Any, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(change(everything, path, value)))
+    with pytest.raises(SystemExit, match=f"report.json: no report of this version.*{message}") as info:
+        command(monkeypatch, file)
+    assert "ORTConfig(report=PATH)" in str(info.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"{}", b"<html>", b"\xff\xfe"])
+def test_other_files_are_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.json").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"report\.json: .*\nPass a file that a run"):
+        command(monkeypatch, tmp_path / "report.json")
+
+
+def test_no_such_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"No such file or directory.*absent\.json"):
+        command(monkeypatch, tmp_path / "absent.json")
