@@ -30,7 +30,7 @@ def test_either_order_of_imports(flavor: Flavor, ours_first: bool) -> None:
         "other = {'lightning.pytorch', 'pytorch_lightning'} - {pl.__name__}",
         "assert not other & set(sys.modules)",  # it takes seconds
     ]
-    assert python("\n".join(code)).endswith(f"{flavor.strategies} True")
+    assert python("\n".join(code)).endswith(f"{flavor.strategies}.single_device True")
 
 
 def test_registering_twice_changes_nothing() -> None:

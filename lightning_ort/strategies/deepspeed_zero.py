@@ -50,6 +50,10 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         offload_optimizer: Keep the optimizer's states, and its step, on the CPU.
         checkpoint: ``"file"``: plain, as a stock Trainer's; ``"directory"``: DeepSpeed's, each process its part.
         start_method: How processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        stage: Of ZeRO.
+        overlap_comm: As for Lightning's strategy.
+        contiguous_gradients: As there; ``None`` for what suits the device.
+        reduce_bucket_size: As there, in elements; ``None`` for what suits the device.
         **kwargs: For the strategy.
 
     Raises:
@@ -70,20 +74,31 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         offload_optimizer: bool = False,
         checkpoint: CheckpointForm = "file",
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        # here and not in `kwargs`: command lines pass on the defaults of what they find in Lightning's signature
+        stage: Literal[1] = 1,
+        overlap_comm: bool = False,
+        contiguous_gradients: bool | None = None,
+        reduce_bucket_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         if checkpoint not in ("file", "directory"):
             raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
-        if "stage" in kwargs:
-            settings.check_stage(kwargs["stage"])
+        settings.check_stage(stage)
         if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
             raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
-            # several times faster on CPUs: no copy of each gradient, and buckets that fit the cache
-            kwargs = {"contiguous_gradients": False, "reduce_bucket_size": 5_000_000, **kwargs}
-        defaults = {"overlap_comm": False, **kwargs, "stage": 1, "offload_optimizer": offload_optimizer}
-        super().__init__(config=deepspeed_config, **defaults)
+        # several times faster on CPUs: no copy of each gradient, and buckets that fit the cache
+        suits = (True, 200_000_000) if torch.cuda.is_available() else (False, 5_000_000)
+        super().__init__(
+            config=deepspeed_config,
+            stage=1,
+            offload_optimizer=offload_optimizer,
+            overlap_comm=overlap_comm,
+            contiguous_gradients=suits[0] if contiguous_gradients is None else contiguous_gradients,
+            reduce_bucket_size=suits[1] if reduce_bucket_size is None else reduce_bucket_size,
+            **kwargs,
+        )
         if not _DEEPSPEED:
             raise self.flavor.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
         self._start_method = start_method

@@ -8,6 +8,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from small_modules import Small
 
+import lightning_ort
 from lightning_ort import ORTConfig, ORTStrategy
 
 QUIET = {
@@ -37,6 +38,20 @@ def test_yaml(tmp_path: Path) -> None:
     trainer = cli(config_file(tmp_path, strategy)).trainer
     assert type(trainer.strategy) is ORTStrategy
     assert trainer.strategy.ort_config == ORTConfig(placement="always", torch_ops=("aten.gelu",))
+
+
+@pytest.mark.parametrize("name", ["ORTStrategy", "ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTZeRO1Strategy"])
+def test_each_strategy_round_trips(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    strategy = {"class_path": f"lightning_ort.{name}", "init_args": {"host_memory": "default"}}
+    with pytest.raises(SystemExit):
+        cli(config_file(tmp_path, strategy), "--print_config")
+    printed = capsys.readouterr().out  # with the defaults of Lightning's arguments, too
+    assert "process_group_backend: null" in printed or name == "ORTStrategy"
+    (tmp_path / "printed.yaml").write_text(printed)
+    for arguments in (config_file(tmp_path, strategy), f"--config={tmp_path / 'printed.yaml'}"):
+        made = cli(arguments).trainer.strategy
+        assert type(made) is getattr(lightning_ort, name)
+        assert made._host_memory == "default"
 
 
 def test_fit(tmp_path: Path) -> None:
