@@ -1,5 +1,7 @@
 """From an ONNX model to an ``onnxruntime.InferenceSession``."""
 
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +89,9 @@ def build(
     options.log_severity_level = 4  # what goes wrong is raised, and reported by us
     # spinning threads fight torch's own pool: a BERT step took 362 ms with and 315 ms without (onnxruntime 1.19)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if device.type == "cpu":
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have kernels for float32 alone (1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -100,6 +105,23 @@ def build(
     if session.get_providers()[0] != providers[0]:  # onnxruntime replaces a provider that does not load, silently
         raise RegionFailed(ReasonType.SESSION_FAILED, f"{providers[0]} did not load; are its libraries installed?")
     return session
+
+
+@cache
+def _share_arena() -> None:
+    """Have all sessions of the process take their memory for intermediates from one place.
+
+    By itself each session keeps a place of its own, which grows by powers of two: a GPT's two took 1,179 MB where this
+    takes 950 and eager 855 (onnxruntime 1.19). Sessions run one after the other, so what one has freed serves the next.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as ort
+
+    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    as_requested = ort.OrtArenaCfg(
+        {"max_mem": 0, "arena_extend_strategy": 1, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
+    )
+    with suppress(RuntimeError):  # the program has registered one of its own, which serves as well
+        ort.create_and_register_allocator(place, as_requested)
 
 
 def _has_float64(region: Region) -> bool:
