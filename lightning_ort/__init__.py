@@ -14,7 +14,10 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
+    from lightning_ort.callbacks.onnx_export import OnnxExport
     from lightning_ort.callbacks.optimizer import ORTOptimizer
+    from lightning_ort.onnx_export.export import export_onnx
+    from lightning_ort.onnx_export.predictor import ORTPredictor
     from lightning_ort.optim.param_groups import param_groups
     from lightning_ort.precision.plugins import ORTBFloat16Precision, ORTMatmulPrecision, ORTMixedPrecision
     from lightning_ort.strategies.ddp import ORTDDPStrategy
@@ -31,9 +34,12 @@ __all__ = [
     "ORTMixedPrecision",
     "ORTNativeZeRO1Strategy",
     "ORTOptimizer",
+    "ORTPredictor",
     "ORTStrategy",
     "ORTZeRO1Strategy",
+    "OnnxExport",
     "__version__",
+    "export_onnx",
     "param_groups",
 ]
 
@@ -53,17 +59,27 @@ register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and name.startswith("ORT"):  # ORTConfig is there already
+    if name in __all__ and name.startswith(("ORT", "Onnx")):  # ORTConfig is there already
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()
-        modules = {"Strategy": flavor.strategies, "Optimizer": flavor.callbacks, "Precision": flavor.precision}
+        modules = {
+            "Strategy": flavor.strategies,
+            "Optimizer": flavor.callbacks,
+            "Export": flavor.callbacks,
+            "Precision": flavor.precision,
+            "Predictor": flavor.predictor,
+        }
         module = next(module for kind, module in modules.items() if name.endswith(kind))
         return getattr(importlib.import_module(module), name)
     if name == "param_groups":
         from lightning_ort.optim.param_groups import param_groups
 
         return param_groups
+    if name == "export_onnx":
+        from lightning_ort.onnx_export.export import export_onnx
+
+        return export_onnx
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -21,6 +21,7 @@ class Flavor:
         strategies: Our module with the strategy classes for it.
         callbacks: Our module with the callbacks for it.
         precision: Our package with the precision plugins for it.
+        predictor: Our module with the LightningModule around an ONNX model for it.
 
     """
 
@@ -29,6 +30,7 @@ class Flavor:
     strategies: str
     callbacks: str
     precision: str
+    predictor: str
 
     @property
     def available(self) -> RequirementCache:
@@ -52,6 +54,7 @@ LIGHTNING = Flavor(
     "lightning_ort.strategies",
     "lightning_ort.callbacks",
     "lightning_ort.precision",
+    "lightning_ort.onnx_export.predictor",
 )
 PYTORCH_LIGHTNING = Flavor(
     "pytorch_lightning",
@@ -59,8 +62,11 @@ PYTORCH_LIGHTNING = Flavor(
     "lightning_ort.pytorch_lightning.strategies",
     "lightning_ort.pytorch_lightning.callbacks",
     "lightning_ort.pytorch_lightning.precision",
+    "lightning_ort.pytorch_lightning.predictor",
 )
 FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)
+# what torch.onnx.export converts with
+ONNXSCRIPT = RequirementCache("onnxscript")
 
 
 def preferred_flavor() -> Flavor:

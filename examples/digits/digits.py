@@ -38,16 +38,20 @@ class Classifier(LightningModule):
         super().__init__()
         self.network = network
         self.accuracy = MulticlassAccuracy(10, average="micro")
+        self.example_input_array = torch.linspace(0, 1, 64).view(1, 1, 8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = F.cross_entropy(self.network(images), labels)
+        loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        self.accuracy(self.network(images), labels)
+        self.accuracy(self(images), labels)
         self.log("test_accuracy", self.accuracy)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@
 - :mod:`~lightning_ort.cli.cache`: what is kept between runs
 - :mod:`~lightning_ort.cli.convert`: a checkpoint of DeepSpeed's as a plain one
 - :mod:`~lightning_ort.cli.doctor`: can this machine train on ONNX Runtime
+- :mod:`~lightning_ort.cli.export`: the module in a checkpoint as an ONNX model
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
 - :mod:`~lightning_ort.cli.report`: the report of a run as a page for the browser
 - :mod:`~lightning_ort.cli.run`: any script, with the strategy names known to its Trainer
@@ -12,6 +13,20 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+# arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
+# switch, a short form, a list without brackets
+_BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
+    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "path of what makes the LightningModule"})],
+    "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
+    "export": [
+        (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
+        (("--output", "-o"), {"type": Path, "required": True, "help": "the file to write"}),
+        (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the one float32 input, batch first"}),
+    ],
+    "report": [(("-o", "--output"), {"type": Path | None, "help": "the page; beside the report if left out"})],
+}
 
 
 def main() -> None:
@@ -29,6 +44,7 @@ def main() -> None:
     from lightning_ort.cli.cache import cache
     from lightning_ort.cli.convert import convert
     from lightning_ort.cli.doctor import doctor
+    from lightning_ort.cli.export import export
     from lightning_ort.cli.memory import memory
     from lightning_ort.cli.report import report
 
@@ -37,22 +53,17 @@ def main() -> None:
         "cache": cache,
         "convert": convert,
         "doctor": doctor,
+        "export": export,
         "memory": memory,
         "report": report,
     }
     parser = ArgumentParser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
     subcommands = parser.add_subcommands()
-    by_hand: dict[str, set[str | int]] = {"bench": {"module"}, "doctor": {"json"}, "report": {"output"}}
     for name, command in commands.items():
         summary = (command.__doc__ or "").partition("\n")[0]
         own = ArgumentParser(description=summary)
-        if name == "bench":  # the one command with a positional argument that may be left out
-            own.add_argument("module", type=str | None, nargs="?", help="path of what makes the LightningModule")
-        if name == "doctor":  # a switch: jsonargparse's own would be --json=true
-            own.add_argument("--json", action="store_true", help="print JSON")
-        if name == "report":  # for its short form
-            own.add_argument("-o", "--output", type=Path | None, help="the page; beside the report if left out")
-        own.add_function_arguments(command, as_positional=True, skip=by_hand.get(name, set()))
+        by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
+        own.add_function_arguments(command, as_positional=True, skip=by_hand)
         subcommands.add_subcommand(name, own, help=summary)
     subcommands.add_subcommand("run", ArgumentParser(), help=run.SUMMARY)
     arguments = parser.parse_args()

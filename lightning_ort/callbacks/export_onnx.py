@@ -1,0 +1,109 @@
+"""The trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`, for both flavors of Lightning."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_ort.onnx_export.export import check_settings, export_onnx
+from lightning_ort.onnx_export.quantize import Quantize
+from lightning_ort.onnx_export.signature import bind_sample
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback as _Callback
+else:
+    _Callback = object
+
+_log = logging.getLogger(__name__)
+
+
+class ExportOnnxCallback(_Callback):
+    """Exports the module as an ONNX model at the end of a fit, on the first process.
+
+    What can be checked without exporting is checked when the fit starts. Under ``fast_dev_run`` nothing is written.
+
+    Args:
+        path: The file.
+        sample: Inputs of ``forward``: a tensor, a tuple of positional arguments or a dict of arguments by name. None
+            takes the module's ``example_input_array``.
+        best: Export each time that a checkpoint is the best so far, too, to ``<path>-best.onnx``. Needs
+            ``ModelCheckpoint(monitor=...)``; of several the first counts.
+        dynamic_batch: Let the first size of the first input change, in all inputs that share it.
+        tolerance: Largest difference to the module's results.
+        quantize: ``"fp16"`` or ``"int8"``: make the weights smaller.
+
+    Raises:
+        ValueError: If a setting is not one of the allowed ones; when the fit starts, if there is no sample.
+        ModuleNotFoundError: If onnxscript is not installed.
+
+    Example::
+
+        Trainer(callbacks=OnnxExport("model.onnx", sample=torch.zeros(1, 3, 224, 224)))
+
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        sample: Any = None,
+        best: bool = False,
+        dynamic_batch: bool = True,
+        tolerance: float = 1e-4,
+        quantize: Quantize | None = None,
+    ) -> None:
+        check_settings(tolerance, quantize)
+        self.path, self.sample, self.best = Path(path), sample, best
+        self.dynamic_batch, self.tolerance, self.quantize = dynamic_batch, tolerance, quantize
+        self._best: tuple[str, Any] | None = None
+
+    @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        bind_sample(pl_module, self.sample)
+        strategy = trainer.strategy
+        classes = {kind.__name__ for kind in type(strategy).__mro__}
+        if classes & {"FSDPStrategy", "ModelParallelStrategy"} or getattr(strategy, "zero_stage_3", False):
+            raise ValueError(
+                f"OnnxExport under {type(strategy).__name__}: no process has all of the weights. Leave the callback "
+                "out, and export a checkpoint that has them with `lightning-ort export`."
+            )
+        if self.best and not trainer.fast_dev_run:
+            if _monitoring(trainer) is None:
+                raise ValueError("OnnxExport(best=True): add a ModelCheckpoint(monitor=...), which says what is best.")
+            self._best = _best(trainer)  # of the run that this one goes on with, if any
+
+    @override
+    def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
+        self._export_best(trainer, pl_module)  # the weights are still those of the checkpoint
+
+    @override
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._export_best(trainer, pl_module)
+        if trainer.fast_dev_run:
+            _log.info("fast_dev_run: %s is not written.", self.path)
+        else:
+            self._export(trainer, pl_module, self.path)
+
+    def _export_best(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if not self.best or trainer.fast_dev_run:
+            return
+        best = _best(trainer)
+        # a file name without a counter stays while the score improves
+        if self._best is None or best[0] != self._best[0] or best[1] is not self._best[1]:
+            self._best = best
+            self._export(trainer, pl_module, self.path.with_stem(f"{self.path.stem}-best"))
+
+    def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
+        if trainer.is_global_zero:
+            settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
+            _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
+
+
+def _monitoring(trainer: "pl.Trainer") -> Any:
+    return next((c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None) is not None), None)
+
+
+def _best(trainer: "pl.Trainer") -> tuple[str, Any]:
+    callback = _monitoring(trainer)
+    return callback.best_model_path, callback.best_model_score

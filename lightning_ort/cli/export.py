@@ -1,0 +1,88 @@
+"""``lightning-ort export``: the module in a checkpoint as an ONNX model."""
+
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from lightning_ort.cli.load import load
+from lightning_ort.onnx_export.export import check_settings, export_onnx
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.quantize import Quantize
+
+
+def export(
+    checkpoint: Path,
+    *,
+    module: str,
+    output: Path,
+    args: dict[str, Any] | None = None,
+    sample: Path | None = None,
+    input_shape: list[int] | None = None,
+    dynamic_batch: bool = True,
+    tolerance: float = 1e-4,
+    quantize: Quantize | None = None,
+) -> None:
+    """Write the module of a checkpoint as an ONNX model, checked against the module.
+
+    The module is made with the hyperparameters in the checkpoint. Its sample inputs are its own example_input_array, or
+    come by --sample or --input-shape.
+
+    Args:
+        checkpoint: A checkpoint of Lightning's.
+        module: The LightningModule's class, as "package.module:name" or "path/to/file.py:name".
+        output: The file to write.
+        args: Keyword arguments for the class, in place of hyperparameters.
+        sample: Inputs of forward: a .pt file with a tensor, tuple or dict, or a .npz file with an array for each name.
+        input_shape: Shape of the one float32 input, batch first, such as 1 3 224 224.
+        dynamic_batch: Let the size of the batch change.
+        tolerance: Largest difference to the module's results.
+        quantize: Make the weights smaller.
+
+    """
+    if output.exists():
+        sys.exit(f"{output} exists already. Name a file that does not.")
+    if checkpoint.is_dir():
+        sys.exit(f"{checkpoint} is a directory. If it is DeepSpeed's, `lightning-ort convert` makes a file of it.")
+    if not checkpoint.is_file():
+        sys.exit(f"{checkpoint}: there is no such file.")
+    kind = load(module, "module")
+    if not hasattr(kind, "load_from_checkpoint"):
+        sys.exit(f"module={module!r} is no LightningModule's class, which is what loads a checkpoint.")
+    try:
+        check_settings(tolerance, quantize)
+        inputs = _inputs(sample, input_shape)
+        loaded = kind.load_from_checkpoint(checkpoint, map_location="cpu", **(args or {}))
+        if inputs is None and loaded.example_input_array is None:
+            sys.exit(
+                f"{module} has no sample inputs: set `self.example_input_array` in it, or pass --sample FILE.pt, "
+                "--sample FILE.npz or --input-shape 1 3 224 224."
+            )
+        settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance}
+        exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
+    except (ExportFailed, ModuleNotFoundError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
+        sys.exit(str(error))
+    Console().print(str(exported), soft_wrap=True, highlight=False, markup=False)
+
+
+def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
+    if sample is not None and input_shape is not None:
+        raise ValueError("Pass --sample or --input-shape, not both.")
+    if input_shape is not None:
+        if not all(size > 0 for size in input_shape):
+            raise ValueError(f"--input-shape {input_shape}: each size is at least 1.")
+        return torch.randn(input_shape, generator=torch.Generator().manual_seed(0))
+    if sample is None:
+        return None
+    if not sample.is_file():
+        raise ValueError(f"--sample {sample}: there is no such file.")
+    if sample.suffix == ".npz":
+        with np.load(sample) as arrays:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if sample.suffix == ".pt":
+        return torch.load(sample, map_location="cpu", weights_only=True)
+    raise ValueError(f"--sample {sample}: pass a .pt or .npz file.")

@@ -1,0 +1,368 @@
+"""From a trained module to an ONNX file that gives the same results: :func:`export_onnx`."""
+
+import inspect
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_ort._imports import FLAVORS, ONNXSCRIPT
+from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort.onnx_export.failure import ExportFailed, explain, line_in
+from lightning_ort.onnx_export.quantize import Quantize, write_quantized
+from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession
+from lightning_ort.onnx_export.signature import Structure, bind_sample, mapped, named_inputs, named_outputs
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+TORCH_DTYPES = {data_type: dtype for dtype, data_type in DTYPES.items()}
+BATCH = "batch"  # what the size that may change is called in the model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written; as a string, one line about it.
+
+    Args:
+        path: The file.
+        inputs: Each input's name, dtype and shape.
+        outputs: Each output's name, dtype and shape.
+        bytes: Size of the model, with its weights.
+        error: Largest difference to the module's results, see :func:`largest_difference`.
+        quantize: What was made of the weights.
+        quantized_error: The same difference of the quantized model; None if it was not quantized.
+
+    """
+
+    path: Path
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    bytes: int
+    error: float
+    quantize: Quantize | None = None
+    quantized_error: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {', '.join(self.inputs)} -> {', '.join(self.outputs)}, {decimal(self.bytes)}"
+        text += f", differs from torch by {self.error:.2g}"
+        return text if self.quantize is None else f"{text}, as {self.quantize} by {self.quantized_error:.2g}"
+
+
+def check_settings(tolerance: float, quantize: str | None) -> None:
+    """Refuse what :func:`export_onnx` cannot do, before anything has been trained.
+
+    Raises:
+        ValueError: If a setting is not one of the allowed ones.
+        ModuleNotFoundError: If onnxscript is not installed.
+
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance!r}: pass the largest difference that is allowed, such as 1e-4.")
+    if quantize not in (None, *get_args(Quantize)):
+        raise ValueError(f"quantize={quantize!r}: choose one of {', '.join(map(repr, get_args(Quantize)))}, or None.")
+    if not ONNXSCRIPT:
+        raise ModuleNotFoundError(f"Export to ONNX needs onnxscript: pip install 'lightning-ort[export]'. {ONNXSCRIPT}")
+
+
+def export_onnx(
+    module: nn.Module,
+    path: str | Path,
+    sample: Any = None,
+    *,
+    dynamic_batch: bool = True,
+    tolerance: float = 1e-4,
+    quantize: Quantize | None = None,
+) -> Exported:
+    """Write a module's ``forward``, in evaluation mode, as an ONNX model.
+
+    The model is run by ONNX Runtime on the sample inputs, and with a dynamic batch on other batches made of the
+    sample's rows, and compared with the module. The file gets its name when all is well; until then an older file of
+    that name stays. The module is left as it was found. The file holds names, dtypes and shapes of inputs and outputs,
+    the module's hyperparameters as JSON, and versions, as metadata under ``lightning_ort.*``.
+
+    Args:
+        module: The module, on any device.
+        path: The file. A model of more than 2 GB has its weights beside it, in ``<path>.data``.
+        sample: Inputs, shape and dtype as in use: a tensor, a tuple of positional arguments or a dict of arguments by
+            name. None takes the module's ``example_input_array``.
+        dynamic_batch: Let the first size of the first input change, in all inputs that share it.
+        tolerance: Largest difference of float outputs, as in :func:`largest_difference`.
+        quantize: ``"fp16"`` or ``"int8"``: make the weights smaller, after the comparison. How far the results are then
+            from the module's is reported, and only NaN, infinities or another shape are refused.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If there is no sample, no ``forward``, or a setting is not one of the allowed ones.
+        TypeError: If inputs or outputs are something else than tensors.
+        ModuleNotFoundError: If onnxscript is not installed.
+        ExportFailed: If an op or construct cannot be exported, which names the line; or if the results differ.
+
+    """
+    check_settings(tolerance, quantize)
+    bound = bind_sample(module, sample)
+    batch = _batch_size(bound) if dynamic_batch else None
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _as_served(module), TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
+        structure, outputs = named_outputs(_run(module, bound), named_inputs(bound))
+        program = _convert(module, bound, list(outputs), batch)
+        source_lines = _take_source_lines(program.model)
+        for key, value in _metadata(module, program.model, structure, quantize).items():
+            program.model.metadata_props[METADATA_PREFIX + key] = json.dumps(value, default=str)
+        file = Path(folder) / "float" / path.name
+        file.parent.mkdir()
+        program.save(file)
+        calls = [bound]
+        if batch is not None:  # a size, or the branch for one, may have become part of the model
+            calls += [mapped(bound, partial(_rows, batch=batch, count=count)) for count in (1, batch + 1)]
+        session = _load(file, source_lines)
+        error = max(_compare(module, session, call, tolerance, source_lines) for call in calls)
+        quantized_error = None
+        if quantize is not None:
+            file, source = Path(folder) / "quantized" / path.name, file
+            file.parent.mkdir()
+            write_quantized(source, file, quantize)
+            session = _load(file, source_lines)
+            quantized_error = max(_compare(module, session, call, sys.float_info.max, source_lines) for call in calls)
+        # the weights' file, if there is one, before the model that names it
+        written = [part.replace(path.parent / part.name) for part in sorted(file.parent.iterdir(), reverse=True)]
+    return Exported(
+        path,
+        tuple(map(str, session.inputs)),
+        tuple(map(str, session.outputs)),
+        sum(part.stat().st_size for part in written),
+        error,
+        quantize,
+        quantized_error,
+    )
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """Return how far a result is from the expected one.
+
+    Of floats it is the largest difference, as a share of the largest magnitude where that is above 1. Of integers and
+    booleans it is the share of elements that differ. It is infinite where the shape, the dtype or the places of
+    infinities and NaN are not the same.
+    """
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return math.inf
+    if expected.numel() == 0:
+        return 0.0
+    if not expected.is_floating_point():
+        return float((got != expected).double().mean())
+    finite = expected.isfinite()
+    if not torch.allclose(got[~finite], expected[~finite], equal_nan=True) or not bool(got[finite].isfinite().all()):
+        return math.inf
+    got, expected = got[finite].double(), expected[finite].double()
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1)) if len(got) else 0.0
+
+
+@contextmanager
+def _as_served(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and leave nothing of what happens in here."""
+    modes = [(child, child.training) for child in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    # each export would tell that torchvision is not installed, or which initializers stay apart
+    loggers = [logging.getLogger(name) for name in ("torch.onnx._internal.exporter._registration", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(list(devices)),
+            torch.compiler.set_stance("force_eager"),  # torch.export traces what has been compiled as it was
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
+            warnings.filterwarnings("ignore", module=r"torch\.onnx")  # inputs share the name of their batch
+            warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
+            module.eval()
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for child, training in modes:
+            child.training = training
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+
+
+def _batch_size(bound: inspect.BoundArguments) -> int:
+    sizes = [tensor.shape[0] for tensor in named_inputs(bound).values() if tensor.dim()]
+    if not sizes:
+        raise ValueError("The sample inputs have no batch dimension: pass dynamic_batch=False.")
+    if sizes[0] == 0:
+        raise ValueError("The batch of the sample inputs is empty: pass at least one row.")
+    return sizes[0]
+
+
+def _rows(tensor: Tensor, batch: int, count: int) -> Tensor:
+    """Return another number of a batch's rows; a tensor that is not one of the batch's stays."""
+    if tensor.dim() == 0 or tensor.shape[0] != batch:
+        return tensor
+    return tensor[torch.arange(count, device=tensor.device) % batch]
+
+
+def _run(module: nn.Module, bound: inspect.BoundArguments) -> Any:
+    try:
+        return module(*bound.args, **bound.kwargs)
+    except Exception as error:  # whatever the user's code raises
+        raise ExportFailed(f"{_called(module, bound)} fails: {explain(error)}") from error
+
+
+def _called(module: nn.Module, bound: inspect.BoundArguments) -> str:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named_inputs(bound).items())
+    return f"{type(module).__name__}.forward({shapes})"
+
+
+def _convert(
+    module: nn.Module, bound: inspect.BoundArguments, outputs: list[str], batch: int | None
+) -> "torch.onnx.ONNXProgram":
+    def dynamic(tensor: Tensor) -> dict[int, str]:
+        return {0: BATCH} if batch is not None and tensor.dim() and tensor.shape[0] == batch else {}
+
+    name = type(module).__name__
+    try:
+        program = torch.onnx.export(
+            module,
+            bound.args,
+            kwargs=bound.kwargs,
+            dynamic_shapes={name: pytree.tree_map(dynamic, value) for name, value in bound.arguments.items()},
+            dynamo=True,
+            verbose=False,
+        )
+    except Exception as error:  # torch raises what the user's code or a converter raised, in several classes
+        raise ExportFailed(f"{name} cannot be exported: {explain(error)}") from error
+    assert program is not None
+    _rename(program.model, list(named_inputs(bound)), outputs)
+    _refuse_fixed_batch(name, program, batch)
+    return program
+
+
+def _rename(model: "ir.Model", inputs: list[str], outputs: list[str]) -> None:
+    """Name inputs and outputs, and what has one of these names already otherwise."""
+    ends = [*model.graph.inputs, *model.graph.outputs]
+    inner = [*model.graph.initializers.values(), *(value for node in model.graph.all_nodes() for value in node.outputs)]
+    for value in inner:
+        if value.name in {*inputs, *outputs} and not any(value is end for end in ends):
+            value.name = f"{value.name}_inner"
+    for value, name in zip(ends, [*inputs, *outputs], strict=True):
+        value.name = name
+
+
+def _refuse_fixed_batch(name: str, program: "torch.onnx.ONNXProgram", batch: int | None) -> None:
+    """Refuse a model that is right for some sizes of the batch only, which torch.onnx makes without a word."""
+    advice = f"Make it independent of the batch's size, or pass dynamic_batch=False to export it for {batch} alone."
+    if batch is not None and not any(BATCH in map(str, value.shape or ()) for value in program.model.graph.inputs):
+        raise ExportFailed(f"{name}.forward works for a batch of {batch} alone. {advice}")
+    assert program.exported_program is not None
+    limits = program.exported_program.range_constraints
+    for node in program.exported_program.graph.find_nodes(op="placeholder"):
+        for size in getattr(node.meta["val"], "shape", ()):
+            found = limits.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if found is not None and (found.lower > 2 or found.upper < 2**31):
+                span = f"at least {found.lower}" if found.lower > 2 else f"at most {found.upper}"
+                raise ExportFailed(f"{name}.forward does this for a batch of {span} alone. {advice}")
+
+
+def _take_source_lines(model: "ir.Model") -> dict[str, str]:
+    """Return the user's line that each node comes from, and take it out of the model: that may be given away."""
+    lines = {}
+    for node in model.graph.all_nodes():
+        line = line_in(node.metadata_props.pop("pkg.torch.onnx.stack_trace", ""))
+        if node.name and line:
+            lines[node.name] = line
+    return lines
+
+
+def _load(file: Path, source_lines: dict[str, str]) -> OnnxSession:
+    import onnx
+
+    try:
+        onnx.checker.check_model(file)
+        return OnnxSession(file)
+    except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+        raise ExportFailed(f"The exported model is refused: {_with_line(error, source_lines)}") from error
+
+
+def _with_line(error: Exception, source_lines: dict[str, str]) -> str:
+    """Return an error's text, and the user's line that the node in it comes from."""
+    line = next((line for name, line in source_lines.items() if f"'{name}'" in str(error)), None)
+    return f"{str(error).strip()}\n  at {line}" if line else str(error)
+
+
+def _compare(
+    module: nn.Module,
+    session: OnnxSession,
+    call: inspect.BoundArguments,
+    tolerance: float,
+    source_lines: dict[str, str],
+) -> float:
+    """Return the largest difference of the model's outputs to the module's, which must be within tolerance."""
+    inputs = named_inputs(call)
+    _, expected = named_outputs(_run(module, call), inputs)
+    try:
+        _, got = named_outputs(session(inputs), inputs)
+    except Exception as error:  # onnxruntime's own classes
+        raise ExportFailed(f"{_called(module, call)} fails as a model: {_with_line(error, source_lines)}") from error
+    largest = 0.0
+    for (name, result), reference in zip(got.items(), expected.values(), strict=True):
+        difference = largest_difference(result, reference)
+        if not difference <= tolerance:
+            raise ExportFailed(
+                f"{_called(module, call)}: the exported model's {name!r} {list(result.shape)} differs from the "
+                f"module's {list(reference.shape)} by {difference:.3g}; allowed is {tolerance:.3g}. What "
+                "a model computes cannot depend on random numbers, state or the size of the batch; for rounding errors "
+                "alone there is a larger tolerance."
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quantize: Quantize | None) -> dict[str, Any]:
+    import onnx
+    import onnxruntime
+
+    import lightning_ort
+
+    def described(values: Sequence["ir.Value"]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": value.name,
+                "dtype": str(TORCH_DTYPES[value.dtype]).removeprefix("torch."),
+                "shape": [size if isinstance(size, int) else size.value for size in value.shape or ()],
+            }
+            for value in values
+        ]
+
+    versions = {"lightning_ort": lightning_ort.__version__}
+    versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
+    versions |= {f.package: sys.modules[f.package].__version__ for f in FLAVORS if f.imported}
+    return {
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "inputs": described(model.graph.inputs),
+        "outputs": described(model.graph.outputs),
+        "structure": structure,
+        "hparams": dict(getattr(module, "hparams", {})),
+        "quantize": quantize,
+        "versions": versions,
+    }

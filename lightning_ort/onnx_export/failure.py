@@ -1,0 +1,92 @@
+"""What stands in the way of an export, and at which line of the user's: :class:`ExportFailed`."""
+
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import fx
+
+# whose lines are not the user's; those of other packages, such as transformers, count as theirs
+_FOREIGN = {
+    "torch",
+    "onnxscript",
+    "onnx_ir",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_ort",
+} | sys.stdlib_module_names
+
+
+class ExportFailed(Exception):
+    """A module cannot be exported, or the exported model does not give the module's results."""
+
+
+def explain(error: BaseException) -> str:
+    """Say what an exception of ``torch.onnx.export`` is about.
+
+    Returns:
+        The op or construct, the line of the user's that it comes from, and what can be done where that is known.
+
+    """
+    chain = list(_chain(error))
+    first, _, rest = str(chain[-1]).strip().partition("\n")
+    summary = f"{type(chain[-1]).__name__}: {first}"
+    if first.endswith(":"):
+        summary += f" {rest.strip().partition(chr(10))[0]}"
+    if type(chain[-1]).__name__ == "GuardOnDataDependentSymNode":
+        advice = "a branch or size depends on the values of tensors, which torch.where or torch.cond can express"
+        summary = f"{advice} ({summary})"
+    line = None
+    for link in reversed(chain):
+        if (node := _translated(link)) is not None:
+            summary = f"the op {node.target} was not converted ({summary})"
+            line = line_in(node.stack_trace or "")
+        if line := line or _line_of_frame(link):
+            break
+    return f"{summary}\n  at {line}" if line else summary
+
+
+def line_in(stack_trace: str) -> str | None:
+    """Return the innermost line of the user's in a stack trace of torch.fx's: ``file:line in function: code``."""
+    found = re.findall(r'File "(.+?)", line (\d+), in (\S+)', stack_trace)
+    torch_folder = Path(torch.__file__).parent
+    own = [entry for entry in found if Path(entry[0]).is_absolute() and torch_folder not in Path(entry[0]).parents]
+    return _written(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception and what it was raised from, innermost last."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _translated(error: BaseException) -> fx.Node | None:
+    """Return the node that torch was translating, which only a frame of torch's knows."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        node = frame.f_locals.get("node")
+        if isinstance(node, fx.Node) and node.op == "call_function":
+            return node
+    return None
+
+
+def _line_of_frame(error: BaseException) -> str | None:
+    frames = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _FOREIGN
+    ]
+    # what is in a file, not what torch has generated
+    frames = [(code, line) for code, line in frames if Path(code.co_filename).is_file()]
+    # the user's own line, rather than one in a package that it calls
+    frames = [entry for entry in frames if "site-packages" not in Path(entry[0].co_filename).parts] or frames
+    return _written(frames[-1][0].co_filename, frames[-1][1], frames[-1][0].co_name) if frames else None
+
+
+def _written(file: str, line: int, function: str) -> str:
+    return f"{file}:{line} in {function}: {linecache.getline(file, line).strip()}"

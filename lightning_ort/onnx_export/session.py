@@ -1,0 +1,167 @@
+"""An ONNX model run by ONNX Runtime on torch tensors: :class:`OnnxSession`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort.onnx_export.signature import Structure, restored
+
+# how onnxruntime writes a type
+_DTYPES = {f"tensor({data_type.name.lower()})": dtype for dtype, data_type in DTYPES.items()}
+METADATA_PREFIX = "lightning_ort."
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output of a model.
+
+    Args:
+        name: Its name.
+        dtype: Of its elements.
+        shape: Each size, or the name of one that may change.
+
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+class OnnxSession:
+    """An ONNX model that takes and gives torch tensors, on the CPU without copying them.
+
+    Outputs whose shape is only known after the run are copied once. Tensors on another device are copied to the CPU
+    and back.
+
+    Args:
+        path: The file.
+        providers: Execution providers in order of preference.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the installed onnxruntime has not such a provider.
+        RuntimeError: If the provider does not load.
+
+    """
+
+    def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
+        import onnxruntime
+
+        self.path, self.providers = Path(path), tuple(providers)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{path}: there is no such file. `lightning-ort export` writes one.")
+        available = onnxruntime.get_available_providers()
+        for provider in self.providers:
+            if provider not in available:
+                raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised
+        self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
+        if self._session.get_providers()[0] != self.providers[0]:  # it replaces one that does not load, silently
+            raise RuntimeError(f"{self.providers[0]} did not load; are its libraries installed?")
+        properties = self._session.get_modelmeta().custom_metadata_map
+        self.metadata: dict[str, Any] = {
+            key.removeprefix(METADATA_PREFIX): json.loads(text)
+            for key, text in properties.items()
+            if key.startswith(METADATA_PREFIX)
+        }
+        self.inputs = self._values(self._session.get_inputs(), "inputs")
+        self.outputs = self._values(self._session.get_outputs(), "outputs")
+        names = [value.name for value in self.outputs]
+        self._structure: Structure = self.metadata.get("structure", names[0] if len(names) == 1 else names)
+        self._used = {argument.name for argument in self._session.get_inputs()}
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Run the model.
+
+        Args:
+            inputs: All inputs by name.
+
+        Returns:
+            What the exported ``forward`` returns, with tuples for lists and dicts for other mappings; of a model from
+            elsewhere a tensor or a tuple of tensors. On the device of the first input.
+
+        Raises:
+            TypeError: If an input is missing or unknown, is no tensor or has another dtype.
+            ValueError: If an input has another shape.
+
+        """
+        sizes = self._check(inputs)
+        device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        binding = self._session.io_binding()
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in inputs.items() if name in self._used}
+        for name, tensor in kept.items():
+            binding.bind_input(name, "cpu", 0, _element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
+        results: dict[str, Tensor | None] = {}
+        for value in self.outputs:
+            shape = [size if isinstance(size, int) else sizes.get(size) for size in value.shape]
+            if None in shape or 0 in shape:  # onnxruntime takes no address of an empty tensor
+                binding.bind_output(value.name, "cpu")
+                results[value.name] = None
+                continue
+            results[value.name] = tensor = torch.empty(shape, dtype=value.dtype)  # type: ignore[arg-type]
+            binding.bind_output(value.name, "cpu", 0, _element_type(value.dtype), shape, tensor.data_ptr())
+        self._session.run_with_iobinding(binding)
+        for (name, result), output in zip(results.items(), binding.get_outputs(), strict=True):
+            results[name] = (torch.from_numpy(output.numpy()) if result is None else result).to(device)
+        return restored(self._structure, results)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "providers": self.providers}  # a session cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def describe_inputs(self) -> str:
+        """Return how the inputs are called and what they are, for messages."""
+        return ", ".join(map(str, self.inputs))
+
+    def _values(self, arguments: Sequence[Any], kind: str) -> tuple[Value, ...]:
+        if kind in self.metadata:  # onnxruntime leaves out inputs that no node reads
+            return tuple(
+                Value(item["name"], getattr(torch, item["dtype"]), tuple(item["shape"])) for item in self.metadata[kind]
+            )
+        for argument in arguments:
+            if argument.type not in _DTYPES:
+                raise ValueError(f"{self.path}: {argument.name!r} is a {argument.type}, for which torch has no tensor.")
+        return tuple(Value(argument.name, _DTYPES[argument.type], tuple(argument.shape)) for argument in arguments)
+
+    def _check(self, inputs: Mapping[str, Tensor]) -> dict[str | None, int]:
+        """Refuse what the model does not take, and return the sizes that may change."""
+        if {value.name for value in self.inputs} != set(inputs):
+            given = ", ".join(map(str, inputs)) or "none"
+            raise TypeError(f"{self.path.name} takes the inputs {self.describe_inputs()}; given are: {given}.")
+        sizes: dict[str | None, int] = {}
+        for value in self.inputs:
+            tensor = inputs[value.name]
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"Input {value.name!r} is a {type(tensor).__name__}; pass a torch.Tensor.")
+            if tensor.numel() == 0:
+                raise ValueError(f"Input {value.name!r} is empty, which kernels of ONNX Runtime fail on: leave it out.")
+            if tensor.dtype != value.dtype:
+                raise TypeError(f"Input {value.name!r} is {tensor.dtype}, and {self.path.name} takes {value}.")
+            shape = tuple(tensor.shape)
+            fits = len(shape) == len(value.shape) and all(
+                expected is None
+                or size == (expected if isinstance(expected, int) else sizes.setdefault(expected, size))
+                for size, expected in zip(shape, value.shape, strict=True)
+            )
+            if not fits:
+                found = f" with {sizes}" if sizes else ""
+                raise ValueError(f"Input {value.name!r} has shape {shape}, and {self.path.name} takes {value}{found}.")
+        return sizes
+
+
+def _element_type(dtype: torch.dtype) -> Any:
+    data_type = DTYPES[dtype]
+    # numpy has no bfloat16; the binding takes ONNX's number for it
+    return int(data_type) if data_type.name == "BFLOAT16" else data_type.numpy()
