@@ -68,7 +68,7 @@ class ExportOnnxCallback(_Callback):
                 f"OnnxExport under {type(strategy).__name__}: no process has all of the weights. Leave the callback "
                 "out, and export a checkpoint that has them with `lightning-ort export`."
             )
-        if self.best and not trainer.fast_dev_run:
+        if self.best and not _is_dev_run(trainer):
             if _monitoring(trainer) is None:
                 raise ValueError("OnnxExport(best=True): add a ModelCheckpoint(monitor=...), which says what is best.")
             self._best = _best(trainer)  # of the run that this one goes on with, if any
@@ -80,13 +80,13 @@ class ExportOnnxCallback(_Callback):
     @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._export_best(trainer, pl_module)
-        if trainer.fast_dev_run:
+        if _is_dev_run(trainer):
             _log.info("fast_dev_run: %s is not written.", self.path)
         else:
             self._export(trainer, pl_module, self.path)
 
     def _export_best(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        if not self.best or trainer.fast_dev_run:
+        if not self.best or _is_dev_run(trainer):
             return
         best = _best(trainer)
         # a file name without a counter stays while the score improves
@@ -107,3 +107,7 @@ def _monitoring(trainer: "pl.Trainer") -> Any:
 def _best(trainer: "pl.Trainer") -> tuple[str, Any]:
     callback = _monitoring(trainer)
     return callback.best_model_path, callback.best_model_score
+
+
+def _is_dev_run(trainer: Any) -> bool:
+    return bool(trainer.fast_dev_run)

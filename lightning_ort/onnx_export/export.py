@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -344,23 +344,19 @@ def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quanti
 
     import lightning_ort
 
-    def described(values: Sequence["ir.Value"]) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": value.name,
-                "dtype": str(TORCH_DTYPES[value.dtype]).removeprefix("torch."),
-                "shape": [size if isinstance(size, int) else size.value for size in value.shape or ()],
-            }
-            for value in values
-        ]
+    def described(value: "ir.Value") -> dict[str, Any]:
+        assert value.dtype is not None
+        dtype = str(TORCH_DTYPES[value.dtype]).removeprefix("torch.")
+        shape = [size if isinstance(size, int) else size.value for size in value.shape or ()]
+        return {"name": value.name, "dtype": dtype, "shape": shape}
 
     versions = {"lightning_ort": lightning_ort.__version__}
     versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
     versions |= {f.package: sys.modules[f.package].__version__ for f in FLAVORS if f.imported}
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "inputs": described(model.graph.inputs),
-        "outputs": described(model.graph.outputs),
+        "inputs": [described(value) for value in model.graph.inputs],
+        "outputs": [described(value) for value in model.graph.outputs],
         "structure": structure,
         "hparams": dict(getattr(module, "hparams", {})),
         "quantize": quantize,

@@ -73,7 +73,7 @@ def named_inputs(bound: inspect.BoundArguments) -> dict[str, Tensor]:
 def mapped(bound: inspect.BoundArguments, function: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """Return the arguments with a function applied to each tensor."""
     arguments = {name: pytree.tree_map(function, value) for name, value in bound.arguments.items()}
-    return inspect.BoundArguments(bound.signature, arguments)  # type: ignore[arg-type]
+    return inspect.BoundArguments(bound.signature, arguments)
 
 
 def named_outputs(outputs: Any, taken: Iterable[str]) -> tuple[Structure, dict[str, Tensor]]:

@@ -1,0 +1,144 @@
+"""``lightning-ort export``: from a checkpoint to a file that onnxruntime runs."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ort.cli import main
+from lightning_ort.onnx_export import export as export_module
+
+pytest.importorskip("onnxscript")
+
+
+class Net(LightningModule):
+    def __init__(self, width: int = 4, slope: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(3, width), nn.LeakyReLU(slope), nn.Linear(width, 2))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.net(x) if scale is None else self.net(x) * scale
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(4, 3), batch_size=2)
+
+
+class WithExample(Net):
+    example_input_array = torch.ones(2, 3)
+
+
+class Sorts(Net):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return torch.linalg.eigvalsh(x.T @ x)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "export", *map(str, args)])
+    main()
+
+
+def outputs(path: Path, **inputs: np.ndarray) -> Tensor:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, inputs)[0])
+
+
+@pytest.fixture
+def trained(make_trainer: Callable[..., Any], tmp_path: Path) -> tuple[Net, Path]:
+    module, path = Net(width=5), tmp_path / "trained.ckpt"
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    return module.eval(), path
+
+
+def test_a_shape(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    module, checkpoint = trained
+    before, output = checkpoint.read_bytes(), tmp_path / "model.onnx"
+    run(monkeypatch, checkpoint, "--module", f"{__file__}:Net", "-o", output, "--input-shape", 2, 3)
+    assert f"{output}: x: float32[batch, 3] -> output: float32[batch, 2]" in capsys.readouterr().out
+    x = torch.randn(7, 3)
+    torch.testing.assert_close(outputs(output, x=x.numpy()), module(x).detach(), rtol=0, atol=1e-4)
+    hparams = {p.key: p.value for p in onnx.load(output).metadata_props}["lightning_ort.hparams"]
+    assert json.loads(hparams) == {"width": 5, "slope": 0.1}
+    assert checkpoint.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["tensor.pt", "dict.pt", "names.npz"])
+def test_a_file(kind: str, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, checkpoint = trained
+    inputs = {"x": torch.randn(2, 3), "scale": torch.tensor(2.0)}
+    if kind == "names.npz":
+        np.savez(tmp_path / kind, **{name: tensor.numpy() for name, tensor in inputs.items()})
+    else:
+        torch.save(inputs if kind == "dict.pt" else inputs["x"], tmp_path / kind)
+    sample = ("--sample", tmp_path / kind, "--quantize", "fp16")
+    run(monkeypatch, checkpoint, "--module", f"{__file__}:Net", "--output", tmp_path / "model.onnx", *sample)
+    used = inputs if kind != "tensor.pt" else {"x": inputs["x"]}
+    got = outputs(tmp_path / "model.onnx", **{name: tensor.numpy() for name, tensor in used.items()})
+    torch.testing.assert_close(got, module(**used).detach(), rtol=0, atol=1e-2)
+
+
+def test_example_input_array_and_arguments(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--module", f"{__file__}:WithExample", "-o", tmp_path / "model.onnx", "--args", '{"slope": 0.5}')
+    run(monkeypatch, trained[1], *args)
+    model = onnx.load(tmp_path / "model.onnx")
+    (leaky,) = [node for node in model.graph.node if node.op_type == "LeakyRelu"]
+    assert leaky.attribute[0].f == 0.5
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "message"),
+    [
+        ("Net", (), "has no sample inputs: set `self.example_input_array` in it, or pass --sample"),
+        ("Net", ("--input-shape", "2", "4"), r"Net.forward\(x \[2, 4\]\) fails: RuntimeError.*\n  at .*self.net\(x\)"),
+        ("Net", ("--input-shape", "0", "3"), "each size is at least 1"),
+        ("Net", ("--input-shape", "2", "3", "--sample", "a.pt"), "not both"),
+        ("Net", ("--sample", "a.pt"), "a.pt: there is no such file"),
+        ("Net", ("--sample", __file__), "pass a .pt or .npz file"),
+        ("Net", ("--input-shape", "2", "3", "--args", '{"width": 6}'), "size mismatch for net.0.weight"),
+        ("Net", ("--input-shape", "2", "3", "--tolerance", "-1"), "tolerance=-1.0"),
+        ("Sorts", ("--input-shape", "2", "3"), r"the op aten._linalg_eigh.*\n  at .*test_export.py:\d+ in forward"),
+        ("outputs", ("--input-shape", "2", "3"), "is no LightningModule's class"),
+        ("Nothing", ("--input-shape", "2", "3"), "Nothing"),
+    ],
+)
+def test_bad_input(
+    module: str, args: Any, message: str, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, trained[1], "--module", f"{__file__}:{module}", "-o", tmp_path / "model.onnx", *args)
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_files(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--module", f"{__file__}:WithExample", "-o")
+    with pytest.raises(SystemExit, match="trained.ckpt exists already"):
+        run(monkeypatch, trained[1], *args, trained[1])
+    with pytest.raises(SystemExit, match="nothing.ckpt: there is no such file"):
+        run(monkeypatch, tmp_path / "nothing.ckpt", *args, tmp_path / "model.onnx")
+    with pytest.raises(SystemExit, match="lightning-ort convert"):
+        run(monkeypatch, tmp_path, *args, tmp_path / "model.onnx")
+
+
+def test_onnxscript_is_missing(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "ONNXSCRIPT", RequirementCache("onnxscript>=1000"))
+    with pytest.raises(SystemExit, match=r"pip install 'lightning-ort\[export\]'"):
+        run(monkeypatch, trained[1], "--module", f"{__file__}:WithExample", "-o", tmp_path / "model.onnx")
