@@ -298,6 +298,13 @@ def test_no_forward_and_no_tensor(tmp_path: Path) -> None:
         export_onnx(Computes(lambda m, x: (x, None)), tmp_path / "model.onnx", x())
 
 
+def test_too_large_to_quantize(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2**15, 2**15)
+    with pytest.raises(ValueError, match="more than 2 GB"):
+        export_onnx(module, tmp_path / "model.onnx", torch.zeros(1, 2**15), quantize="int8")
+
+
 def test_onnxscript_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "ONNXSCRIPT", RequirementCache("onnxscript>=1000"))
     with pytest.raises(ModuleNotFoundError, match=r"lightning-ort\[export\].*onnxscript>=1000"):

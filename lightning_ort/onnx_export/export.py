@@ -115,6 +115,10 @@ def export_onnx(
 
     """
     check_settings(tolerance, quantize)
+    if quantize is not None and sum(parameter.nbytes for parameter in module.parameters()) >= 2**31:
+        raise ValueError(
+            f"quantize={quantize!r}: the weights have more than 2 GB, which protobuf cannot hold. Pass None."
+        )
     bound = bind_sample(module, sample)
     batch = _batch_size(bound) if dynamic_batch else None
     path = Path(path)

@@ -40,7 +40,7 @@ class OnnxSession:
     """An ONNX model that takes and gives torch tensors, on the CPU without copying them.
 
     Outputs whose shape is only known after the run are copied once. Tensors on another device are copied to the CPU
-    and back.
+    and back. It has as many threads as torch has when it is made.
 
     Args:
         path: The file.
@@ -65,6 +65,8 @@ class OnnxSession:
                 raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # what goes wrong is raised
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # which fights torch's threads
         self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
         if self._session.get_providers()[0] != self.providers[0]:  # it replaces one that does not load, silently
             raise RuntimeError(f"{self.providers[0]} did not load; are its libraries installed?")
