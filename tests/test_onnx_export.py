@@ -407,6 +407,19 @@ def test_predictor_of_a_shape_known_after_the_run(tmp_path: Path) -> None:
     torch.testing.assert_close(linear, evaluated(module.linear, x(7)))
 
 
+def test_an_input_that_no_node_reads(tmp_path: Path) -> None:
+    class Ignores(Computes):
+        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:  # type: ignore[override]
+            return self.linear(x)
+
+    module = Ignores(branch)
+    export_onnx(module, tmp_path / "model.onnx", (x(), x()))
+    predictor = ORTPredictor(tmp_path / "model.onnx")
+    torch.testing.assert_close(predictor(x(3), x(3)), evaluated(module, x(3), x(3)))
+    with pytest.raises(ValueError, match="'ignored' has shape .* with {'batch': 3}"):
+        predictor(x(3), x(2))
+
+
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
