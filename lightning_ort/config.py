@@ -10,6 +10,7 @@ Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
+Recompute = Literal[0, 1, 2]
 Capture = Literal["auto", "step", "modules", "off"]
 
 
@@ -31,6 +32,8 @@ class ORTConfig:
         min_region_nodes: Regions with fewer compute nodes than this stay in torch.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``
             from the start, ``False`` never.
+        recompute: What the backward pass computes again instead of keeping it in memory: ``0`` views alone, ``1`` ops
+            on single elements too, ``2`` all but matrix products, convolutions, reductions and random numbers.
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
             and modules where a step keeps recompiling, ``"off"`` nothing.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
@@ -57,6 +60,7 @@ class ORTConfig:
     torch_ops: tuple[str, ...] = ()
     min_region_nodes: int = 2
     dynamic: bool | None = None
+    recompute: Recompute = 0
     capture: Capture = "auto"
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
@@ -71,6 +75,7 @@ class ORTConfig:
             ("placement", get_args(Placement)),
             ("kernels", get_args(Kernels)),
             ("fallback", get_args(Fallback)),
+            ("recompute", get_args(Recompute)),
             ("capture", get_args(Capture)),
             ("dynamic", (None, True, False)),
             ("check_against_eager", (True, False)),

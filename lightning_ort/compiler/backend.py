@@ -103,7 +103,7 @@ class ORTBackend:
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
-            partition_fn=lowering.split_joint,
+            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute),
             decompositions=lowering.decompositions(),
         )
         try:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions
-from torch._functorch.partitioners import default_partition
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
 from lightning_ort.compiler.conversion import CONVERTERS
 from lightning_ort.compiler.partitioning import is_view
+from lightning_ort.config import Recompute
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -38,6 +40,9 @@ _WHOLE = {
     aten.upsample_nearest2d.vec,
 }
 
+# settings of torch's min-cut; not its `activation_memory_budget`, which draws dropout masks anew (2.13)
+_RECOMPUTE = {1: {"ban_recompute_materialized_backward": False}, 2: {"aggressive_recomputation": True}}
+
 
 @functools.cache
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -50,14 +55,17 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def split_joint(
-    joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+    joint: fx.GraphModule, inputs: Sequence[Any], *, recompute: Recompute, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it as torch's default does."""
+    """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it as one of torch's own does."""
     for joint_pass in (drop_detach, drop_casts, recompute_views):
         joint_pass(joint)
     joint.graph.lint()
     joint.recompile()
-    return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    if recompute == 0:
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    with functorch_config.patch(_RECOMPUTE[recompute]):
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
 
 def lower(gm: fx.GraphModule) -> None:

@@ -368,10 +368,18 @@ def _replace(
     become(optimizer, other)
     to_torch_form = functools.partial(_to_torch_form, algorithm=target.algorithm, own=target.form)
     optimizer.register_load_state_dict_pre_hook(to_torch_form)
+    optimizer.register_state_dict_post_hook(_numbers_as_lr)
     if target.adopt is not None:
         optimizer.register_load_state_dict_post_hook(target.adopt)
     if before is not None:
         optimizer.load_state_dict(before)
+
+
+def _numbers_as_lr(optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Save learning rates as the numbers that were configured: torchao makes tensors of them."""
+    for group in saved["param_groups"]:  # copies of the optimizer's groups
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = group["lr"].item()
 
 
 def become(optimizer: optim.Optimizer, other: optim.Optimizer) -> None:

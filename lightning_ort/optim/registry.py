@@ -93,7 +93,7 @@ _TORCHAO: dict[str, Any] = {
     "dtypes": _FLOATS,
     "hyperparameters": _BASIC | {"amsgrad"},
     "form": "torchao",
-    "adopt": states.quantize_torchao,
+    "adopt": states.to_torchao_form,
 }
 
 REPLACEMENTS: Mapping[str, Implementation] = MappingProxyType(

@@ -116,8 +116,10 @@ def _dequantize_bnb(state: Mapping[str, Any], index: int) -> torch.Tensor:
 # from torch's form, after loading
 
 
-def quantize_torchao(optimizer: torch.optim.Optimizer) -> None:
-    """Quantize the states of a torchao optimizer that are not."""
+def to_torchao_form(optimizer: torch.optim.Optimizer) -> None:
+    """Quantize the states of a torchao optimizer that are not, and make its learning rates the tensors that it needs."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"])
     for parameter, state in optimizer.state.items():
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if key in state and type(state[key]) is torch.Tensor:

@@ -97,3 +97,45 @@ def test_autocast_attention_casts_its_input_once():
     # the input once, six parameters, the softmax's argument and its result
     assert made <= 9
     assert backend.report.ort_runs > 0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.3)
+
+
+def test_recompute_saves_memory_and_no_more():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Block(), Block(), Block()), torch.randn(8, 16)
+
+    def step(forward):
+        saved = {}
+
+        def pack(tensor):
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        torch.manual_seed(1)
+        net.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(x).square().mean()
+        loss.backward()
+        return loss, [parameter.grad.clone() for parameter in net.parameters()], sum(saved.values())
+
+    expected, gradients, eager = step(net)
+    kept = [eager]
+    for recompute in (0, 1, 2):
+        torch._dynamo.reset()
+        backend = ORTBackend({"placement": "always", "recompute": recompute})
+        loss, found, saved = step(torch.compile(net.forward, backend=backend))
+        assert backend.report.ort_runs == 2
+        assert not backend.report.fallbacks
+        torch.testing.assert_close(loss, expected)
+        for ours, theirs in zip(found, gradients, strict=True):  # the dropout masks are the same ones
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        kept.append(saved)
+    assert kept[0] >= kept[1] > kept[2] > kept[3]
