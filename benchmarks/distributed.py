@@ -8,6 +8,7 @@ N] [--rounds N] [--steps N] [--width N]``
 import argparse
 import json
 import platform
+import resource
 import statistics
 import tempfile
 import time
@@ -92,7 +93,8 @@ class Network(LightningModule):
         tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         states = sum(tensor.nbytes for tensor in tensors)
-        facts = {"sent": self.sent / self.steps, "memory": self.memory, "states": states, **medians}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = {"sent": self.sent / self.steps, "memory": self.memory, "peak": peak, "states": states, **medians}
         self.output.with_suffix(f".{self.global_rank}").write_text(json.dumps(facts))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -140,7 +142,7 @@ def main() -> None:
     table = Table(title=f"{parameters:,} float32 parameters, AdamW, {count} processes on one machine, medians")
     for header in (
         *("strategy", "sent a step, all processes", "of theory", "states a process", "of 8 B/parameter"),
-        *("private memory", "step", "forward+backward", "optimizer"),
+        *("private memory", "peak RSS", "step", "forward+backward", "optimizer"),
     ):
         table.add_column(header, justify="left" if header == "strategy" else "right")
     for name, facts in rounds.items():
@@ -152,9 +154,10 @@ def main() -> None:
             f"{median['states'] / 1e6:.2f} MB",
             f"{median['states'] / (8 * parameters):.3f}",
             f"{median['memory'] / 1e6:.0f} MB",
+            f"{median['peak'] / 1e6:.0f} MB",
             *(f"{median[key] * 1e3:.1f} ms" for key in ("step", "forward and backward", "optimizer")),
         )
-    console = Console(width=170)
+    console = Console(width=180)
     console.print(table)
     console.print(
         "theory: 2(N-1) x 4 B x parameters for all processes together. DDP averages gradients within forward+backward,"
