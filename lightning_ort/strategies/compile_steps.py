@@ -350,6 +350,8 @@ class StepCapture(AbstractContextManager):
         self._steps.note(self._name, kind, f"{why}; its child modules are captured instead")
 
     def _set_mode(self, mode: Mode) -> None:
+        if self._mode == "step" and self._code is not None:
+            torch._dynamo.reset_code(self._code)  # and with what was compiled its sessions, which take memory
         self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
         self.trial = self._steps.new_trial() if mode != "off" else None
 

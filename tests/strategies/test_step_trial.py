@@ -1,6 +1,8 @@
 """Steps are timed on each engine, on the run's own batches, and go on with the fastest."""
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -53,9 +55,11 @@ def test_a_slower_captured_step_is_left_as_it_is(
     run = BoundSession.__call__
 
     def slowly(self: Any, *args: Any) -> Any:
+        sessions.add(self)
         time.sleep(SLOW)
         return run(self, *args)
 
+    sessions: weakref.WeakSet[BoundSession] = weakref.WeakSet()
     monkeypatch.setattr(BoundSession, "__call__", slowly)
     stock, module = Long(), Long()
     fit(stock, make_trainer, "auto")
@@ -74,6 +78,8 @@ def test_a_slower_captured_step_is_left_as_it_is(
     runs = {region.runs for graph in report.graphs for region in graph.regions}
     assert max(runs) < 30 - ROUNDS
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+    gc.collect()
+    assert not sessions  # nor does their memory stay
 
 
 @pytest.mark.usefixtures("regions_win")
