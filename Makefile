@@ -3,7 +3,8 @@ PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null 
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+# compiled when it is imported: most of what comes along never is, and compiling it takes longer than installing it
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 TEST_ARGS ?=
 TEST_WORKERS ?= auto
