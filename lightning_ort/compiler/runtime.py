@@ -28,6 +28,10 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torc
 _empty_strided_cpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None)
 
 
+# onnxruntime takes no null pointer, which is where torch has a tensor of no elements
+_EMPTY = torch.zeros(1)
+
+
 class BoundSession:
     """A session with its inputs and outputs bound to torch's memory; called like the region's module.
 
@@ -112,7 +116,8 @@ class BoundSession:
         for index, tensor in enumerate(outputs):
             where = (tensor.data_ptr(), sizes[index])
             if where != bound[index]:
-                self._binding.bind_output(f"o{index}", self._place, self._output_dtypes[index], sizes[index], where[0])
+                address = where[0] or _EMPTY.data_ptr()
+                self._binding.bind_output(f"o{index}", self._place, self._output_dtypes[index], sizes[index], address)
                 bound[index] = where
         self.session._sess.run_with_iobinding(self._binding, self._options)
         for index, node in self._restride:
@@ -122,6 +127,7 @@ class BoundSession:
     def _bind_input(self, index: int, tensor: torch.Tensor, address: int) -> None:
         name = self._inputs[index]
         if name is not None:
+            address = address or _EMPTY.data_ptr()
             self._binding.bind_input(name, self._place, self._input_dtypes[index], tuple(tensor.shape), address)
 
 
