@@ -39,6 +39,7 @@ _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_permuted.default,
+    torch.ops.aten.empty_strided.default,
 }
 _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 _HALF = (torch.float16, torch.bfloat16)

@@ -46,7 +46,11 @@ def _as_tuple(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(fn: Callable[..., Any], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor] | None = None) -> Run:
-    """Call a function that returns a tuple, and its backward pass where an output has one."""
+    """Call a function that returns a tuple, and its backward pass where an output has one.
+
+    Random numbers are the same at every call.
+    """
+    torch.manual_seed(0)
     leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]  # writing may add others
     outputs = list(fn(*inputs))
     result = Run(outputs, inputs=list(inputs))
@@ -100,10 +104,31 @@ def check(
         **config: Fields of the config.
 
     """
-    eager, exact = _as_tuple(fn), copies(inputs, torch.float64)
-    expected = run(eager, exact)
-    same = run(eager, copies(inputs))
     config.setdefault("fallback", "warn" if in_torch else "raise")
+    report = compare(fn, inputs, tolerance=tolerance, **config)
+    left = torch_reasons(report)
+    assert set(left) <= in_torch, left
+    with_compute = [graph for graph in report.graphs if graph.num_nodes]
+    assert in_torch or report.ort_runs == len(with_compute) > 0, report.to_text()
+    return report
+
+
+def compare(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    tolerance: tuple[float, float],
+    reference: torch.dtype | None = torch.float64,
+    **config: Any,
+) -> CompileReport:
+    """Assert that a function gives what it gives in eager, whoever runs it.
+
+    The arguments are those of :func:`check`; ``reference`` is what eager computes in, ``None`` for the inputs' own
+    dtypes, in which what overflows does so for both.
+    """
+    eager = _as_tuple(fn)
+    expected = run(eager, copies(inputs, reference))
+    same = run(eager, copies(inputs))
     given = copies(inputs)
     compiled, report = compile_function(eager, given, len(expected.outputs), **config)
     actual = run(compiled, given)
@@ -126,10 +151,6 @@ def check(
         torch.testing.assert_close(
             got.detach().to(want.dtype), want.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=_labelled(what, index)
         )
-    left = torch_reasons(report)
-    assert set(left) <= in_torch, left
-    with_compute = [graph for graph in report.graphs if graph.num_nodes]
-    assert in_torch or report.ort_runs == len(with_compute) > 0, report.to_text()
     return report
 
 

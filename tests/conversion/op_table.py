@@ -58,6 +58,7 @@ def data(name: str, fn: Callable[..., Any], *inputs: Any, **options: Any) -> Non
 
 # arithmetic
 
+TENSOR_DIVISIONS = "remainder.Tensor fmod.Tensor div.Tensor_mode pow.Tensor_Tensor"
 X, Y, ROW = normal(4, 6), normal(4, 6), normal(6)
 POSITIVE = uniform(4, 6, low=0.1, high=3)
 op("add", torch.add, X, Y)
@@ -95,7 +96,16 @@ data("int_arithmetic", lambda x, y: (x + y) * 3 - x, ints(4, 6, high=9), ints(6,
 data("int_promotion", lambda x, y: x + y, ints(4, high=9, dtype=torch.int32), ints(4, high=9))
 op("fmod", lambda x, y: (torch.fmod(x, y), torch.fmod(x, 1.5)), X.fixed(), POSITIVE.fixed())
 op("remainder", lambda x, y: (x % y, x % -1.5), X.fixed(), Y.fixed())
-data("int_remainder", lambda x, y: (x % y, torch.fmod(x, y)), ints(9, low=-9, high=9), ints(9, low=1, high=5))
+data("int_remainder", lambda x: (x % 4, x % -4, torch.fmod(x, 4)), ints(9, low=-9, high=9))
+data(
+    "int_divided_by_tensor",  # which may hold a 0, where torch raises and onnxruntime ends the process
+    lambda x, y: (x % y, torch.fmod(x, y), torch.div(x, y, rounding_mode="floor"), x**y),
+    ints(9, low=-9, high=9),
+    ints(9, low=1, high=5),
+    in_torch={F32: frozenset(f"aten.{name}" for name in TENSOR_DIVISIONS.split())},
+)
+data("int_floor", lambda x: (x // 4, x // -4, torch.div(x, 4, rounding_mode="trunc")), ints(9, low=-9, high=9))
+data("int_powers", lambda x: (x**2, x**3), ints(9, low=-9, high=9))
 data("int_true_division", lambda x, y: x / y, ints(4, high=9), ints(4, low=1, high=9))
 data("bool_add_mul", lambda x, y: (x + y, x * y), bools(4), bools(4))
 
@@ -103,7 +113,7 @@ data("bool_add_mul", lambda x, y: (x + y, x * y), bools(4), bools(4))
 
 for _fn in (torch.abs, torch.exp, torch.neg, torch.sigmoid, torch.tanh, torch.relu, torch.expm1):
     op(_fn.__name__, _fn, X)
-for _fn in (torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log2, torch.log1p):
+for _fn in (torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log2, torch.log10, torch.log1p):
     op(_fn.__name__, _fn, POSITIVE)
 for _fn in (torch.ceil, torch.floor, torch.round, torch.sign, torch.trunc):
     op(_fn.__name__, _fn, X)
@@ -112,8 +122,19 @@ op("sin", torch.sin, X, no_f64="cos.default")
 op("cos", torch.cos, X, no_f64="cos.default")
 op("tan", torch.tan, X, no_f64="tan.default")
 op("erf", torch.erf, X, no_f64="erf.default")
-for _fn in (torch.asin, torch.acos, torch.atan, torch.sinh, torch.cosh):
+for _fn in (torch.asin, torch.acos, torch.atan, torch.sinh, torch.cosh, torch.asinh, torch.atanh):
     op(_fn.__name__, _fn, uniform(4, low=-0.9, high=0.9), no_f64=f"{_fn.__name__}.default cosh.default sinh.default")
+op("acosh", torch.acosh, uniform(4, low=1.1, high=9), no_f64="acosh.default")
+AXES = [-INF, -2.0, -0.0, 0.0, 2.0, INF, NAN]
+op("atan2", torch.atan2, X, Y, no_f64="atan2.default")
+op(
+    "atan2_axes",
+    torch.atan2,
+    values([[y] for y in AXES]).fixed(),
+    values(AXES).fixed(),
+    no_f64="atan2.default",
+)
+op("sign_weird", torch.sign, values(WEIRD).fixed())
 op("log1p_small", torch.log1p, values([0.0, 1e-30, -1e-9, 1e-5, -0.5, 1e20, INF]).fixed(), tolerance={F32: (1e-6, 0)})
 op(
     "expm1_small",
@@ -132,6 +153,7 @@ op("compare", lambda x, y: (x == y, x != y, x < y, x <= y, x > y, x >= y), disti
 op("compare_number", lambda x: (x == 1, x > 0.1), values([0.1, 1.0, NAN]))
 data("compare_ints", lambda x, y: (x == y, x < y, x >= 2), ints(9, high=4), ints(9, high=4))
 data("logic", lambda x, y: (x & y, x | y, x ^ y, ~x, torch.logical_not(y)), bools(9), bools(9))
+data("bitwise_of_ints", lambda x, y: (x & y, x | y, x ^ y, ~x, x & 5), ints(9, low=-9, high=9), ints(9, high=9))
 data("logic_of_ints", lambda x, y: (torch.logical_and(x, y), torch.logical_or(x, y)), ints(9, high=2), ints(9, high=2))
 op("where", torch.where, bools(4, 6), X, ROW)
 op("where_number", lambda m, x: torch.where(m, x, -INF), bools(4, 6), X)
@@ -218,6 +240,10 @@ op("stack", lambda x, y: torch.stack([x, y], -1), X, Y)
 op("split", lambda x: [part * 2 for part in x.split(4, -1)], X)
 op("chunk_sizes", lambda x: [part * 2 for part in x.split([1, 3], 0)], X)
 op("unbind", lambda x: [part * 2 for part in x.unbind(1)], CUBE)
+op("as_strided", lambda x: x.as_strided((3, 2), (6, 1), 2) * 2, X.fixed())
+op("diagonal", lambda x: (x.diagonal() * 2, x.diagonal(-1) * 3, x.diagonal(2) * 4), X)
+op("diagonal_dims", lambda x: x.diagonal(1, -1, 0) * 2, CUBE)
+op("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1, 0, 2), CUBE, normal(3, 2))
 op("flip", lambda x: x.flip(0, -1) * 2, CUBE)
 op("roll", lambda x: x.roll(1, 0) * 2, X)
 op("pad", lambda x: F.pad(x, (1, 2, 0, 1), value=3.0), CUBE)
@@ -245,6 +271,12 @@ op("max_dim", lambda x: x.max(-1), distinct(4, 6))
 op("min_dim", lambda x: x.min(0, keepdim=True), distinct(4, 6))
 op("argmax", lambda x: (x.argmax(), x.argmax(-1), x.argmin(0, keepdim=True)), distinct(4, 6).fixed())
 op("argmax_ties", lambda x: (x.argmax(-1), x.max(-1).indices), values([[1.0, 3, 3], [2, 2, 2]]).fixed())
+NAN_ROWS = values([[1.0, NAN, INF, NAN], [3.0, -INF, 2.0, 2.0], [INF, 1.0, INF, NAN], [INF, INF, 0.0, -INF]])
+op("argmax_nan", lambda x: (x.argmax(), x.argmin(), x.argmax(-1), x.argmin(0, keepdim=True)), NAN_ROWS.fixed())
+op("max_nan", lambda x: (*x.max(-1), *x.min(0, keepdim=True)), NAN_ROWS.fixed())
+op("sort_nan", lambda x: (*x.sort(dim=-1, stable=True), *x.sort(dim=0, descending=True, stable=True)), NAN_ROWS.fixed())
+op("topk_nan", lambda x: (x.topk(3).values, x.topk(3, 0, largest=False).values), NAN_ROWS.fixed())
+op("norms_nan", lambda x: (x.norm(p=INF, dim=0), x.norm(p=-INF, dim=1), x.norm(dim=1)), NAN_ROWS.fixed())
 op("argmax_zero_dim", lambda x: x.argmax(0), normal().fixed())
 op("var", lambda x: (x.var(), x.var(-1), x.var((0, 1), correction=0, keepdim=True)), CUBE)
 op("std", lambda x: x.std(-1), CUBE)
@@ -271,3 +303,146 @@ data("any_all", lambda x: (x.any(), x.all(), x.any(-1), x.all(0, keepdim=True)),
 data("any_of_ints", lambda x: (x.any(-1), x.all(-1)), ints(4, 3, high=2))
 data("int_extrema", lambda x: (x.amax(-1), x.amin(), x.max()), ints(4, 6, high=99))
 data("int_cumsum", lambda x: x.cumsum(-1), bools(4, 6))
+
+# reading and writing by index
+
+IDS = ints(3, high=4)
+PLACES = values([[0, 2], [1, 3], [4, 5], [0, 1]], torch.int64)
+op("index", lambda x, i: x[i] * 2, X, IDS)
+op("index_pairs", lambda x, i, j: (x[i, j], x[i[:, None], j]), X, IDS, ints(3, high=6))
+op("index_apart", lambda x, i: (x[i, :, i], x[:, i, i]), normal(4, 4, 4), IDS)
+op("index_select", lambda x, i: x.index_select(1, i), X, IDS)
+op("gather", lambda x, i: x.gather(1, i), X, ints(4, 3, high=6))
+op("scatter", lambda x, i, y: (x.scatter(1, i, y), x.scatter(1, i, 2.0)), X, PLACES, normal(4, 2))
+op("scatter_add", lambda x, i, y: x.scatter_add(1, i, y), X, ints(4, 3, high=6), normal(4, 3))
+op("scatter_add_part", lambda x, i, y: x.scatter_add(1, i, y), X.fixed(), ints(4, 3, high=6), normal(4, 4).fixed())
+for _how in ("sum", "mean", "prod", "amax", "amin"):
+    op(
+        f"scatter_reduce_{_how}",
+        lambda x, i, y, how=_how: (
+            x.scatter_reduce(1, i, y, how),
+            x.scatter_reduce(1, i, y, how, include_self=False),
+        ),
+        *(distinct(4, 6).fixed(), ints(4, 3, high=6), distinct(4, 3).fixed()),
+    )
+op("scatter_reduce_nan", lambda x, i: x.scatter_reduce(1, i, x, "amax"), NAN_ROWS.fixed(), ints(4, 4, high=3))
+op("scatter_reduce_gradient", lambda x, i, y: x.scatter_reduce(1, i, y, "sum"), X, ints(4, 3, high=6), normal(4, 3))
+op("index_put", lambda x, y: x.index_put((torch.tensor([0, 2, 3]),), y), X, normal(3, 6))
+op("index_put_accumulate", lambda x, i, y: x.index_put((i,), y, accumulate=True), X, IDS, normal(3, 6))
+op("index_add", lambda x, i, y: x.index_add(1, i, y, alpha=2), normal(6, 4), IDS, normal(6, 3))
+op("masked_scatter", lambda x, m, y: x.masked_scatter(m, y), X.fixed(), bools(4, 6), normal(30).fixed())
+op("masked_scatter_row", lambda x, m, y: x.masked_scatter(m, y), X.fixed(), bools(6), normal(30).fixed())
+op("slice_scatter", lambda x, y: x.slice_scatter(y, 1, 1, 4), X, normal(4, 3))
+op(
+    "slice_scatter_step",
+    lambda x, y: (x.slice_scatter(y, 1, 1, 6, 2), x.slice_scatter(y, 1, -6, -1, 2)),
+    X,
+    normal(4, 3),
+)
+op("select_scatter", lambda x, y: x.select_scatter(y, 1, -2), X, normal(4))
+op("triangles", lambda x: (x.tril(), x.triu(1), x.tril(-1)), X)
+
+# layers
+
+op("embedding", lambda w, i: F.embedding(i, w), normal(7, 4), ints(2, 5, high=7))
+op("embedding_padding", lambda w, i: F.embedding(i, w, padding_idx=2), normal(7, 4), ints(2, 5, high=7))
+LAYER_NORM = {**GRADS, "no_f64": "native_layer_norm.default"}
+op("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), CUBE, normal(4), normal(4), **LAYER_NORM)
+op("layer_norm_2d", lambda x, w, b: F.layer_norm(x, (3, 4), w, b), CUBE, normal(3, 4), normal(3, 4), **LAYER_NORM)
+op("layer_norm_plain", lambda x: F.layer_norm(x, (4,)), CUBE, **LAYER_NORM)
+op("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), CUBE, normal(4))
+op("group_norm", lambda x, w, b: F.group_norm(x, 3, w, b), normal(2, 6, 5), normal(6), normal(6))
+op("instance_norm", lambda x, w, b: F.instance_norm(x, weight=w, bias=b), normal(2, 3, 5), normal(3), normal(3))
+RUNNING = normal(3).fixed(), uniform(3, low=0.5, high=2).fixed()
+op(
+    "batch_norm",
+    lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, True),
+    normal(4, 3, 5),
+    *RUNNING,
+    normal(3),
+    normal(3),
+)
+# frozen statistics: their saved ones are empty tensors
+op("batch_norm_frozen", lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b), normal(4, 3), *RUNNING, normal(3), normal(3))
+CONV = {"in_torch": {F32: frozenset({"aten.convolution_backward.default"})}, "dtypes": (F32,)}
+op("conv1d", F.conv1d, normal(2, 3, 6), normal(4, 3, 3), normal(4), **CONV)
+op(
+    "conv2d",
+    lambda x, w: F.conv2d(x, w, stride=2, padding=1, dilation=2),
+    normal(2, 4, 7, 7),
+    normal(6, 4, 2, 3),
+    **CONV,
+)
+op(
+    "conv2d_groups",
+    lambda x, w: F.conv2d(x, w, groups=2, padding="same"),
+    normal(2, 4, 5, 5),
+    normal(6, 2, 3, 3),
+    **CONV,
+)
+op(
+    "conv_transpose2d",
+    lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1),
+    normal(1, 4, 3, 3),
+    normal(4, 2, 3, 3),
+    **CONV,
+)
+op(
+    "grid_sample",
+    lambda x, g: F.grid_sample(x, g, align_corners=False),
+    normal(2, 3, 5, 5).fixed(),
+    uniform(2, 4, 4, 2, low=-1.2, high=1.2).fixed(),
+    no_f64="grid_sampler_2d.default",
+)
+for _mode in ("nearest", "bicubic"):
+    for _padding in ("border", "reflection"):
+        op(
+            f"grid_sample_{_mode}_{_padding}",
+            lambda x, g, m=_mode, p=_padding: F.grid_sample(x, g, m, p, align_corners=True),
+            *(normal(2, 3, 5, 5).fixed(), uniform(2, 4, 4, 2, low=-1.6, high=1.6).fixed()),
+            no_f64="grid_sampler_2d.default",
+        )
+
+# pooling
+
+IMAGE = normal(2, 3, 6, 6)
+op("max_pool2d", lambda x: F.max_pool2d(x, 2), distinct(2, 3, 6, 6))
+op("max_pool2d_overlapping", lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), distinct(2, 3, 6, 6))
+op(
+    "max_pool2d_weird",
+    lambda x: F.max_pool2d(x, 2),
+    values([[[[NAN, 1.0, -INF, -INF], [2.0, 3.0, -INF, -INF]]]]).fixed(),
+)
+op("avg_pool2d", lambda x: F.avg_pool2d(x, 2), IMAGE, no_f64="avg_pool2d.default")
+op(
+    "avg_pool2d_padded",
+    lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    IMAGE.fixed(),
+    no_f64="avg_pool2d.default",
+)
+op(
+    "adaptive_avg_pool2d",
+    lambda x: (F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool2d(x, (3, 2))),
+    IMAGE,
+    no_f64="_adaptive_avg_pool2d.default",
+)
+
+# losses
+
+LOGITS, LABELS = normal(5, 4), ints(5, high=4)
+op("cross_entropy", F.cross_entropy, LOGITS, LABELS)
+op("cross_entropy_smoothed", lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), LOGITS, LABELS)
+op(
+    "cross_entropy_weighted",
+    lambda x, y, w: F.cross_entropy(x, y, w, ignore_index=1),
+    LOGITS,
+    LABELS,
+    uniform(4).fixed(),
+)
+op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), normal(2, 3, 4), ints(2, 4, high=3))
+op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
+for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
+    op(_loss.__name__, _loss, X, Y)
+op("bce", F.binary_cross_entropy, uniform(4, low=0.1, high=0.9), uniform(4).fixed())
+op("bce_with_logits", F.binary_cross_entropy_with_logits, X, uniform(4, 6).fixed())
+op("kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), X, Y, **GRADS)

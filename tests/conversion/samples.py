@@ -67,7 +67,8 @@ def distinct(*shape: int) -> Sample:
 
     def make(dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel()
-        return torch.randperm(size).sub(size // 2).div(3).reshape(shape).to(dtype)
+        numbers = torch.randperm(size).sub(size // 2).reshape(shape)
+        return numbers.div(3).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
 
     return Sample(make)
 

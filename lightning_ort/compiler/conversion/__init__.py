@@ -4,7 +4,7 @@ In reading order:
 
 1. :mod:`registry`: which overload is converted by which function, and how one refuses.
 2. :mod:`graph`: the ONNX graph under construction, what converters write to.
-3. :mod:`pointwise`: arithmetic, comparison, logic, activations, casts.
+3. :mod:`pointwise`: arithmetic, comparison, logic, casts; :mod:`activations`.
 4. :mod:`linalg`: matrix products.
 5. :mod:`shape`: views, layout, tensors made from sizes.
 6. :mod:`reduction`: sums, extrema, variance, norms, sorting.
@@ -17,6 +17,7 @@ Importing this package registers all of them.
 """
 
 from lightning_ort.compiler.conversion import (  # noqa: F401  (they register their converters)
+    activations,
     gradients,
     indexing,
     linalg,

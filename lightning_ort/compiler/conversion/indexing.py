@@ -1,6 +1,7 @@
 """Reading and writing by index: gather, scatter, slices written to, triangles."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,74 @@ def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: f
     return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), "add")
 
 
+# how scatter_reduce's reductions are called in ONNX, and what each starts from
+_REDUCTIONS: dict[str, tuple[str, float]] = {
+    "sum": ("add", 0),
+    "mean": ("add", 0),
+    "prod": ("mul", 1),
+    "amax": ("max", -math.inf),
+    "amin": ("min", math.inf),
+}
+
+
+@converts(aten.scatter_reduce.two)
+def scatter_reduce(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    src: fx.Node,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> ir.Value:
+    """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""  # noqa: E501
+    _refuse_scalars("scatter_reduce", x, index)
+    dtype = dtype_of(x)
+    if not dtype.is_floating_point:
+        raise Unsupported(f"scatter_reduce of {dtype}")
+    onnx_reduction, start = _REDUCTIONS[reduce]
+    ids, base, source = ctx.value(index, torch.int64), ctx.value(x), _source_like_index(ctx, src, index, dtype)
+
+    def scatter_to(target: ir.Value, updates: ir.Value, reduction: str | None) -> ir.Value:
+        return ctx.op("ScatterElements", target, ids, updates, axis=dim, reduction=reduction)
+
+    def everywhere(number: float) -> ir.Value:
+        return ctx.op("Expand", ctx.const(number, dtype), ctx.shape_tensor(index))
+
+    if not include_self:
+        base = scatter_to(base, everywhere(start), None)
+    result = scatter_to(base, source, onnx_reduction)
+    if reduce == "mean":
+        counts = ctx.op("Expand", ctx.const(1, dtype), ctx.shape_tensor(x))
+        if not include_self:
+            counts = scatter_to(counts, everywhere(0), None)
+        return ctx.op("Div", result, scatter_to(counts, everywhere(1), "add"))
+    if reduce in ("amax", "amin"):
+        # torch hands a NaN on, onnxruntime 1.19 only where it meets it last
+        flags = (ctx.cast(ctx.op("IsNaN", value), dtype) for value in (base, source))
+        poisoned = ctx.cast(scatter_to(*flags, "max"), torch.bool)
+        result = ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
+    return result
+
+
+@converts(aten.masked_scatter.default)
+def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, source: fx.Node) -> ir.Value:
+    """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
+    if not same_shape(x, node) or any(size == 0 for size in (*shape_of(x), *shape_of(source))):
+        raise Unsupported("masked_scatter that broadcasts, or of an empty tensor")
+    chosen = ctx.value(mask, torch.bool)
+    if not same_shape(mask, x):
+        chosen = ctx.op("Expand", chosen, ctx.shape_tensor(x))
+    flat = ctx.ints([-1])
+    # the n-th chosen place takes the n-th entry of the source; too short a source is an error, as in torch
+    counts = ctx.op("CumSum", ctx.cast(ctx.op("Reshape", chosen, flat), torch.int64), ctx.ints(0))
+    places = ctx.op("Max", ctx.op("Sub", counts, ctx.ints(1)), ctx.ints(0))
+    taken = ctx.op("Gather", ctx.op("Reshape", ctx.value(source), flat), places, axis=0)
+    return ctx.op("Where", chosen, ctx.op("Reshape", taken, ctx.shape_tensor(x)), ctx.value(x))
+
+
 @converts(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
@@ -189,10 +258,17 @@ def index_add(
     updates = ctx.value(source, dtype)
     if alpha != 1:
         updates = ctx.op("Mul", updates, ctx.const(alpha, dtype))
-    perm = _front([dim % rank], rank)
     rows = ctx.op("Unsqueeze", ctx.value(index, torch.int64), ctx.ints([1]))
-    x_value, updates = _transpose(ctx, ctx.value(x), perm), _transpose(ctx, updates, perm)
-    return _transpose(ctx, ctx.op("ScatterND", x_value, rows, updates, reduction="add"), _inverse(perm))
+    return _write_rows(ctx, ctx.value(x), rows, updates, dim % rank, rank, "add")
+
+
+def _write_rows(
+    ctx: GraphBuilder, x: ir.Value, rows: ir.Value, updates: ir.Value, axis: int, rank: int, reduction: str | None
+) -> ir.Value:
+    """Write to the entries of one dimension that ``rows`` [k, 1] lists."""
+    perm = _front([axis], rank)
+    moved, updates = _transpose(ctx, x, perm), _transpose(ctx, updates, perm)
+    return _transpose(ctx, ctx.op("ScatterND", moved, rows, updates, reduction=reduction), _inverse(perm))
 
 
 @converts(aten.embedding_dense_backward.default)
@@ -322,9 +398,10 @@ def slice_scatter(
     step: Any = 1,
 ) -> ir.Value:
     """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
-    if step != 1:
-        raise Unsupported("slice_scatter with a step")
     axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)
+    if step != 1:
+        rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
+        return _write_rows(ctx, ctx.value(x), rows, ctx.value(src, dtype_of(x)), axis, rank_of(x), None)
     return _replace(ctx, ctx.value(x), ctx.value(src, dtype_of(x)), axis, size, first, last)
 
 
@@ -340,7 +417,41 @@ def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, d
     return _replace(ctx, ctx.value(x), source, axis, size, position, position + 1)
 
 
-# triangles
+# diagonals and triangles
+
+
+def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[list[int], list[int], int]:
+    """The permutation that brings both dimensions to the end, where the diagonal is in their product, and its size."""
+    rank = rank_of(x)
+    axes = [dim1 % rank, dim2 % rank]
+    height, width = (shape_of(x)[axis] for axis in axes)
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise Unsupported("a diagonal of symbolic size", ReasonType.DYNAMIC_SHAPE)
+    places = [row * width + row + offset for row in range(height) if 0 <= row + offset < width]
+    if not places:
+        raise Unsupported("a diagonal outside of its matrix")
+    return [*(dim for dim in range(rank) if dim not in axes), *axes], places, height * width
+
+
+@converts(aten.diagonal.default)
+def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+    """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
+    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
+    flat = ctx.op("Reshape", _transpose(ctx, ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
+    return ctx.op("Gather", flat, ctx.ints(places), axis=-1)
+
+
+@converts(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> ir.Value:
+    """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
+    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
+    moved = _transpose(ctx, ctx.value(x), perm)
+    flat = ctx.op("Reshape", moved, ctx.ints([0] * (len(perm) - 2) + [size]))
+    rows = ctx.const([[place] for place in places], torch.int64)
+    written = _write_rows(ctx, flat, rows, ctx.value(src, dtype_of(x)), len(perm) - 2, len(perm) - 1, None)
+    return _transpose(ctx, ctx.op("Reshape", written, ctx.op("Shape", moved)), _inverse(perm))
 
 
 @converts(aten.tril.default)

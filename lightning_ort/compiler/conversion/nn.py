@@ -361,3 +361,24 @@ def embedding(
     # the last three matter in the backward pass only
     rows = refusing_negative(ctx, ctx.value(indices, torch.int64), shape_of(weight)[0])
     return ctx.op("Gather", ctx.value(weight), rows, axis=0)
+
+
+@converts(aten.grid_sampler_2d.default)
+def grid_sampler_2d(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    grid: fx.Node,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> ir.Value:
+    """grid_sampler_2d(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor"""  # noqa: E501
+    return ctx.op(
+        "GridSample",
+        ctx.value(x),
+        ctx.value(grid),
+        mode=("bilinear", "nearest", "bicubic")[interpolation_mode],
+        padding_mode=("zeros", "border", "reflection")[padding_mode],
+        align_corners=int(align_corners),
+    )

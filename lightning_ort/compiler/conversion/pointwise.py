@@ -1,4 +1,4 @@
-"""Elementwise ops: arithmetic, comparison, logic, activations, casts."""
+"""Elementwise ops: arithmetic, comparison, logic, casts."""
 
 import math
 from collections.abc import Callable
@@ -77,18 +77,29 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
     if rounding_mode is None:
         return div(ctx, node, x, y)
     dtype = dtype_of(node)
+    _refuse_integer_divisor(y, dtype)
+    dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
+    if rounding_mode == "floor" and not dtype.is_floating_point:  # ONNX truncates; its rest has the divisor's sign
+        return ctx.op("Div", ctx.op("Sub", dividend, ctx.op("Mod", dividend, divisor)), divisor)
+    quotient = ctx.op("Div", dividend, divisor)
     if not dtype.is_floating_point:
-        raise Unsupported(f"integer division rounded by {rounding_mode!r}")
-    quotient = ctx.op("Div", ctx.value(x, dtype), ctx.value(y, dtype))
+        return quotient
     if rounding_mode == "floor":
         return ctx.op("Floor", quotient)
     return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
+
+
+def _refuse_integer_divisor(divisor: Arg, dtype: torch.dtype) -> None:
+    """Refuse a divisor that may be the integer 0: onnxruntime 1.19 ends the process there (SIGFPE), torch raises."""
+    if not dtype.is_floating_point and (isinstance(divisor, fx.Node) or divisor == 0):
+        raise Unsupported("an integer division by what may be 0")
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
 def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
+    _refuse_integer_divisor(y, dtype)
     return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
 
 
@@ -96,6 +107,7 @@ def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
 def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
+    _refuse_integer_divisor(y, dtype)
     a, b = ctx.value(x, dtype), ctx.value(y, dtype)
     if not dtype.is_floating_point:
         return ctx.op("Mod", a, b)  # the sign of the divisor, as in Python
@@ -118,18 +130,27 @@ def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -
         return ctx.op("Sqrt", value)
     if exponent == -0.5 and dtype.is_floating_point:
         return ctx.op("Reciprocal", ctx.op("Sqrt", value))
+    _refuse_integer_power(dtype)
     return ctx.op("Pow", value, ctx.const(exponent, dtype))
+
+
+def _refuse_integer_power(dtype: torch.dtype) -> None:
+    """onnxruntime 1.19 computes it in float64, which has no room for every int64."""
+    if not dtype.is_floating_point:
+        raise Unsupported(f"a power of {dtype}")
 
 
 @converts(aten.pow.Tensor_Tensor)
 def pow_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: fx.Node) -> ir.Value:
     """pow.Tensor_Tensor(Tensor self, Tensor exponent) -> Tensor"""
+    _refuse_integer_power(dtype_of(node))
     return binary(ctx, "Pow", x, exponent)
 
 
 @converts(aten.pow.Scalar)
 def pow_base(ctx: GraphBuilder, node: fx.Node, base: Scalar, exponent: fx.Node) -> ir.Value:
     """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
+    _refuse_integer_power(dtype_of(node))
     return binary(ctx, "Pow", base, exponent)
 
 
@@ -201,6 +222,8 @@ def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node)
 
 def _unary(onnx_op: str) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+        if onnx_op in ("Ceil", "Floor", "Round") and not dtype_of(node).is_floating_point:
+            return ctx.value(x)
         return ctx.op(onnx_op, ctx.value(x, dtype_of(node)))
 
     convert.__doc__ = f"{onnx_op.lower()}(Tensor self) -> Tensor"
@@ -211,8 +234,11 @@ def _unary(onnx_op: str) -> Callable[..., ir.Value]:
 for _overload, _onnx_op in {
     aten.abs.default: "Abs",
     aten.acos.default: "Acos",
+    aten.acosh.default: "Acosh",
     aten.asin.default: "Asin",
+    aten.asinh.default: "Asinh",
     aten.atan.default: "Atan",
+    aten.atanh.default: "Atanh",
     aten.ceil.default: "Ceil",
     aten.cos.default: "Cos",
     aten.cosh.default: "Cosh",
@@ -223,7 +249,6 @@ for _overload, _onnx_op in {
     aten.reciprocal.default: "Reciprocal",
     aten.round.default: "Round",
     aten.sigmoid.default: "Sigmoid",
-    aten.sign.default: "Sign",
     aten.sin.default: "Sin",
     aten.sinh.default: "Sinh",
     aten.sqrt.default: "Sqrt",
@@ -232,6 +257,16 @@ for _overload, _onnx_op in {
     aten.relu.default: "Relu",
 }.items():
     converts(_overload)(_unary(_onnx_op))
+
+
+@converts(aten.sign.default)
+def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """sign(Tensor self) -> Tensor"""
+    value, dtype = ctx.value(x), dtype_of(x)
+    if not dtype.is_floating_point:
+        return ctx.op("Sign", value)
+    # to torch a NaN has the sign 0
+    return ctx.op("Where", ctx.op("IsNaN", value), ctx.const(0, dtype), ctx.op("Sign", value))
 
 
 @converts(aten.rsqrt.default)
@@ -270,8 +305,48 @@ def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @converts(aten.log2.default)
 def log2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """log2(Tensor self) -> Tensor"""
+    return _log(ctx, node, x, 2)
+
+
+@converts(aten.log10.default)
+def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """log10(Tensor self) -> Tensor"""
+    return _log(ctx, node, x, 10)
+
+
+def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> ir.Value:
     dtype = dtype_of(node)
-    return ctx.op("Mul", ctx.op("Log", ctx.value(x, dtype)), ctx.const(1 / math.log(2), dtype))
+    return ctx.op("Mul", ctx.op("Log", ctx.value(x, dtype)), ctx.const(1 / math.log(base), dtype))
+
+
+@converts(aten.atan2.default)
+def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> ir.Value:
+    """atan2(Tensor self, Tensor other) -> Tensor"""
+    # ONNX has none. atan of the smaller magnitude over the larger, then the octant
+    dtype = dtype_of(node)
+    a, b = ctx.value(y, dtype), ctx.value(x, dtype)
+    pi, zero = ctx.const(math.pi, dtype), ctx.const(0, dtype)
+    size_a, size_b = ctx.op("Abs", a), ctx.op("Abs", b)
+    large, small = ctx.op("Max", size_a, size_b), ctx.op("Min", size_a, size_b)
+    # equal ones have the ratio 1, be they 0 (the angle is 0 then, see below) or infinite
+    ratio = ctx.op("Where", ctx.op("Equal", large, small), ctx.const(1, dtype), ctx.op("Div", small, large))
+    angle = ctx.op("Atan", ratio)
+    angle = ctx.op("Where", ctx.op("Equal", size_a, zero), zero, angle)
+    steep = ctx.op("Greater", size_a, size_b)
+    angle = ctx.op("Where", steep, ctx.op("Sub", ctx.const(math.pi / 2, dtype), angle), angle)
+    # the sign of a zero counts: 1 / -0 is -inf
+    angle = ctx.op("Where", _is_negative(ctx, b, dtype), ctx.op("Sub", pi, angle), angle)
+    angle = ctx.op("Where", _is_negative(ctx, a, dtype), ctx.op("Neg", angle), angle)
+    total = ctx.op("Add", a, b)
+    unordered = ctx.op("Or", ctx.op("IsNaN", a), ctx.op("IsNaN", b))
+    return ctx.op("Where", unordered, total, angle)
+
+
+def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """Whether the sign bit is set."""
+    zero = ctx.const(0, dtype)
+    reciprocal = ctx.op("Less", ctx.op("Reciprocal", value), zero)
+    return ctx.op("Or", ctx.op("Less", value, zero), ctx.op("And", ctx.op("Equal", value, zero), reciprocal))
 
 
 @converts(aten.log1p.default)
@@ -310,10 +385,10 @@ converts(aten.gt.Tensor, aten.gt.Scalar)(_compare("Greater"))
 converts(aten.ge.Tensor, aten.ge.Scalar)(_compare("GreaterOrEqual"))
 
 
-def _logical(onnx_op: str, bool_only: bool) -> Callable[..., ir.Value]:
+def _logical(onnx_op: str, bitwise: bool) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        if bool_only and dtype_of(node) is not torch.bool:
-            raise Unsupported("bitwise op on integers")
+        if bitwise and dtype_of(node) is not torch.bool:
+            return binary(ctx, f"Bitwise{onnx_op}", x, y)
         return ctx.op(onnx_op, ctx.value(x, torch.bool), ctx.value(y, torch.bool))
 
     convert.__doc__ = f"{onnx_op}(Tensor self, Tensor other) -> Tensor"
@@ -322,9 +397,9 @@ def _logical(onnx_op: str, bool_only: bool) -> Callable[..., ir.Value]:
 
 
 for _name, _onnx_op in (("and", "And"), ("or", "Or"), ("xor", "Xor")):
-    converts(getattr(aten, f"logical_{_name}").default)(_logical(_onnx_op, bool_only=False))
+    converts(getattr(aten, f"logical_{_name}").default)(_logical(_onnx_op, bitwise=False))
     _bitwise = getattr(aten, f"bitwise_{_name}")
-    converts(_bitwise.Tensor, _bitwise.Scalar)(_logical(_onnx_op, bool_only=True))
+    converts(_bitwise.Tensor, _bitwise.Scalar)(_logical(_onnx_op, bitwise=True))
 
 
 @converts(aten.logical_not.default)
@@ -336,9 +411,7 @@ def logical_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @converts(aten.bitwise_not.default)
 def bitwise_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """bitwise_not(Tensor self) -> Tensor"""
-    if dtype_of(x) is not torch.bool:
-        raise Unsupported("bitwise op on integers")
-    return ctx.op("Not", ctx.value(x))
+    return ctx.op("Not" if dtype_of(x) is torch.bool else "BitwiseNot", ctx.value(x))
 
 
 @converts(aten.isnan.default)
@@ -408,93 +481,3 @@ def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> ir.V
     if source.is_floating_point and not target.is_floating_point and target is not torch.bool and target.itemsize < 4:
         raise Unsupported(f"a cast from {source} to {target}: out-of-range values wrap differently")
     return ctx.value(x, target)
-
-
-# activations
-
-
-@converts(aten.gelu.default)
-def gelu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, approximate: str = "none") -> ir.Value:
-    """gelu(Tensor self, *, str approximate='none') -> Tensor"""
-    if dtype_of(x) is not torch.float32:
-        return _gelu_expanded(ctx, x, approximate)
-    # FastGelu is the tanh form (contrib ops, CPU and CUDA)
-    return ctx.ms("Gelu" if approximate == "none" else "FastGelu", ctx.value(x))
-
-
-def _gelu_expanded(ctx: GraphBuilder, x: fx.Node, approximate: str) -> ir.Value:
-    dtype, value = dtype_of(x), ctx.value(x)
-    if approximate == "none":
-        inner = ctx.op("Erf", ctx.op("Mul", value, ctx.const(math.sqrt(0.5), dtype)))
-    else:
-        cube = ctx.op("Mul", ctx.op("Mul", value, value), ctx.op("Mul", value, ctx.const(0.044715, dtype)))
-        scaled = ctx.op("Mul", ctx.op("Add", value, cube), ctx.const(math.sqrt(2 / math.pi), dtype))
-        inner = ctx.op("Tanh", scaled)
-    half = ctx.op("Mul", value, ctx.const(0.5, dtype))
-    return ctx.op("Mul", half, ctx.op("Add", inner, ctx.const(1, dtype)))
-
-
-@converts(aten.silu.default)
-def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """silu(Tensor self) -> Tensor"""
-    value = ctx.value(x)
-    return ctx.op("Mul", value, ctx.op("Sigmoid", value))
-
-
-@converts(aten.leaky_relu.default)
-def leaky_relu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, negative_slope: Scalar = 0.01) -> ir.Value:
-    """leaky_relu(Tensor self, Scalar negative_slope=0.01) -> Tensor"""
-    dtype, value = dtype_of(x), ctx.value(x)
-    if dtype is torch.float64:  # ONNX attributes are float32
-        positive = ctx.op("Greater", value, ctx.const(0, dtype))
-        return ctx.op("Where", positive, value, ctx.op("Mul", value, ctx.const(negative_slope, dtype)))
-    return ctx.op("LeakyRelu", value, alpha=float(negative_slope))
-
-
-@converts(aten.elu.default)
-def elu(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1
-) -> ir.Value:
-    """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
-    if input_scale != 1:
-        raise Unsupported(f"elu with input_scale={input_scale}")
-    dtype, value = dtype_of(x), ctx.value(x)
-    if dtype is torch.float64:  # ONNX attributes are float32
-        negative = ctx.op("Mul", ctx.op("Elu", value), ctx.const(alpha, dtype))
-        value = ctx.op("Where", ctx.op("Greater", value, ctx.const(0, dtype)), value, negative)
-    else:
-        value = ctx.op("Elu", value, alpha=float(alpha))
-    return value if scale == 1 else ctx.op("Mul", value, ctx.const(scale, dtype))
-
-
-@converts(aten.softplus.default)
-def softplus(ctx: GraphBuilder, node: fx.Node, x: fx.Node, beta: Scalar = 1, threshold: Scalar = 20) -> ir.Value:
-    """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
-    dtype, value = dtype_of(x), ctx.value(x)
-    scaled = value if beta == 1 else ctx.op("Mul", value, ctx.const(beta, dtype))
-    smooth = ctx.op("Softplus", scaled)
-    if beta != 1:
-        smooth = ctx.op("Mul", smooth, ctx.const(1 / beta, dtype))
-    return ctx.op("Where", ctx.op("Greater", scaled, ctx.const(threshold, dtype)), value, smooth)
-
-
-@converts(aten.hardtanh.default)
-def hardtanh(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min_val: Scalar = -1, max_val: Scalar = 1) -> ir.Value:
-    """hardtanh(Tensor self, Scalar min_val=-1, Scalar max_val=1) -> Tensor"""
-    return clamp(ctx, node, x, min_val, max_val)
-
-
-@converts(aten.hardsigmoid.default)
-def hardsigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """hardsigmoid(Tensor self) -> Tensor"""
-    dtype, value = dtype_of(x), ctx.value(x)
-    if dtype is torch.float64:  # ONNX attributes are float32
-        line = ctx.op("Div", ctx.op("Add", value, ctx.const(3, dtype)), ctx.const(6, dtype))
-        return ctx.op("Clip", line, ctx.const(0, dtype), ctx.const(1, dtype))
-    return ctx.op("HardSigmoid", value, alpha=1 / 6, beta=0.5)
-
-
-@converts(aten.hardswish.default)
-def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """hardswish(Tensor self) -> Tensor"""
-    return ctx.op("Mul", ctx.value(x), hardsigmoid(ctx, node, x))

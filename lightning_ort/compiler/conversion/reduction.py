@@ -96,15 +96,21 @@ def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim
 # extrema
 
 
+def extremum(
+    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, dims: Dims = None, keepdim: bool = False
+) -> ir.Value:
+    """ReduceMax or ReduceMin of ``value``, which has the shape of ``x``, and the dtype of the result."""
+    result = reduce(ctx, onnx_op, x, value, dims, keepdim)
+    if not dtype_of(x).is_floating_point:
+        return result
+    # torch hands a NaN on, onnxruntime 1.19 only where it meets it first
+    poisoned = _any(ctx, x, ctx.op("IsNaN", value), dims, keepdim)
+    return ctx.op("Where", poisoned, ctx.const(math.nan, dtype_of(x)), result)
+
+
 def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
-        value, dtype = ctx.value(x), dtype_of(x)
-        result = reduce(ctx, onnx_op, x, value, dim, keepdim)
-        if not dtype.is_floating_point:
-            return result
-        # torch hands a NaN on, onnxruntime 1.19 only where it meets it first
-        poisoned = _any(ctx, x, ctx.op("IsNaN", value), dim, keepdim)
-        return ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
+        return extremum(ctx, onnx_op, x, ctx.value(x), dim, keepdim)
 
     convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
     convert.__qualname__ = f"extremum_{onnx_op.lower()}"
@@ -122,17 +128,27 @@ def _arg_extremum(
         raise Unsupported("a reduction of an empty tensor")
     value = ctx.value(x)
     if rank_of(x) == 0:
-        return ctx.op("Squeeze", ctx.op(onnx_op, ctx.op("Unsqueeze", value, ctx.ints([0])), axis=0))
+        return ctx.const(0, torch.int64)
     if dim is None:
-        index = ctx.op(onnx_op, ctx.op("Reshape", value, ctx.ints([-1])), axis=0, keepdims=0)
+        index = _arg_along(ctx, onnx_op, x, ctx.op("Reshape", value, ctx.ints([-1])), 0, keepdim=False)
         return ctx.op("Reshape", index, ctx.ints([1] * rank_of(x))) if keepdim else index
-    return ctx.op(onnx_op, value, axis=dim, keepdims=int(keepdim))
+    return _arg_along(ctx, onnx_op, x, value, dim, keepdim)
+
+
+def _arg_along(ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, axis: int, keepdim: bool) -> ir.Value:
+    index = ctx.op(onnx_op, value, axis=axis, keepdims=int(keepdim))
+    if not dtype_of(x).is_floating_point:
+        return index
+    # of a row with a NaN torch returns the first NaN's index, onnxruntime 1.19 and 1.31 that of a number
+    is_nan = ctx.cast(ctx.op("IsNaN", value), torch.int32)
+    first = ctx.op("ArgMax", is_nan, axis=axis, keepdims=int(keepdim))
+    poisoned = ctx.cast(ctx.op("ReduceMax", is_nan, ctx.ints([axis]), keepdims=int(keepdim)), torch.bool)
+    return ctx.op("Where", poisoned, first, index)
 
 
 @converts(aten.argmax.default)
 def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> ir.Value:
     """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
-    # of a row with a NaN torch returns the NaN's index, onnxruntime 1.19 and 1.31 that of a number
     return _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
@@ -145,13 +161,32 @@ def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None,
 @converts(aten.max.dim)
 def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
-    return reduce(ctx, "ReduceMax", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
+    values = extremum(ctx, "ReduceMax", x, ctx.value(x), dim, keepdim)
+    return values, _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
 @converts(aten.min.dim)
 def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
-    return reduce(ctx, "ReduceMin", x, ctx.value(x), dim, keepdim), _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+    values = extremum(ctx, "ReduceMin", x, ctx.value(x), dim, keepdim)
+    return values, _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+
+
+# sorting
+
+
+def _top(ctx: GraphBuilder, x: fx.Node, k: ir.Value, **attributes: int) -> tuple[ir.Value, ir.Value]:
+    """The first ``k`` values and their indices; among equals the lower index comes first."""
+    value, dtype = ctx.value(x), dtype_of(x)
+    if not dtype.is_floating_point:
+        return ctx.op("TopK", value, k, outputs=2, **attributes)
+    # to torch a NaN is greater than infinity, to onnxruntime (1.19, 1.31) it is nowhere. So infinity becomes a number
+    # beyond all others, and NaN infinity; in float64 that number is the largest there is.
+    largest = 1e300 if dtype is torch.float32 else torch.finfo(torch.float64).max
+    wide = ctx.op("Min", ctx.value(x, torch.float64), ctx.const(largest, torch.float64))
+    keys = ctx.op("Where", ctx.op("IsNaN", value), ctx.const(math.inf, torch.float64), wide)
+    _, indices = ctx.op("TopK", keys, k, outputs=2, **attributes)
+    return ctx.op("GatherElements", value, indices, axis=attributes["axis"]), indices
 
 
 @converts(aten.topk.default)
@@ -161,7 +196,7 @@ def topk(
     """topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor, Tensor)"""
     if rank_of(x) == 0:
         raise Unsupported("topk of a scalar")
-    return ctx.op("TopK", ctx.value(x), ctx.sizes([k]), axis=dim, largest=int(largest), sorted=int(sorted), outputs=2)
+    return _top(ctx, x, ctx.sizes([k]), axis=dim, largest=int(largest), sorted=int(sorted))
 
 
 @converts(aten.sort.default)
@@ -171,10 +206,8 @@ def sort(
     """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     if rank_of(x) == 0:
         raise Unsupported("sort of a scalar")
-    # among equals TopK takes the lower index first, so it is a stable sort
-    size = count(ctx, x, dim, torch.int64)
-    k = ctx.op("Reshape", size, ctx.ints([1]))
-    return ctx.op("TopK", ctx.value(x), k, axis=dim, largest=int(descending), sorted=1, outputs=2)
+    k = ctx.op("Reshape", count(ctx, x, dim, torch.int64), ctx.ints([1]))
+    return _top(ctx, x, k, axis=dim, largest=int(descending), sorted=1)
 
 
 @converts(aten.sort.stable)
@@ -278,6 +311,6 @@ def vector_norm(
         return reduce(ctx, "ReduceSum", x, nonzero, dim, keepdim)
     size = ctx.op("Abs", value)
     if math.isinf(ord):
-        return reduce(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, size, dim, keepdim)
+        return extremum(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, size, dim, keepdim)
     total = reduce(ctx, "ReduceSum", x, ctx.op("Pow", size, ctx.const(ord, result)), dim, keepdim)
     return ctx.op("Pow", total, ctx.const(1 / ord, result))

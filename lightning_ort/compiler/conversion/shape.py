@@ -185,6 +185,31 @@ def constant_pad_nd(ctx: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[
     return ctx.op("Pad", ctx.value(x), ctx.ints(before + after), ctx.const(value, dtype_of(x)))
 
 
+@converts(aten.as_strided.default)
+def as_strided(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> ir.Value:
+    """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
+    val, offset = x.meta["val"], storage_offset or 0
+    if not static([*shape_of(x), *size, *stride, offset]) or 0 in (*shape_of(x), *size):
+        raise Unsupported("as_strided of symbolic or no size", ReasonType.DYNAMIC_SHAPE)
+    last = offset + sum((s - 1) * step for s, step in zip(size, stride, strict=True))  # type: ignore[operator]
+    # it reads the memory behind x, which is known here only where x is all of it
+    if not val.is_contiguous() or val.storage_offset() != 0 or last >= val.numel():
+        raise Unsupported("as_strided that reads beyond a contiguous tensor")
+    index = ctx.ints(offset)  # type: ignore[arg-type]
+    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+        steps = ctx.op("Mul", ctx.op("Range", ctx.ints(0), ctx.ints(length), ctx.ints(1)), ctx.ints(step))  # type: ignore[arg-type]
+        column = ctx.op("Reshape", steps, ctx.ints([-1] + [1] * (len(size) - 1 - dim)))
+        index = ctx.op("Add", index, column)
+    return ctx.op("Gather", ctx.op("Reshape", ctx.value(x), ctx.ints([-1])), index, axis=0)
+
+
 # tensors made from sizes
 
 
