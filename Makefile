@@ -10,10 +10,10 @@ TEST_ARGS ?=
 TEST_WORKERS ?= auto
 DEMO_ARGS ?=
 
-.PHONY: help install test coverage demo digits lint format bench docs clean distclean
+.PHONY: help install test coverage demo digits lint format bench docs conformance clean distclean
 
 help:
-	@echo "make install | test | coverage | demo | digits | lint | format | bench | docs | clean | distclean"
+	@echo "make install | test | coverage | demo | digits | lint | format | bench | docs | conformance | clean | distclean"
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS="
 
 install: $(INSTALLED)
@@ -55,6 +55,10 @@ bench: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
+
+# the pages that are found out by running things
+conformance: $(INSTALLED)
+	$(BIN)/python -m docs.conformance.ops
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
