@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from lightning_ort.compiler.conversion import CONVERTERS
 from lightning_ort.compiler.partitioning import is_view
+from lightning_ort.compiler.runtime import memory_order
 from lightning_ort.config import Recompute
 
 log = logging.getLogger(__name__)
@@ -163,9 +164,14 @@ def draw_masks_first(gm: fx.GraphModule) -> None:
         sizes = _sizes_without(x, gm)
         if not train or p in (0, 1) or val.device.type != "cpu" or sizes is None:
             continue
+        with val.fake_mode:
+            order = memory_order(torch.empty_like(val))  # in which eager fills the mask
         with gm.graph.inserting_before(node):
-            empty = _call(gm, aten.empty.memory_format, (sizes,), {"dtype": torch.bool, "device": val.device})
+            shape = [sizes[dim] for dim in order]
+            empty = _call(gm, aten.empty.memory_format, (shape,), {"dtype": torch.bool, "device": val.device})
             mask = _call(gm, aten.bernoulli.p, (empty, 1 - p))
+            if order != sorted(order):
+                mask = _call(gm, aten.permute.default, (mask, [order.index(dim) for dim in range(len(order))]))
             kept = _call(gm, aten.mul.Tensor, (x, mask))
             scaled = _call(gm, aten.mul.Tensor, (kept, 1 / (1 - p)))
         for user in list(node.users):  # all getitem

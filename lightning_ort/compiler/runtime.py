@@ -270,11 +270,17 @@ def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, fx.Node]]:
 
 def _like_meta(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
     """The tensor in the dense layout that its node had when it was traced."""
-    val = node.meta["val"]
-    steps = [(int_hint(stride), int_hint(size)) for stride, size in zip(val.stride(), val.shape, strict=True)]
-    order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
-    inverse = sorted(range(val.dim()), key=order.__getitem__)
+    order = memory_order(node.meta["val"])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(inverse)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dimensions of a dense tensor from the slowest to the fastest."""
+    if is_contiguous_or_false(x):
+        return list(range(x.dim()))
+    steps = [(int_hint(stride), int_hint(size)) for stride, size in zip(x.stride(), x.shape, strict=True)]
+    return sorted(range(x.dim()), key=steps.__getitem__, reverse=True)
 
 
 def int_hint(size: Any) -> int:

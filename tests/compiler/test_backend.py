@@ -102,6 +102,17 @@ def test_dropout_draws_the_masks_of_eager_and_does_not_cut_the_region():
     assert [region.executor for region in forward.regions] == ["torch", "ort"]
 
 
+@pytest.mark.parametrize("change", [lambda x: x.transpose(0, 2), lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2]])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dropout_of_a_view_draws_the_mask_of_eager(change, dynamic):
+    class Net(DropoutNet):
+        def forward(self, x):
+            x = change(x)  # eager draws in the order of memory
+            return self.second(self.drop(torch.relu(self.first(self.drop(x) @ x.new_ones(x.shape[-1], 16)))))
+
+    assert_same_training_step(Net(), (torch.randn(5, 6, 7),), always(dynamic=dynamic))
+
+
 def test_random_ops_keep_their_order():
     def f(x):
         a = torch.rand_like(x) + x  # depends on nothing
