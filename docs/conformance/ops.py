@@ -45,7 +45,8 @@ backward, and compared with eager: no result differs. Operations that are broken
 those.
 
 **{some} of {total} ({percent} %) run on ONNX Runtime**, {whole} of them with every sample and their gradients;
-{standard} run there with the `standard` kernels. What stays in torch is as correct and trains as well; it ends a region.
+{standard} run there with the `standard` kernels. What stays in torch is as correct and trains as well; it ends a
+region.
 
 - *forward*, *backward*: who ran the samples in float32 with the `training` kernels. `2 of 3`: that many of the samples
   ran on ONNX Runtime. A dash: not differentiable, or the gradient is handed through.

@@ -207,6 +207,12 @@ op("matmul_broadcast", torch.matmul, normal(2, 3, 4, 6), normal(6, 3))
 op("linear", F.linear, normal(2, 3, 6), normal(4, 6), normal(4))
 op("linear_flat", F.linear, X, normal(4, 6), normal(4))
 op("linear_vector", F.linear, normal(6), normal(4, 6), normal(4))
+op(
+    "empty_products",
+    lambda x, y: (x @ y, torch.addmm(x.new_ones(3), x, y), x.t() @ x),
+    *(normal(4, 0), normal(0, 3)),
+    in_torch=dict.fromkeys((F32, F64), frozenset({"aten.mm.default", "aten.addmm.default"})),
+)
 op("dot_mv", lambda x, y, w: (torch.dot(x, y), torch.mv(w, x)), normal(6), normal(6), X)
 op("einsum", lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y), normal(2, 3, 4, 5), normal(2, 3, 6, 5))
 
@@ -244,6 +250,8 @@ op("as_strided", lambda x: x.as_strided((3, 2), (6, 1), 2) * 2, X.fixed())
 op("diagonal", lambda x: (x.diagonal() * 2, x.diagonal(-1) * 3, x.diagonal(2) * 4), X)
 op("diagonal_dims", lambda x: x.diagonal(1, -1, 0) * 2, CUBE)
 op("diagonal_scatter", lambda x, y: torch.diagonal_scatter(x, y, 1, 0, 2), CUBE, normal(3, 2))
+op("flip_scalar", lambda x: x.flip(0) * 2, normal())
+op("repeat_scalar", lambda x: (x.repeat(()) * 2, x.repeat(3)), normal())
 op("flip", lambda x: x.flip(0, -1) * 2, CUBE)
 op("roll", lambda x: x.roll(1, 0) * 2, X)
 op("pad", lambda x: F.pad(x, (1, 2, 0, 1), value=3.0), CUBE)
@@ -276,6 +284,7 @@ op("argmax_nan", lambda x: (x.argmax(), x.argmin(), x.argmax(-1), x.argmin(0, ke
 op("max_nan", lambda x: (*x.max(-1), *x.min(0, keepdim=True)), NAN_ROWS.fixed())
 op("sort_nan", lambda x: (*x.sort(dim=-1, stable=True), *x.sort(dim=0, descending=True, stable=True)), NAN_ROWS.fixed())
 op("topk_nan", lambda x: (x.topk(3).values, x.topk(3, 0, largest=False).values), NAN_ROWS.fixed())
+data("norm_in_float64", lambda x: torch.linalg.vector_norm(x, INF, dtype=F64), NAN_ROWS.fixed())
 op("norms_nan", lambda x: (x.norm(p=INF, dim=0), x.norm(p=-INF, dim=1), x.norm(dim=1)), NAN_ROWS.fixed())
 op("argmax_zero_dim", lambda x: x.argmax(0), normal().fixed())
 op("var", lambda x: (x.var(), x.var(-1), x.var((0, 1), correction=0, keepdim=True)), CUBE)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of
+from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.conversion.nn import channel_axes, grouped, layer_norm_scale, per_channel, work_dtype
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
@@ -230,6 +230,8 @@ def layer_norm_backward(
     output_mask: Sequence[bool],
 ) -> Gradients:
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
+    if 0 in shape_of(x):
+        raise Unsupported("a layer norm of an empty tensor")
     if dtype_of(x) is torch.float32 and ctx.has("LayerNormalizationGrad"):
         scale = layer_norm_scale(ctx, weight, normalized_shape, torch.float32)
         inputs = [ctx.value(arg) for arg in (mean, rstd)]

@@ -110,13 +110,19 @@ def gather(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
 ) -> ir.Value:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
-    _refuse_scalars("gather", x, index)
+    _check_ranks("gather", x, index)
     return ctx.op("GatherElements", ctx.value(x), ctx.value(index, torch.int64), axis=dim)
 
 
 def _refuse_scalars(name: str, *nodes: fx.Node) -> None:
     if any(rank_of(node) == 0 for node in nodes):
         raise Unsupported(f"{name} on a scalar")
+
+
+def _check_ranks(name: str, x: fx.Node, index: fx.Node) -> None:
+    _refuse_scalars(name, x, index)
+    if rank_of(x) != rank_of(index):  # torch lets it pass where the index is empty
+        raise Unsupported(f"{name} by an index of another rank")
 
 
 # writing
@@ -140,21 +146,21 @@ def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype
 @converts(aten.scatter.src)
 def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
     """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
-    _refuse_scalars("scatter", x, index)
+    _check_ranks("scatter", x, index)
     return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), None)
 
 
 @converts(aten.scatter.value)
 def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> ir.Value:
     """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
-    _refuse_scalars("scatter", x, index)
+    _check_ranks("scatter", x, index)
     return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.const(value, dtype_of(x)), ctx.shape_tensor(index)), None)
 
 
 @converts(aten.scatter_add.default)
 def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
     """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
-    _refuse_scalars("scatter_add", x, index)
+    _check_ranks("scatter_add", x, index)
     return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), "add")
 
 
@@ -181,7 +187,7 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> ir.Value:
     """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""  # noqa: E501
-    _refuse_scalars("scatter_reduce", x, index)
+    _check_ranks("scatter_reduce", x, index)
     dtype = dtype_of(x)
     if not dtype.is_floating_point:
         raise Unsupported(f"scatter_reduce of {dtype}")

@@ -30,9 +30,15 @@ def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[ir.Value, int]:
     return ctx.value(x), 0
 
 
-def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def _check_product(node: fx.Node, x: fx.Node) -> None:
     if not dtype_of(node).is_floating_point:
         raise Unsupported(f"a matrix product of {dtype_of(node)}")
+    if 0 in (*shape_of(x), *shape_of(node)):
+        raise Unsupported("a matrix product of empty tensors")
+
+
+def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+    _check_product(node, x)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
     if rank_of(node) == 2:
@@ -62,8 +68,7 @@ def addmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> ir.Value:
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    if not dtype_of(node).is_floating_point:
-        raise Unsupported(f"a matrix product of {dtype_of(node)}")
+    _check_product(node, x)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
     scale: dict[str, Any] = {"alpha": float(alpha)} if alpha != 1 else {}
@@ -92,12 +97,14 @@ def baddbmm(
 @converts(aten.dot.default)
 def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
     """dot(Tensor self, Tensor tensor) -> Tensor"""
+    _check_product(node, x)
     return ctx.op("MatMul", ctx.value(x), ctx.value(y))
 
 
 @converts(aten.mv.default)
 def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
     """mv(Tensor self, Tensor vec) -> Tensor"""
+    _check_product(node, x)
     # as a matrix of one column: onnxruntime 1.19 fuses a transpose into a MatMul with a vector and gets it wrong
     a, trans_a = _untransposed(ctx, x)
     column = ctx.op("Unsqueeze", ctx.value(vec), ctx.ints([1]))
@@ -107,6 +114,7 @@ def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
 @converts(aten.linear.default)
 def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: Any = None) -> ir.Value:
     """linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"""
+    _check_product(node, x)
     if rank_of(x) == 2 and len(shape_of(weight)) == 2:
         inputs = [ctx.value(x), ctx.value(weight)] + ([ctx.value(bias)] if bias is not None else [])
         return ctx.op("Gemm", *inputs, transB=1)

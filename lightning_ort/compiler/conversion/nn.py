@@ -87,6 +87,8 @@ def native_layer_norm(
     eps: float,
 ) -> tuple[ir.Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
+    if 0 in shape_of(x):
+        raise Unsupported("a layer norm of an empty tensor")
     dtype = dtype_of(x)
     scale = layer_norm_scale(ctx, weight, normalized_shape, dtype)
     shift = None if bias is None else ctx.value(bias, dtype)
@@ -343,6 +345,8 @@ def convolution(
     }
     if transposed:
         attributes["output_padding"] = spread(output_padding, spatial, "a padding")
+        if any(pad >= step for pad, step in zip(attributes["output_padding"], attributes["strides"], strict=True)):
+            raise Unsupported("an output_padding not below the stride: onnxruntime 1.19 gets it wrong")
         return ctx.op("ConvTranspose", *inputs, **attributes)
     return ctx.op("Conv", *inputs, **attributes)
 

@@ -97,20 +97,26 @@ def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim
 
 
 def extremum(
-    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, dims: Dims = None, keepdim: bool = False
+    ctx: GraphBuilder,
+    onnx_op: str,
+    x: fx.Node,
+    value: ir.Value,
+    dtype: torch.dtype,
+    dims: Dims = None,
+    keepdim: bool = False,
 ) -> ir.Value:
-    """ReduceMax or ReduceMin of ``value``, which has the shape of ``x``, and the dtype of the result."""
+    """ReduceMax or ReduceMin of ``value``, which has the shape of ``x`` and is of ``dtype``."""
     result = reduce(ctx, onnx_op, x, value, dims, keepdim)
-    if not dtype_of(x).is_floating_point:
+    if not dtype.is_floating_point:
         return result
     # torch hands a NaN on, onnxruntime 1.19 only where it meets it first
     poisoned = _any(ctx, x, ctx.op("IsNaN", value), dims, keepdim)
-    return ctx.op("Where", poisoned, ctx.const(math.nan, dtype_of(x)), result)
+    return ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
 
 
 def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
-        return extremum(ctx, onnx_op, x, ctx.value(x), dim, keepdim)
+        return extremum(ctx, onnx_op, x, ctx.value(x), dtype_of(x), dim, keepdim)
 
     convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
     convert.__qualname__ = f"extremum_{onnx_op.lower()}"
@@ -161,14 +167,14 @@ def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None,
 @converts(aten.max.dim)
 def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
-    values = extremum(ctx, "ReduceMax", x, ctx.value(x), dim, keepdim)
+    values = extremum(ctx, "ReduceMax", x, ctx.value(x), dtype_of(x), dim, keepdim)
     return values, _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
 @converts(aten.min.dim)
 def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
     """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
-    values = extremum(ctx, "ReduceMin", x, ctx.value(x), dim, keepdim)
+    values = extremum(ctx, "ReduceMin", x, ctx.value(x), dtype_of(x), dim, keepdim)
     return values, _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
 
 
@@ -311,6 +317,6 @@ def vector_norm(
         return reduce(ctx, "ReduceSum", x, nonzero, dim, keepdim)
     size = ctx.op("Abs", value)
     if math.isinf(ord):
-        return extremum(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, size, dim, keepdim)
+        return extremum(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, size, result, dim, keepdim)
     total = reduce(ctx, "ReduceSum", x, ctx.op("Pow", size, ctx.const(ord, result)), dim, keepdim)
     return ctx.op("Pow", total, ctx.const(1 / ord, result))

@@ -92,6 +92,8 @@ def expand(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size], *
 def repeat(ctx: GraphBuilder, node: fx.Node, x: fx.Node, repeats: Sequence[Size]) -> ir.Value:
     """repeat(Tensor self, SymInt[] repeats) -> Tensor"""
     value = ctx.value(x)
+    if not repeats:  # of a scalar
+        return value
     extra = len(repeats) - rank_of(x)
     if extra:
         value = ctx.op("Unsqueeze", value, ctx.ints(list(range(extra))))
@@ -166,8 +168,10 @@ def unbind(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = 0) -> tuple[
 @converts(aten.flip.default)
 def flip(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
     """flip(Tensor self, int[] dims) -> Tensor"""
-    if not dims:
+    if not dims or rank_of(x) == 0:
         return ctx.value(x)
+    if 0 in shape_of(x):
+        raise Unsupported("a flip of an empty tensor")
     count = len(dims)
     last, first = ctx.ints([-1] * count), ctx.ints([-(2**63) + 1] * count)
     return ctx.op("Slice", ctx.value(x), last, first, ctx.ints(list(dims)), ctx.ints([-1] * count))
