@@ -197,6 +197,7 @@ op("log_softmax_masked", lambda x: torch.log_softmax(x, -1), values([[0.0, -INF,
 
 op("mm", torch.mm, normal(4, 6), normal(6, 3))
 op("mm_transposed", lambda x, y: x.t() @ y.t(), normal(6, 4), normal(3, 6))
+op("mm_of_what_stays", lambda x, y: (x.transpose(1, -1) @ y, y.permute(0, 1).t() @ x), normal(3, 3), normal(3, 3))
 op("mm_strided", torch.mm, normal(6, 4).viewed(lambda x: x.t()), normal(6, 3))
 op("addmm", lambda b, x, y: torch.addmm(b, x, y, alpha=0.5, beta=2), normal(3), normal(4, 6), normal(6, 3))
 op("addmm_no_beta", lambda b, x, y: torch.addmm(b, x, y, beta=0), values([NAN] * 3).fixed(), X, normal(6, 3))

@@ -234,6 +234,11 @@ class GraphBuilder:
             self._casts[key] = self.op("Cast", value, to=int(DTYPES[dtype]))
         return self._casts[key]
 
+    def transpose(self, value: ir.Value, perm: Sequence[int]) -> ir.Value:
+        """Permute the dimensions."""
+        # not even a Transpose that leaves them: onnxruntime 1.19 folds any before a Gemm into it, as a swap
+        return value if list(perm) == list(range(len(perm))) else self.op("Transpose", value, perm=list(perm))
+
     def sizes(self, sizes: Sequence[int | fx.Node]) -> ir.Value:
         """A shape as a 1-D int64 value; symbolic entries are read from their int64 scalars."""
         if all(isinstance(size, int) for size in sizes):

@@ -57,10 +57,6 @@ def _front(dims: Sequence[int], rank: int) -> list[int]:
     return [*dims, *(dim for dim in range(rank) if dim not in dims)]
 
 
-def _transpose(ctx: GraphBuilder, value: ir.Value, perm: Sequence[int]) -> ir.Value:
-    return value if list(perm) == list(range(len(perm))) else ctx.op("Transpose", value, perm=list(perm))
-
-
 def _inverse(perm: Sequence[int]) -> list[int]:
     return [list(perm).index(dim) for dim in range(len(perm))]
 
@@ -85,8 +81,8 @@ def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> ir.
     if len(dims) == 1:
         return ctx.op("Gather", ctx.value(x), ctx.value(tensors[0], torch.int64), axis=dims[0])  # type: ignore[arg-type]
     rows = _index_rows(ctx, tensors)  # type: ignore[arg-type]
-    result = ctx.op("GatherND", _transpose(ctx, ctx.value(x), _front(dims, rank)), rows)
-    return _transpose(ctx, result, _result_order(dims, rank, rank_of(node) - (rank - len(dims))))
+    result = ctx.op("GatherND", ctx.transpose(ctx.value(x), _front(dims, rank)), rows)
+    return ctx.transpose(result, _result_order(dims, rank, rank_of(node) - (rank - len(dims))))
 
 
 def _result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
@@ -243,15 +239,15 @@ def index_put(
     added = max(rank_of(tensor) for tensor in tensors)  # type: ignore[arg-type]
     # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
     front, back = _front(dims, rank), _result_order(dims, rank, added)
-    moved = _transpose(ctx, ctx.value(x), front)
+    moved = ctx.transpose(ctx.value(x), front)
     parts = [ctx.op("Shape", rows, end=added), ctx.op("Shape", moved, start=len(dims))]
     shape = ctx.op("Concat", *parts, axis=0)  # of the values with the indexed dimensions first
     updates = ctx.value(values, dtype_of(x))
     if back != list(range(len(back))):
         shape = ctx.op("Gather", shape, ctx.ints(back))
-    updates = _transpose(ctx, ctx.op("Expand", updates, shape), _inverse(back))
+    updates = ctx.transpose(ctx.op("Expand", updates, shape), _inverse(back))
     written = ctx.op("ScatterND", moved, rows, updates, reduction="add" if accumulate else None)
-    return _transpose(ctx, written, _inverse(front))
+    return ctx.transpose(written, _inverse(front))
 
 
 @converts(aten.index_add.default)
@@ -273,8 +269,8 @@ def _write_rows(
 ) -> ir.Value:
     """Write to the entries of one dimension that ``rows`` [k, 1] lists."""
     perm = _front([axis], rank)
-    moved, updates = _transpose(ctx, x, perm), _transpose(ctx, updates, perm)
-    return _transpose(ctx, ctx.op("ScatterND", moved, rows, updates, reduction=reduction), _inverse(perm))
+    moved, updates = ctx.transpose(x, perm), ctx.transpose(updates, perm)
+    return ctx.transpose(ctx.op("ScatterND", moved, rows, updates, reduction=reduction), _inverse(perm))
 
 
 @converts(aten.embedding_dense_backward.default)
@@ -443,7 +439,7 @@ def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[lis
 def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
     """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
     perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    flat = ctx.op("Reshape", _transpose(ctx, ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
+    flat = ctx.op("Reshape", ctx.transpose(ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
     return ctx.op("Gather", flat, ctx.ints(places), axis=-1)
 
 
@@ -453,11 +449,11 @@ def diagonal_scatter(
 ) -> ir.Value:
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    moved = _transpose(ctx, ctx.value(x), perm)
+    moved = ctx.transpose(ctx.value(x), perm)
     flat = ctx.op("Reshape", moved, ctx.ints([0] * (len(perm) - 2) + [size]))
     rows = ctx.const([[place] for place in places], torch.int64)
     written = _write_rows(ctx, flat, rows, ctx.value(src, dtype_of(x)), len(perm) - 2, len(perm) - 1, None)
-    return _transpose(ctx, ctx.op("Reshape", written, ctx.op("Shape", moved)), _inverse(perm))
+    return ctx.transpose(ctx.op("Reshape", written, ctx.op("Shape", moved)), _inverse(perm))
 
 
 @converts(aten.tril.default)

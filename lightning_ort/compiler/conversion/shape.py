@@ -53,14 +53,14 @@ def transpose(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int
     if not perm:
         return ctx.value(x)
     perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
-    return ctx.op("Transpose", ctx.value(x), perm=perm)
+    return ctx.transpose(ctx.value(x), perm)
 
 
 @converts(aten.permute.default)
 def permute(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
     rank = rank_of(x)
-    return ctx.op("Transpose", ctx.value(x), perm=[dim % rank for dim in dims]) if rank else ctx.value(x)
+    return ctx.transpose(ctx.value(x), [dim % rank for dim in dims])
 
 
 @converts(aten.unsqueeze.default)
