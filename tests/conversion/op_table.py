@@ -356,10 +356,15 @@ op("triangles", lambda x: (x.tril(), x.triu(1), x.tril(-1)), X)
 
 op("embedding", lambda w, i: F.embedding(i, w), normal(7, 4), ints(2, 5, high=7))
 op("embedding_padding", lambda w, i: F.embedding(i, w, padding_idx=2), normal(7, 4), ints(2, 5, high=7))
-LAYER_NORM = {**GRADS, "no_f64": "native_layer_norm.default"}
-op("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), CUBE, normal(4), normal(4), **LAYER_NORM)
-op("layer_norm_2d", lambda x, w, b: F.layer_norm(x, (3, 4), w, b), CUBE, normal(3, 4), normal(3, 4), **LAYER_NORM)
-op("layer_norm_plain", lambda x: F.layer_norm(x, (4,)), CUBE, **LAYER_NORM)
+op("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), CUBE, normal(4), normal(4), **GRADS)
+op(
+    "layer_norm_shifted",
+    lambda x, w, b: F.layer_norm(x, (64,), w, b),
+    *(normal(4, 64, shift=1000).fixed(), normal(64).fixed(), normal(64).fixed()),
+    tolerance={F32: (1e-3, 1e-3)},
+)
+op("layer_norm_2d", lambda x, w, b: F.layer_norm(x, (3, 4), w, b), CUBE, normal(3, 4), normal(3, 4), **GRADS)
+op("layer_norm_plain", lambda x: F.layer_norm(x, (4,)), CUBE, **GRADS)
 op("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), CUBE, normal(4))
 op("group_norm", lambda x, w, b: F.group_norm(x, 3, w, b), normal(2, 6, 5), normal(6), normal(6))
 op("instance_norm", lambda x, w, b: F.instance_norm(x, weight=w, bias=b), normal(2, 3, 5), normal(3), normal(3))

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.conversion.nn import channel_axes, grouped, layer_norm_scale, per_channel, work_dtype
+from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
@@ -216,6 +216,14 @@ def _masked(values: Sequence[Any], output_mask: Sequence[bool]) -> Gradients:
     return tuple(make() if wanted else None for make, wanted in zip(values, output_mask, strict=True))
 
 
+def _scale(ctx: GraphBuilder, weight: fx.Node | None, normalized_shape: Sequence[Any], dtype: torch.dtype) -> ir.Value:
+    """The scale of a layer norm; ones where the layer has none."""
+    if weight is not None:
+        return ctx.value(weight, dtype)
+    sizes = static_sizes(normalized_shape, "a layer norm without weight")
+    return ctx.const(torch.ones(sizes).tolist(), dtype)
+
+
 @converts(aten.native_layer_norm_backward.default)
 def layer_norm_backward(
     ctx: GraphBuilder,
@@ -233,7 +241,7 @@ def layer_norm_backward(
     if 0 in shape_of(x):
         raise Unsupported("a layer norm of an empty tensor")
     if dtype_of(x) is torch.float32 and ctx.has("LayerNormalizationGrad"):
-        scale = layer_norm_scale(ctx, weight, normalized_shape, torch.float32)
+        scale = _scale(ctx, weight, normalized_shape, torch.float32)
         inputs = [ctx.value(arg) for arg in (mean, rstd)]
         gradients = ctx.ms(
             "LayerNormalizationGrad",
