@@ -1,0 +1,71 @@
+"""Random modules: loss and gradients on ONNX Runtime are as near to float64 as eager's are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.compiler.random_modules import PROGRAMS, Program
+from tests.conversion import harness
+
+# how far ONNX Runtime may be from float64: so many times as far as eager, and so much of the largest magnitude, as
+# eager's error may be 0 by luck
+TIMES_EAGER, OF_LARGEST = 20, 5e-5
+
+
+def function_of(program: Program) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The module's mean square as a function of its input, parameters and buffers; and these, in float64."""
+    module, x = program.build()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    buffers = {id(buffer) for buffer in module.buffers()}
+
+    def loss(x: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor]:
+        output = torch.func.functional_call(module, dict(zip(tensors, values, strict=True)), (x,))
+        return (output.square().mean(),)
+
+    needs_gradient = [x.is_floating_point(), *(id(value) not in buffers for value in tensors.values())]
+    pairs = zip([x, *tensors.values()], needs_gradient, strict=True)
+    return loss, [value.detach().requires_grad_(wanted) for value, wanted in pairs]
+
+
+def largest(tensors: Sequence[Any]) -> float:
+    return max((float(x.detach().abs().max()) for x in tensors if x is not None and x.numel()), default=0.0)
+
+
+def check(program: Program) -> None:
+    fn, exact = function_of(program)
+    single = harness.copies(exact, torch.float32)
+    expected, eager = harness.run(fn, harness.copies(exact)), harness.run(fn, harness.copies(single))
+    given = harness.copies(single)
+    compiled, report = harness.compile_function(fn, given, 1)
+    actual = harness.run(compiled, given)
+
+    assert not [entry for entry in report.fallbacks if entry.reason.type.is_failure], report.fallbacks
+    assert report.ort_runs > 0, report.to_text()
+    for kind in ("outputs", "gradients", "inputs"):  # the inputs for the buffers, which a batch norm updates
+        wants, gots, likes = (getattr(result, kind) for result in (expected, actual, eager))
+        scale = largest(wants)
+        for index, (want, got, like) in enumerate(zip(wants, gots, likes, strict=True)):
+            if want is None:
+                assert got is None, f"{kind} {index}"
+                continue
+            error, allowed = (largest([value.double() - want]) for value in (got, like))
+            assert error <= TIMES_EAGER * allowed + OF_LARGEST * scale, f"{kind} {index}: {error}, eager {allowed}"
+
+
+COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+@settings(max_examples=100, derandomize=True, **COMMON)
+@given(PROGRAMS)
+def test_random_modules(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, print_blob=True, **COMMON)
+@given(PROGRAMS)
+def test_many_random_modules(program: Program) -> None:
+    check(program)
