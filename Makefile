@@ -58,7 +58,7 @@ docs: $(INSTALLED)
 
 # the pages that are found out by running things
 conformance: $(INSTALLED)
-	$(BIN)/python -m docs.conformance.ops
+	$(BIN)/python -m tests.conversion.conformance
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs

@@ -18,13 +18,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from docs.conformance.op_samples import SAMPLES, Call
 from lightning_ort.compiler import kernels
 from lightning_ort.compiler.report import GraphReport
 from tests.conversion import harness
+from tests.conversion.core_op_samples import SAMPLES, Call
 from tests.conversion.samples import Sample, build
 
-PAGE = Path(__file__).parent.parent / "supported_ops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_ops.md"
 HALVES = (torch.float16, torch.bfloat16)
 OTHER_DTYPES = (torch.float64, torch.int64, torch.int32, torch.bool, *HALVES)
 TOLERANCES = {**harness.TOLERANCES, torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}

@@ -4,24 +4,23 @@ import pytest
 import torch
 from torch import fx
 
-from docs.conformance import ops
-from docs.conformance.op_samples import SAMPLES
 from lightning_ort.compiler import kernels
 from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
+from tests.conversion import conformance
+from tests.conversion.core_op_samples import SAMPLES
 
 
 def test_every_core_op_has_samples_and_a_line_on_the_page() -> None:
-    names = {ops.name_of(op) for op in ops.core_ops()}
-    listed = {
-        line.split("`")[1] for line in ops.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
-    }
+    names = {conformance.name_of(op) for op in conformance.core_ops()}
+    lines = conformance.PAGE.read_text(encoding="utf-8").splitlines()
+    listed = {line.split("`")[1] for line in lines if line.startswith("| `")}
     assert names == set(SAMPLES) == listed
 
 
 @pytest.mark.parametrize("kernel_set", ["auto", "standard"])
 def test_what_the_page_says_of_an_op_is_found_out_by_running_it(kernel_set: str) -> None:
-    on_ort = ops.examine(torch.ops.aten.add.Tensor, torch.float32, kernel_set)
-    in_torch = ops.examine(torch.ops.aten._cdist_forward.default, torch.float32, kernel_set)
+    on_ort = conformance.examine(torch.ops.aten.add.Tensor, torch.float32, kernel_set)
+    in_torch = conformance.examine(torch.ops.aten._cdist_forward.default, torch.float32, kernel_set)
     assert on_ort is not None
     assert in_torch is not None
     assert (on_ort.cell("forward"), on_ort.cell("backward"), on_ort.reasons) == ("yes", "yes", {})
@@ -30,18 +29,17 @@ def test_what_the_page_says_of_an_op_is_found_out_by_running_it(kernel_set: str)
 
 
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def wrong(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> object:
         return ctx.op("Sub", ctx.value(x), ctx.value(y))
 
     monkeypatch.setitem(CONVERTERS, torch.ops.aten.add.Tensor, wrong)
     with pytest.raises(AssertionError, match="output 0"):
-        ops.examine(torch.ops.aten.add.Tensor, torch.float32)
+        conformance.examine(torch.ops.aten.add.Tensor, torch.float32)
 
 
 @pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
-    text = ops.PAGE.read_text(encoding="utf-8")
+    text = conformance.PAGE.read_text(encoding="utf-8")
     if f"torch {torch.__version__} " not in text or not kernels.installed("onnxruntime-training-cpu"):
         pytest.skip("the page was made with other versions")
-    assert ops.page([ops.row(op) for op in ops.core_ops()]) == text
+    assert conformance.page([conformance.row(op) for op in conformance.core_ops()]) == text

@@ -206,8 +206,8 @@ def scatter_reduce(
         return ctx.op("Div", result, scatter_to(counts, everywhere(1), "add"))
     if reduce in ("amax", "amin"):
         # torch hands a NaN on, onnxruntime 1.19 only where it meets it last
-        flags = (ctx.cast(ctx.op("IsNaN", value), dtype) for value in (base, source))
-        poisoned = ctx.cast(scatter_to(*flags, "max"), torch.bool)
+        before, written = (ctx.cast(ctx.op("IsNaN", value), dtype) for value in (base, source))
+        poisoned = ctx.cast(scatter_to(before, written, "max"), torch.bool)
         result = ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
     return result
 

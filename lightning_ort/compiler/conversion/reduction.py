@@ -181,7 +181,7 @@ def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: boo
 # sorting
 
 
-def _top(ctx: GraphBuilder, x: fx.Node, k: ir.Value, **attributes: int) -> tuple[ir.Value, ir.Value]:
+def _top(ctx: GraphBuilder, x: fx.Node, k: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
     """The first ``k`` values and their indices; among equals the lower index comes first."""
     value, dtype = ctx.value(x), dtype_of(x)
     if not dtype.is_floating_point:

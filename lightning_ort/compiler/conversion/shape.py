@@ -202,15 +202,15 @@ def as_strided(
     val, offset = x.meta["val"], storage_offset or 0
     if not static([*shape_of(x), *size, *stride, offset]) or 0 in (*shape_of(x), *size):
         raise Unsupported("as_strided of symbolic or no size", ReasonType.DYNAMIC_SHAPE)
-    last = offset + sum((s - 1) * step for s, step in zip(size, stride, strict=True))  # type: ignore[operator]
+    steps = [(int(length), int(step)) for length, step in zip(size, stride, strict=True)]  # type: ignore[arg-type]
+    last = int(offset) + sum((length - 1) * step for length, step in steps)  # type: ignore[arg-type]
     # it reads the memory behind x, which is known here only where x is all of it
     if not val.is_contiguous() or val.storage_offset() != 0 or last >= val.numel():
         raise Unsupported("as_strided that reads beyond a contiguous tensor")
-    index = ctx.ints(offset)  # type: ignore[arg-type]
-    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
-        steps = ctx.op("Mul", ctx.op("Range", ctx.ints(0), ctx.ints(length), ctx.ints(1)), ctx.ints(step))  # type: ignore[arg-type]
-        column = ctx.op("Reshape", steps, ctx.ints([-1] + [1] * (len(size) - 1 - dim)))
-        index = ctx.op("Add", index, column)
+    index = ctx.ints(int(offset))  # type: ignore[arg-type]
+    for dim, (length, step) in enumerate(steps):
+        positions = ctx.op("Mul", ctx.op("Range", ctx.ints(0), ctx.ints(length), ctx.ints(1)), ctx.ints(step))
+        index = ctx.op("Add", index, ctx.op("Reshape", positions, ctx.ints([-1] + [1] * (len(steps) - 1 - dim))))
     return ctx.op("Gather", ctx.op("Reshape", ctx.value(x), ctx.ints([-1])), index, axis=0)
 
 
