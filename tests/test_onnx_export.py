@@ -112,7 +112,7 @@ def mlp() -> tuple[LightningModule, Callable[[int], Tensor]]:
     return MLP(), x
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, gpt])
+@pytest.mark.parametrize("make", [mlp, cnn, pytest.param(gpt, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quantize", [None, "fp16", "int8"])
 def test_the_file_gives_the_modules_results(make: Callable[[], Any], quantize: Any, tmp_path: Path) -> None:
     module, sample = make()

@@ -164,7 +164,11 @@ def share_on_ort(report: CompileReport) -> float:
     return counts["ort"] / (counts["ort"] + counts["torch"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+# the longest ones; BERT stands for their kind
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in ("gpt2", "llama") else []) for n in MODELS])
 def test_training_step(name: str) -> None:
     if name in ("bert", "gpt2", "llama"):
         pytest.importorskip("transformers")
