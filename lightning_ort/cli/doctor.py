@@ -156,8 +156,7 @@ def _training_step() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a device, and warns
+    kernels.spare_deepspeed_the_search()
     for name, (purpose, extra) in _OPTIONAL.items():
         todo = f"pip install 'lightning-ort[{extra}]'"
         if not (number := kernels.installed(name)):

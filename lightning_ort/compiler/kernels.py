@@ -42,6 +42,12 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
 }
 
 
+def spare_deepspeed_the_search() -> None:
+    """Tell DeepSpeed, before it is imported, that there is no GPU, if so: by itself it looks for one, and warns."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def unavailable() -> Reason | None:
     """Why onnxruntime cannot be used here, or ``None`` if it can."""
     found = {name: version for name in DISTRIBUTIONS if (version := installed(name))}
@@ -59,9 +65,7 @@ def unavailable() -> Reason | None:
         return Reason(
             ReasonType.RUNTIME_UNAVAILABLE, f"{name} {version} is too old, {MINIMUM} is the oldest supported; {INSTALL}"
         )
-    if not torch.cuda.is_available():
-        # the training build imports DeepSpeed where that is installed, which else looks for a device, and warns
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    spare_deepspeed_the_search()  # the training build imports it where it is installed
     try:
         import onnxruntime  # noqa: F401
     except Exception as error:  # a broken build fails in many ways: ImportError, OSError, AttributeError
