@@ -117,7 +117,7 @@ def _dequantize_bnb(state: Mapping[str, Any], index: int) -> torch.Tensor:
 
 
 def to_torchao_form(optimizer: torch.optim.Optimizer) -> None:
-    """Quantize the states of a torchao optimizer that are not, and make tensors of its learning rates, as it has them."""
+    """Quantize the states of a torchao optimizer that are not, and have tensors as learning rates, as it does."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
     for parameter, state in optimizer.state.items():
