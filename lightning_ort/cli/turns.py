@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_ort._imports import FLAVORS, Flavor, preferred_flavor
 from lightning_ort.cli.load import load
+from lightning_ort.strategies.step_patches import ModulePatches, callable_children
 
 ENGINES = ("stock", "compile", "ort")
 MATMUL_PRECISIONS = ("high", "medium")
@@ -29,7 +30,8 @@ class Variant:
     """One way to train a module, written ``ENGINE[+OPTIM][@PRECISION]``.
 
     Args:
-        engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same and ``torch.compile``) or ``"ort"``.
+        engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same, and ``torch.compile`` for the module's
+            children) or ``"ort"``.
         optim: An implementation of the optimizer, as in ``ORTStrategy(optim=...)``. Left out, it is ``"auto"`` under
             ``"ort"`` and what the module configures elsewhere.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for float32 with
@@ -202,7 +204,8 @@ def _serve(job: Job, variant: Variant, folder: Path, log: Path, connection: Conn
         pass  # the parent has gone
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        connection.send(VariantFailed(f"{type(error).__name__}: {error}"))
+        first = next(iter(str(error).strip().splitlines()), "")  # of what may be a page; the log has it all
+        connection.send(VariantFailed(f"{type(error).__name__}: {first}"))
 
 
 def _fit(job: Job, variant: Variant, connection: Connection, folder: Path) -> Summary:
@@ -285,7 +288,10 @@ def _callbacks(variant: Variant, flavor: Flavor) -> list[Any]:
 
 
 def _compiled(module: Any, variant: Variant) -> Any:
-    return torch.compile(module) if variant.engine == "compile" else module
+    if variant.engine == "compile":
+        # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
+        ModulePatches(callable_children(module), torch.compile).apply()
+    return module
 
 
 def _flavor_of(kind: type) -> Flavor:
