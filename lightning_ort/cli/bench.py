@@ -168,9 +168,9 @@ def bench(
 ) -> None:
     """Train a module in several ways, in turns on this machine, and show how fast each was.
 
-    A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules) or
-    ort; OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...), PRECISION what the Trainer takes, or
-    high or medium for less precise float32 products. The first variant is what the others are compared with. Ctrl-C
+    A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules)
+    or ort; OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...), PRECISION what the Trainer takes,
+    or high or medium for less precise float32 products. The first variant is what the others are compared with. Ctrl-C
     ends the run and shows what is finished.
 
     Args:
