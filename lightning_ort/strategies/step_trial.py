@@ -9,6 +9,8 @@ from typing import Literal
 Engine = Literal["ort", "torch", "inductor"]
 
 ROUNDS = 5  # of each; one more of each goes before, which allocates
+MAX_ROUNDS = 3 * ROUNDS  # where the fastest two are close
+_CLOSE = 1.1
 
 
 class StepTrial:
@@ -73,7 +75,11 @@ class StepTrial:
     @property
     def over(self) -> bool:
         """Whether there are enough samples."""
-        return all(len(samples) > ROUNDS for samples in self._samples.values())
+        rounds = min(map(len, self._samples.values())) - 1
+        if rounds < ROUNDS:
+            return False
+        fastest, second = sorted(self.milliseconds.values())[:2]
+        return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
 
     @property
     def milliseconds(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.compiler.runtime import BoundSession
 from lightning_ort.strategies import step_trial
-from lightning_ort.strategies.step_trial import ROUNDS, StepTrial
+from lightning_ort.strategies.step_trial import MAX_ROUNDS, ROUNDS, StepTrial
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
@@ -128,6 +128,13 @@ def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled
 def test_medians_are_of_steps_and_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = script(monkeypatch, captured=2.0, own=3.0, spoiled=4)
     assert trial.milliseconds == {"ort": 3000.0, "torch": 4000.0}
+
+
+def test_a_close_trial_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, close = (script(monkeypatch, captured=2.0, own=own, spoiled=0) for own in (3.0, 2.1))
+    # the first of each does not count
+    assert {len(samples) - 1 for samples in clear._samples.values()} == {ROUNDS}
+    assert {len(samples) - 1 for samples in close._samples.values()} == {MAX_ROUNDS}
 
 
 def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
