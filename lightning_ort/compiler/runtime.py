@@ -50,6 +50,8 @@ class BoundSession:
         from onnxruntime.capi.onnxruntime_pybind11_state import OrtDevice
 
         self.session = session
+        # sizes, and scalars that take part in a graph on an accelerator, are on the CPU
+        self._host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
         self._binding = session.io_binding()._iobinding
         self._options = onnxruntime.RunOptions()
         if device.type == "cuda":
@@ -57,7 +59,7 @@ class BoundSession:
             # both sides use torch's stream: order is kept without waiting for the device
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         else:
-            self._place = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
+            self._place = self._host
         # onnxruntime leaves out inputs that no node reads
         used = {value.name for value in session.get_inputs()}
         self._inputs = [f"i{i}" if f"i{i}" in used else None for i in range(len(region.inputs))]
@@ -127,8 +129,9 @@ class BoundSession:
     def _bind_input(self, index: int, tensor: torch.Tensor, address: int) -> None:
         name = self._inputs[index]
         if name is not None:
+            place = self._host if tensor.device.type == "cpu" else self._place
             address = address or _EMPTY.data_ptr()
-            self._binding.bind_input(name, self._place, self._input_dtypes[index], tuple(tensor.shape), address)
+            self._binding.bind_input(name, place, self._input_dtypes[index], tuple(tensor.shape), address)
 
 
 class TorchRegion:
