@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from lightning_ort.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?P<above>[^\n]*)\n(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+)
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 
 
@@ -43,7 +46,7 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = "\n" + page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, match.start("code")), match["language"], match["code"], runs=not skipped)
+        Block(page, text.count("\n", 0, match.start("code")), match["language"], dedent(match["code"]), not skipped)
         for match in FENCE.finditer(text)
         for skipped in [NOT_RUN.fullmatch(match["above"].strip())]
     ]
@@ -96,7 +99,7 @@ def namespace() -> dict[str, Any]:
     """Names that the pages use without saying where they are from, with a Trainer that takes two steps."""
     public = {name: getattr(lightning_ort, name) for name in lightning_ort.__all__}
     return public | {
-        "__name__": "page",
+        "__name__": "__main__",
         "lightning_ort": lightning_ort,
         "torch": torch,
         "Trainer": partial(Trainer, max_epochs=1, **QUIET),
