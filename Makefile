@@ -9,12 +9,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-com
 TEST_ARGS ?=
 TEST_WORKERS ?= auto
 DEMO_ARGS ?=
+EXAMPLES_ARGS ?=
 
-.PHONY: help install test coverage demo digits lint format bench docs conformance clean distclean
+.PHONY: help install test coverage demo digits examples lint format bench docs conformance clean distclean
 
 help:
-	@echo "make install | test | coverage | demo | digits | lint | format | bench | docs | conformance | clean | distclean"
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS="
+	@echo "make install | test | coverage | demo | digits | examples | lint | format | bench | docs | conformance | clean | distclean"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS="
 
 install: $(INSTALLED)
 
@@ -43,6 +44,14 @@ demo: $(INSTALLED)
 
 digits: $(INSTALLED)
 	$(BIN)/python examples/digits/digits.py
+
+# all of them, a few steps each; the two above have their own tables
+EXAMPLES := $(wildcard examples/*/*.yaml)
+examples: $(BIN)/.examples_installed
+	$(BIN)/python examples/compare.py $(filter-out %/hyperparameters/config.yaml,$(EXAMPLES)) $(EXAMPLES_ARGS)
+	$(BIN)/python examples/hyperparameters/main.py --config examples/hyperparameters/config.yaml --trials 3 --epochs 5
+	$(BIN)/python examples/digits/digits.py --epochs 2
+	$(BIN)/python examples/language_model/train.py --steps 20 --validation-batches 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Hook of MkDocs: what the pages link to outside of ``docs/`` belongs to the site too.
 
-The pages' links are those of the repository, where ``docs/`` is a folder beside ``examples/`` and ``benchmarks/``. In the
-site the pages of ``docs/`` are at the root, and the files that any page links to keep their places.
+The pages' links are those of the repository, where ``docs/`` is a folder beside ``examples/`` and ``benchmarks/``. In
+the site the pages of ``docs/`` are at the root, and the files that any page links to keep their places.
 """
 
 import os

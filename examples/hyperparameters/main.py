@@ -102,7 +102,7 @@ def search(
             else ""
         )
         print(
-            f"{strategy}: {trials} trials in {time.perf_counter() - start:.1f} s; best validation loss {best.value:.4f}, "
+            f"{strategy}: {trials} trials in {time.perf_counter() - start:.1f} s; best loss {best.value:.4f}, "
             f"accuracy {best.user_attrs['accuracy']:.1%}, with {best.params}{share}",
             flush=True,
         )
