@@ -30,7 +30,7 @@ def docstrings(package: str) -> list[str]:
 
 
 class Docstrings(LightningDataModule):
-    def __init__(self, batch_size: int = 16, length: int = 64) -> None:
+    def __init__(self, batch_size: int = 8, length: int = 48) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.length = length
