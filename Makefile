@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,cli,docs]"
 	touch $@
 
-$(BIN)/.examples_installed: $(INSTALLED)
+$(VENV)/.examples_installed: $(INSTALLED)
 	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,examples]"
 	touch $@
 
@@ -47,7 +47,7 @@ digits: $(INSTALLED)
 
 # all of them, a few steps each; the two above have their own tables
 EXAMPLES := $(wildcard examples/*/*.yaml)
-examples: $(BIN)/.examples_installed
+examples: $(VENV)/.examples_installed
 	$(BIN)/python examples/compare.py $(filter-out %/hyperparameters/config.yaml,$(EXAMPLES)) $(EXAMPLES_ARGS)
 	$(BIN)/python examples/hyperparameters/main.py --config examples/hyperparameters/config.yaml --trials 3 --epochs 5
 	$(BIN)/python examples/digits/digits.py --epochs 2

@@ -1,5 +1,6 @@
 """Search for hyperparameters with Optuna: each trial is a Trainer of its own, in one process."""
 
+import logging
 import time
 import warnings
 
@@ -66,7 +67,8 @@ def search(
 
     """
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    for name in ("optuna", "lightning.pytorch", "lightning_ort"):  # one line for each search
+        logging.getLogger(name).setLevel(logging.WARNING)
     for strategy in strategies:
 
         def train(trial: optuna.Trial, strategy: str = strategy) -> float:
