@@ -41,7 +41,7 @@ class GAN(LightningModule):
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
         (images,) = batch
-        generator_optimizer, discriminator_optimizer = self.optimizers()
+        generator_optimizer, discriminator_optimizer = self.optimizers()  # type: ignore[attr-defined]
         fakes = self(torch.randn(len(images), self.latent, device=self.device))
 
         self.toggle_optimizer(discriminator_optimizer)
