@@ -133,6 +133,8 @@ class DynamoWatch(logging.Filter):
             # counters such as `self.global_step` would compile each step, until dynamo gives up
             "allow_unspec_int_on_nn_module": True,
             "suppress_errors": True,
+            # else `np.random` draws from torch's generator, and what is drawn after it differs from eager too
+            "use_numpy_random_stream": True,
             # to dynamo a call of a logger is the end of a graph; GPT-2 in transformers would break into four
             "ignore_logging_functions": dynamo_config.ignore_logging_functions | _transformers_log_methods(),
         }

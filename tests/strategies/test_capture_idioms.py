@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,6 +278,14 @@ class GradientsInStep(Small):
         with torch.no_grad():
             target = self(x).softmax(-1)
         return F.mse_loss(self(x), target + F.one_hot(y, 3))
+
+
+@idiom()
+class DrawsFromNumpy(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        noise = torch.from_numpy(np.random.rand(*x.shape)).float()
+        return self.loss((F.dropout(x + noise, 0.1), y))
 
 
 @idiom()
