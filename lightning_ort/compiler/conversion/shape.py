@@ -199,7 +199,40 @@ def as_strided(
     storage_offset: Size | None = None,
 ) -> ir.Value:
     """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
-    val, offset = x.meta["val"], storage_offset or 0
+    positions = _positions(ctx, x, size, stride, storage_offset or 0)
+    if positions is None:
+        return ctx.reshape_like(ctx.value(x), node, [])
+    return ctx.op("Gather", ctx.op("Reshape", ctx.value(x), ctx.ints([-1])), positions, axis=0)
+
+
+@converts(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    src: fx.Node,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> ir.Value:
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? offset=None) -> Tensor"""
+    positions = _positions(ctx, x, size, stride, storage_offset or 0)
+    if positions is None:
+        return ctx.reshape_like(ctx.value(src), node, [])
+    reach = 0
+    for step, length in sorted((step, length) for step, length in zip(stride, size, strict=True) if length != 1):  # type: ignore[misc]
+        if step <= reach:
+            raise Unsupported("as_strided_scatter to one place twice")
+        reach += (length - 1) * step
+    flat = [ctx.op("Reshape", value, ctx.ints([-1])) for value in (ctx.value(x), positions, ctx.value(src))]
+    return ctx.reshape_like(ctx.op("ScatterElements", *flat), node, [])
+
+
+def _positions(
+    ctx: GraphBuilder, x: fx.Node, size: Sequence[Size], stride: Sequence[Size], offset: Size
+) -> ir.Value | None:
+    """Where in the memory of a tensor the elements are that as_strided reads; ``None`` if they are all of it in order."""
+    val = x.meta["val"]
     if not static([*shape_of(x), *size, *stride, offset]) or 0 in (*shape_of(x), *size):
         raise Unsupported("as_strided of symbolic or no size", ReasonType.DYNAMIC_SHAPE)
     steps = [(int(length), int(step)) for length, step in zip(size, stride, strict=True)]  # type: ignore[arg-type]
@@ -207,11 +240,17 @@ def as_strided(
     # it reads the memory behind x, which is known here only where x is all of it
     if not val.is_contiguous() or val.storage_offset() != 0 or last >= val.numel():
         raise Unsupported("as_strided that reads beyond a contiguous tensor")
+    contiguous, elements = True, 1
+    for length, step in reversed(steps):
+        contiguous &= length == 1 or step == elements
+        elements *= length
+    if contiguous and elements == val.numel():
+        return None
     index = ctx.ints(int(offset))  # type: ignore[arg-type]
     for dim, (length, step) in enumerate(steps):
         positions = ctx.op("Mul", ctx.op("Range", ctx.ints(0), ctx.ints(length), ctx.ints(1)), ctx.ints(step))
         index = ctx.op("Add", index, ctx.op("Reshape", positions, ctx.ints([-1] + [1] * (len(steps) - 1 - dim))))
-    return ctx.op("Gather", ctx.op("Reshape", ctx.value(x), ctx.ints([-1])), index, axis=0)
+    return index
 
 
 # tensors made from sizes
