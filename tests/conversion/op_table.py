@@ -369,6 +369,8 @@ op(
 op("layer_norm_2d", lambda x, w, b: F.layer_norm(x, (3, 4), w, b), CUBE, normal(3, 4), normal(3, 4), **GRADS)
 op("layer_norm_plain", lambda x: F.layer_norm(x, (4,)), CUBE, **GRADS)
 op("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), CUBE, normal(4))
+op("weight_norm", lambda v, g: torch._weight_norm(v, g, 0), normal(4, 3, 2), normal(4, 1, 1))
+op("weight_norm_last", lambda v, g: torch._weight_norm(v, g, 2), normal(4, 3, 2), normal(1, 1, 2))
 op("group_norm", lambda x, w, b: F.group_norm(x, 3, w, b), normal(2, 6, 5), normal(6), normal(6))
 op("instance_norm", lambda x, w, b: F.instance_norm(x, weight=w, bias=b), normal(2, 3, 5), normal(3), normal(3))
 RUNNING = normal(3).fixed(), uniform(3, low=0.5, high=2).fixed()

@@ -324,6 +324,19 @@ def _as(ctx: GraphBuilder, value: ir.Value, work: torch.dtype, dtype: torch.dtyp
     return value if work == dtype else ctx.cast(value, dtype)
 
 
+@converts(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, v: fx.Node, g: fx.Node, norms: fx.Node, dim: int
+) -> Gradients:
+    """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""  # noqa: E501
+    weight, norm = ctx.value(v), ctx.value(norms)
+    others = [index for index in range(rank_of(v)) if index != dim % rank_of(v)]
+    direction = ctx.op("Div", weight, norm)
+    along = reduce(ctx, "ReduceSum", v, ctx.op("Mul", ctx.value(grad), direction), others, keepdim=True)
+    across = ctx.op("Sub", ctx.value(grad), ctx.op("Mul", direction, along))
+    return ctx.op("Mul", across, ctx.op("Div", ctx.value(g), norm)), along
+
+
 @converts(aten.native_group_norm_backward.default)
 def group_norm_backward(
     ctx: GraphBuilder,
