@@ -70,9 +70,10 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# the pages that are found out by running things
+# the pages that are found out by running things; for the models, install the extra `conformance` first
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
+	$(BIN)/python -m tests.models.conformance
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
