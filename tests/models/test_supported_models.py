@@ -8,7 +8,7 @@ from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
 from tests.models import conformance
 from tests.models.zoo import MODELS
 
-FAST = ("DistilBERT", "nn.GRU", "nn.LSTM")
+FAST = ("nn.GRU", "nn.LSTM")
 
 
 def lines() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What people write in a training_step: each idiom gives under ``ort`` what it gives under the stock strategy."""
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -281,10 +282,10 @@ class GradientsInStep(Small):
 
 
 @idiom()
-class DrawsFromNumpy(Small):
+class DrawsOutsideTorch(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        noise = torch.from_numpy(np.random.rand(*x.shape)).float()
+        noise = torch.from_numpy(np.random.rand(*x.shape)).float() + random.random()
         return self.loss((F.dropout(x + noise, 0.1), y))
 
 
