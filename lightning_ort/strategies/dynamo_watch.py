@@ -135,6 +135,9 @@ class DynamoWatch(logging.Filter):
             "suppress_errors": True,
             # else `np.random` draws from torch's generator, and what is drawn after it differs from eager too
             "use_numpy_random_stream": True,
+            # else dynamo gives up all of a function that calls a recurrent layer, and not just the call, which
+            # StepPatches keeps out of the graph
+            "allow_rnn": True,
             # to dynamo a call of a logger is the end of a graph; GPT-2 in transformers would break into four
             "ignore_logging_functions": dynamo_config.ignore_logging_functions | _transformers_log_methods(),
         }

@@ -4,7 +4,8 @@ Lightning's helpers are Python that a graph cannot hold (``self.log`` makes dyna
 torchmetrics counts its updates in attributes, which would compile again each step. So for the length of a captured call
 
 - ``log`` and ``log_dict`` only note what was logged; the notes are read to Lightning after the call,
-- helpers, metrics and, under manual optimization, the optimizers run as they are, outside of any graph.
+- helpers, metrics, recurrent layers and, under manual optimization, the optimizers run as they are, outside of any
+  graph. Torch has a kernel for a whole recurrent layer; traced, it would be taken apart into every step in time.
 
 All of it is put into instance dictionaries and taken out again, so that nobody outside of the call sees it.
 """
@@ -152,10 +153,12 @@ class StepPatches:
             add(module, "log_dict")
         for name in _HELPERS:
             add(module, name)
-        for metric in module.modules():
-            if isinstance(metric, _METRICS):
+        for child in module.modules():
+            if isinstance(child, _METRICS):
                 for name in _METRIC_METHODS:
-                    add(metric, name)
+                    add(child, name)
+            elif isinstance(child, nn.RNNBase):
+                add(child, "forward")
         for optimizer in optimizers:
             add(optimizer, "step", lambda step: _opaque(_watch_closure(step, self._on_closure)))
             add(optimizer.optimizer, "step")  # what `self.optimizers(use_pl_optimizer=False)` gives

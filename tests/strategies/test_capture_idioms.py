@@ -290,6 +290,19 @@ class DrawsOutsideTorch(Small):
 
 
 @idiom()
+class PacksSequences(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(2, 4, bidirectional=True, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 4, 2), y + 1, batch_first=True, enforce_sorted=False)
+        _, state = self.rnn(packed)
+        return self.loss((torch.cat([*state], -1) * x, y))
+
+
+@idiom()
 class PartialLastBatch(Small):
     def train_dataloader(self) -> DataLoader:
         return loader(30)
