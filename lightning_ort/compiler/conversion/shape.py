@@ -219,8 +219,9 @@ def as_strided_scatter(
     positions = _positions(ctx, x, size, stride, storage_offset or 0)
     if positions is None:
         return ctx.reshape_like(ctx.value(src), node, [])
+    steps = [(int(step), int(length)) for step, length in zip(stride, size, strict=True)]  # type: ignore[arg-type]
     reach = 0
-    for step, length in sorted((step, length) for step, length in zip(stride, size, strict=True) if length != 1):  # type: ignore[misc]
+    for step, length in sorted(pair for pair in steps if pair[1] != 1):
         if step <= reach:
             raise Unsupported("as_strided_scatter to one place twice")
         reach += (length - 1) * step
@@ -231,7 +232,7 @@ def as_strided_scatter(
 def _positions(
     ctx: GraphBuilder, x: fx.Node, size: Sequence[Size], stride: Sequence[Size], offset: Size
 ) -> ir.Value | None:
-    """Where in the memory of a tensor the elements are that as_strided reads; ``None`` if they are all of it in order."""
+    """Where in a tensor's memory the elements are that as_strided reads; ``None`` if they are all of it, in order."""
     val = x.meta["val"]
     if not static([*shape_of(x), *size, *stride, offset]) or 0 in (*shape_of(x), *size):
         raise Unsupported("as_strided of symbolic or no size", ReasonType.DYNAMIC_SHAPE)
