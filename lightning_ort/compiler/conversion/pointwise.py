@@ -64,9 +64,11 @@ def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
     return binary(ctx, "Mul", x, y)
 
 
-@converts(aten.div.Tensor, aten.div.Scalar)
+@converts(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
 def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
     """div.Tensor(Tensor self, Tensor other) -> Tensor"""
+    # true_divide, its old name, and prims.convert_element_type come from torch 2.13's pass that makes tensors of what
+    # is computed from sizes, such as the number of elements in the gradient of a mean over batches that vary
     dtype = dtype_of(node)
     return ctx.op("Div", ctx.value(x, dtype), ctx.value(y, dtype))
 
@@ -470,6 +472,12 @@ def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blockin
         raise Unsupported("a copy between devices")
     value = ctx.value(src, dtype_of(x))
     return value if same_shape(x, src) else ctx.op("Expand", value, ctx.shape_tensor(x))
+
+
+@converts(torch.ops.prims.convert_element_type.default)
+def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> ir.Value:
+    """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
+    return to_copy(ctx, node, x)
 
 
 @converts(aten._to_copy.default)
