@@ -18,6 +18,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
@@ -54,6 +55,7 @@ class ORTBackend:
         available: Whether onnxruntime can be used; if not, every graph runs in torch.
         label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
         agree: Turns a key and what was measured here into the measurements that all processes of a run go by.
+        leave: Asked for each graph whether to leave it to torch.
 
     Raises:
         ORTFallbackError: Under ``fallback="raise"``, if onnxruntime cannot be used.
@@ -79,6 +81,7 @@ class ORTBackend:
         self.report = CompileReport()
         self.label = ""
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+        self.leave: Callable[[], bool] | None = None
         self._cache = Cache(self.config)
         self._calls = 0
         self._reported_ops: set[str] = set()
@@ -107,7 +110,7 @@ class ORTBackend:
             decompositions=lowering.decompositions(),
         )
         try:
-            if not self.available:
+            if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             # the backward graph now: its regions are part of the decision
             with functorch_config.patch(force_non_lazy_backward_lowering=True):
@@ -134,6 +137,7 @@ class ORTBackend:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
         """Compile one ATen graph: lower, check support, cut, place, link."""
         start = time.perf_counter()
+        _keep_saved_tensors()
         graph = GraphReport(name)
         self.report.graphs.append(graph)
         # the fake tensors of tracing are left behind: regions are built and timed on real ones
@@ -365,6 +369,13 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
     devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
     # a scalar on the CPU may take part in a graph on an accelerator
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _keep_saved_tensors() -> None:
+    """Tell AOTAutograd that no backward graph writes to what was saved for it: else it refuses `retain_graph=True`."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _count(nodes: Sequence[fx.Node]) -> dict[str, int]:

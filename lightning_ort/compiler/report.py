@@ -34,6 +34,7 @@ class ReasonType(enum.Enum):
     RECOMPILING = "kept recompiling"
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
+    SECOND_GRADIENT = "takes gradients itself"
 
     @property
     def is_failure(self) -> bool:

@@ -91,9 +91,13 @@ class CapturedModule:
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
             self.note("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
         self.watch.install()
+        # AOTAutograd's graphs have no second gradient, and it says so when the loss is back-propagated, too late; what
+        # a call of `torch.autograd.grad` is for cannot be known before
+        self.backend.leave = self.watch.met_autograd
 
     def stop(self) -> None:
         """End a run of the Trainer."""
+        self.backend.leave = None
         self.watch.remove()
 
     def refresh(self) -> None:
@@ -294,6 +298,10 @@ class StepCapture(AbstractContextManager):
             return
         elif outcome.skipped is not None:
             self._give_up(ReasonType.CAPTURE_FAILED, _explanation(outcome.skipped))
+        elif outcome.met_autograd:
+            self._set_mode("off")
+            text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient; it is left as it is"
+            self._steps.note(self._name, ReasonType.SECOND_GRADIENT, text)
         elif self._steps.closure_seen:
             self._use_modules(ReasonType.CAPTURE_FAILED, "an optimizer runs a closure, which no graph can hold")
         elif self._steps.config.capture == "auto":
@@ -412,7 +420,16 @@ class CompiledStepsMixin(GiveReportMixin):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trial = getattr(self._steps["training_step"], "trial", None)
         with trial.clock() if trial is not None else _NO_CONTEXT:
-            return super().backward(*args, **kwargs)
+            try:
+                return super().backward(*args, **kwargs)
+            except RuntimeError as error:
+                if "does not currently support double backward" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or"
+                    " another torch.compile backend has none. Pass ORTConfig(capture='off') to the strategy, or put"
+                    " @torch.compiler.disable in front of the method that computes what is differentiated twice."
+                ) from error
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 _SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
+_AUTOGRAD = "`torch.autograd.grad`"  # in the reason why a graph ends there
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Outcome:
         skipped: Why it left the step's own frame in Python, if it did.
         skipped_rest: Why it left the rest of that frame in Python after the end of a graph, if it did.
         error: An error it met while compiling; the frame concerned ran in Python.
+        met_autograd: Whether a graph ended at ``torch.autograd.grad``.
         limit: The frame that reached the limit of recompiles and runs in Python from now on, and why.
 
     """
@@ -39,6 +41,7 @@ class Outcome:
     skipped: str | None = None
     skipped_rest: str | None = None
     error: BaseException | None = None
+    met_autograd: bool = False
     limit: str | None = None
 
 
@@ -56,7 +59,7 @@ class DynamoWatch(logging.Filter):
         self.dirty = False  # dynamo was at work in this call
         self._active = False
         self._outcome = Outcome()
-        self._breaks = 0
+        self._breaks = self._gradients = 0
         self._before: dict[str, Any] = {}
         self._seen: Any = None
 
@@ -87,6 +90,10 @@ class DynamoWatch(logging.Filter):
                 setattr(dynamo_config, name, value)
             self._before = {}
 
+    def met_autograd(self) -> bool:
+        """Whether a graph that is compiled now, or one before it in this call, ends at ``torch.autograd.grad``."""
+        return bool(self._before) and _count_breaks(_AUTOGRAD) > self._gradients
+
     def outcome(self, code: CodeType | None) -> Outcome:
         """Return what happened since the last time.
 
@@ -95,7 +102,9 @@ class DynamoWatch(logging.Filter):
 
         """
         outcome, self._outcome, self.dirty = self._outcome, Outcome(), False
-        outcome.graph_breaks = _count_breaks() - self._breaks if outcome.compiled else 0
+        if outcome.compiled:
+            outcome.graph_breaks = _count_breaks() - self._breaks
+            outcome.met_autograd = _count_breaks(_AUTOGRAD) > self._gradients
         for metrics in self._new_metrics():
             outcome.recompiles += metrics.recompile_reason is not None
             if code is None or metrics.co_filename != code.co_filename or metrics.fail_type not in _SOFT_FAILURES:
@@ -127,7 +136,7 @@ class DynamoWatch(logging.Filter):
         if not self._active or args.callback_trigger is not CallbackTrigger.DYNAMO or self._before:
             return
         self.dirty = self._outcome.compiled = True
-        self._breaks = _count_breaks()
+        self._breaks, self._gradients = _count_breaks(), _count_breaks(_AUTOGRAD)
         self._seen = _newest_metrics()
         settings = {
             # counters such as `self.global_step` would compile each step, until dynamo gives up
@@ -162,8 +171,8 @@ def _newest_metrics() -> Any:
     return metrics[-1] if metrics else None
 
 
-def _count_breaks() -> int:
-    return sum(counters["graph_break"].values())
+def _count_breaks(at: str = "") -> int:
+    return sum(count for reason, count in counters["graph_break"].items() if at in reason)
 
 
 def _transformers_log_methods() -> set[Any]:

@@ -54,7 +54,7 @@ def transformers_checkpointing(trainers: Trainers) -> Any:
     class Language(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.net = GPT2LMHeadModel(GPT2Config(16, 8, n_embd=16, n_layer=2, n_head=2, use_cache=False))
+            self.net = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False))
             self.net.train()
             self.net.gradient_checkpointing_enable()
 
@@ -87,7 +87,7 @@ def autograd_function(trainers: Trainers) -> Any:
     return fit(Custom(), trainers())
 
 
-@feature("Gradients", "gradient penalty (`create_graph=True`)")
+@feature("Gradients", "gradient penalty (`create_graph=True`)", how="torch")
 def gradient_penalty(trainers: Trainers) -> Any:
     class Penalty(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -98,7 +98,72 @@ def gradient_penalty(trainers: Trainers) -> Any:
     return fit(Penalty(), trainers())
 
 
-@feature("Gradients", "adversarial example (`torch.autograd.grad` of the input)")
+@feature("Gradients", "gradient penalty of a GAN", how="torch")
+def gan_penalty(trainers: Trainers) -> Any:
+    class GAN(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.generator = nn.Linear(8, 8)
+
+        def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+            part = torch.rand(len(real), 1)
+            mixed = (part * real + (1 - part) * fake).requires_grad_(True)
+            score = self.critic(mixed)
+            gradient = torch.autograd.grad(
+                outputs=score,
+                inputs=mixed,
+                grad_outputs=torch.ones_like(score),
+                create_graph=True,
+                retain_graph=True,
+                only_inputs=True,
+            )[0]
+            return ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for_generator, for_critic = self.optimizers()
+            real = batch[0]
+            fake = self.generator(torch.randn_like(real)).detach()
+            loss = self.critic(fake).mean() - self.critic(real).mean() + 10 * self.penalty(real, fake)
+            for_critic.zero_grad()
+            self.manual_backward(loss)
+            for_critic.step()
+            other = -self.critic(self.generator(torch.randn_like(real))).mean()
+            for_generator.zero_grad()
+            self.manual_backward(other)
+            for_generator.step()
+            self.log_dict({"critic": loss, "generator": other}, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.critic)]
+
+    return fit(GAN(), trainers())
+
+
+@feature("Gradients", "`loss.backward()` in the step")
+def raw_backward(trainers: Trainers) -> Any:
+    class Raw(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+            self.net[2].weight.register_post_accumulate_grad_hook(double)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.loss(batch)
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    return fit(Raw(), trainers())
+
+
+@feature("Gradients", "adversarial example (`torch.autograd.grad` of the input)", how="torch")
 def adversarial(trainers: Trainers) -> Any:
     class Adversarial(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -178,13 +243,18 @@ def module_hooks(trainers: Trainers) -> Any:
     return fit(Hooked(), trainers())
 
 
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
 @feature("Modules", "hooks on tensors and parameters")
 def tensor_hooks(trainers: Trainers) -> Any:
     class Hooked(Small):
         def __init__(self) -> None:
             super().__init__()
             self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
-            self.net[2].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+            self.net[2].weight.register_post_accumulate_grad_hook(double)
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.net[:2](x)
@@ -366,7 +436,7 @@ def nested(trainers: Trainers) -> Any:
     return fit(Outer(), trainers())
 
 
-@feature("Modules", "LSTM over packed sequences")
+@feature("Modules", "LSTM over packed sequences", how="modules")
 def packed(trainers: Trainers) -> Any:
     class Recurrent(Small):
         def __init__(self) -> None:
@@ -538,7 +608,7 @@ def calls_validation(trainers: Trainers) -> Any:
     return fit(module, trainer), trainer.test(module, verbose=False)
 
 
-@feature("Steps", "random numbers of torch, NumPy and Python")
+@feature("Steps", "random numbers of torch, NumPy and Python", how="modules", slow=True)
 def random_numbers(trainers: Trainers) -> Any:
     class Draws(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -612,7 +682,7 @@ def batch_sizes(trainers: Trainers) -> Any:
     return fit(Lengths(), trainers(limit_val_batches=1.0), train_dataloaders=batches(*shapes))
 
 
-@feature("Shapes", "ten sequence lengths")
+@feature("Shapes", "ten sequence lengths", slow=True)
 def sequence_lengths(trainers: Trainers) -> Any:
     class Attends(Lengths):
         def __init__(self) -> None:
