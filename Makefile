@@ -78,9 +78,10 @@ docs: $(INSTALLED)
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
 	$(BIN)/python -m tests.models.conformance
+	$(BIN)/python tests/strategies/feature_table.py
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
+	rm -rf build dist site *.egg-info .coverage.* .pytest_cache .mypy_cache .ruff_cache lightning_logs
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

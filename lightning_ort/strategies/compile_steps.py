@@ -16,6 +16,7 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CodeType, FunctionType
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
-from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome
+from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome, release
 from lightning_ort.strategies.give_report import GiveReportMixin
 from lightning_ort.strategies.step_patches import (
     MISSING,
@@ -55,6 +56,8 @@ _RECOMPILE_LIMIT = 32
 
 Mode = Literal["step", "modules", "off"]
 
+_regions_of_the_dead: list[int] = []  # what dynamo has compiled for modules that are gone
+
 
 class CapturedModule:
     """A LightningModule whose steps are captured.
@@ -80,6 +83,10 @@ class CapturedModule:
         self._optimizers: Any = None
         self._module_patches: dict[Engine, ModulePatches] = {}
         self.steps: dict[str, AbstractContextManager[None]] = {}
+        self._regions: list[int] = []
+        # now, between the runs of the Trainer, and not when the collector of garbage comes by
+        release(_regions_of_the_dead)
+        weakref.finalize(self, _regions_of_the_dead.extend, self._regions).atexit = False
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
@@ -131,7 +138,7 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts its work at the first call."""
-        return torch.compile(  # type: ignore[call-overload]
+        compiled = torch.compile(  # type: ignore[call-overload]
             function,
             backend=self.backend if engine == "ort" else engine,
             options=None if engine == "ort" else {"fallback_random": True},  # the masks of eager
@@ -140,6 +147,8 @@ class CapturedModule:
             # the limit is for this function, not for all modules of its class, nor for all our frames around children
             isolate_recompiles=True,
         )
+        self._regions.append(compiled._isolate_recompiles_id)
+        return compiled
 
     def module_patches(self, engine: Engine) -> ModulePatches:
         """Return the compiled children, for module mode."""

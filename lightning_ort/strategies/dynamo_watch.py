@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-import torch
+from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import counters, get_compilation_metrics
@@ -162,8 +163,25 @@ class DynamoWatch(logging.Filter):
         return metrics
 
 
+def release(regions: list[int]) -> None:
+    """Free what dynamo has compiled for functions that nobody will call again, and with it its sessions.
+
+    It keeps all of that for as long as the code of a step lives, which is for the process, and counts it against the
+    code's limit of recompiles: a search over hyperparameters would run out of memory or reach the limit.
+
+    Args:
+        regions: Of the compiled functions, their ``_isolate_recompiles_id``; emptied.
+
+    """
+    codes = [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]
+    for code in codes if regions else []:
+        if any(_get_cache_entries_for_region(code, region) for region in regions):
+            reset_code(code)  # others that use it compile again
+    regions.clear()
+
+
 def _convert_log() -> logging.Logger:
-    return logging.getLogger(torch._dynamo.convert_frame.__name__)
+    return logging.getLogger(convert_frame.__name__)
 
 
 def _newest_metrics() -> Any:

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from features import FEATURES, Trainers, assert_same, feature, fit, how_it_ran, run_feature
+from features import FEATURES, QUIET, Trainers, assert_same, feature, fit, how_it_ran, run_feature
+from lightning.pytorch import Trainer
 from small_modules import Small, loader
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+
+from lightning_ort import ORTStrategy
 
 BEFORE = set(FEATURES)
 
@@ -54,7 +57,9 @@ def transformers_checkpointing(trainers: Trainers) -> Any:
     class Language(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.net = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False))
+            self.net = GPT2LMHeadModel(
+                GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+            )
             self.net.train()
             self.net.gradient_checkpointing_enable()
 
@@ -722,3 +727,17 @@ def test_feature(name: str, tmp_path: Path) -> None:
         graphs = [graph.name for report in reports for graph in report.graphs]
         for kind in ("training_step/forward", "training_step/backward", "validation_step/inference"):
             assert 0 < sum(name.startswith(kind) for name in graphs) <= 3
+
+
+def test_gradient_of_a_gradient_in_module_mode_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    class Penalty(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return gradient.square().sum()
+
+    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path})
+    with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
+        trainer.fit(Penalty())
+    assert strategy.report.ort_runs > 0

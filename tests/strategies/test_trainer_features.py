@@ -1,13 +1,15 @@
 """The Trainer's features: under ``ort`` each gives what it gives under the stock strategy, and ONNX Runtime runs it."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from features import FEATURES, Trainers, assert_same, feature, fit, how_it_ran, result, run_feature
-from lightning.pytorch import Callback
+from features import FEATURES, Trainers, assert_same, feature, fit, how_it_ran, run_feature
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     DeviceStatsMonitor,
@@ -28,6 +30,9 @@ from small_modules import Small, loader
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ort import ORTStrategy
+from lightning_ort.compiler.runtime import BoundSession
 
 # --- the loop
 
@@ -344,12 +349,9 @@ def monitor(trainers: Trainers) -> Any:
     fitted = fit(Scheduled(SCHEDULES["StepLR"]), trainers(**kwargs))
     lines = (trainers.folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    ours = {"ort_node_fraction", "ort_runs"}  # figures of the report
-    return fitted, [
-        {key: float(value) for key, value in row.items() if value and not key.startswith(("ort", "lightning_ort"))}
-        for row in rows
-        if ours
-    ]
+    # without the figures of our report
+    logged = [{key: float(value) for key, value in row.items() if value and "ort/" not in key} for row in rows]
+    return fitted, [row for row in logged if row.keys() - {"step", "epoch"}]
 
 
 @feature("Callbacks", "`DeviceStatsMonitor`")
@@ -441,3 +443,62 @@ def test_feature(name: str, tmp_path: Path) -> None:
     assert_same(ours, stock)
     assert how_it_ran(reports) == FEATURES[name].how
     assert not [entry for report in reports for entry in report.fallbacks]
+
+
+# --- many runs in one process
+
+
+@torch._dynamo.config.patch(accumulated_recompile_limit=3)
+def test_trials_of_a_search_free_what_they_compiled(tmp_path: Path) -> None:
+    """As Optuna does: in each trial a new Trainer and a new module of the same class."""
+    modules, sessions, graphs = [], [], []
+    for _ in range(4):
+        module, trainers = Small(), Trainers(True, tmp_path)
+        fit(module, trainers(max_epochs=1, limit_val_batches=1.0))
+        (report,) = trainers.reports
+        assert report.ort_runs > 0
+        assert not report.fallbacks
+        graphs.append([graph.name for graph in report.graphs])
+        modules.append(weakref.ref(module))
+        del module, trainers, report
+        gc.collect()
+        sessions.append(sum(isinstance(thing, BoundSession) for thing in gc.get_objects()))
+    assert all(names == graphs[0] for names in graphs)
+    assert sum(module() is not None for module in modules) <= 1
+    assert sessions[0] > 0
+    assert sessions[-1] <= 2 * sessions[0]  # what the last trial compiled goes when the next one begins
+
+
+def test_evaluation_reads_the_weights_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: dict[int, set[int]] = {}
+    bind = BoundSession._bind_input
+
+    def note(session: BoundSession, index: int, tensor: Tensor, address: int) -> None:
+        addresses.setdefault(id(session), set()).add(address)
+        bind(session, index, tensor, address)
+
+    monkeypatch.setattr(BoundSession, "_bind_input", note)
+    module, trainers = Small(), Trainers(True, tmp_path)
+    trainer = trainers(limit_val_batches=1.0)
+    trainer.fit(module)
+    trainer.predict(module)
+    expected = torch.cat([module(x) for x, _ in loader(16)])
+    torch.testing.assert_close(torch.cat(trainer.predict(module)), expected, rtol=1e-4, atol=1e-5)
+    (report,) = trainers.reports
+    labels = {graph.name.split("/")[0] for graph in report.graphs if graph.num_ort_nodes}
+    assert labels == {"training_step", "validation_step", "predict_step"}
+    for parameter in module.parameters():
+        readers = [session for session, seen in addresses.items() if parameter.data_ptr() in seen]
+        assert len(readers) >= len(labels)
+
+
+def test_the_other_lightning_is_refused(tmp_path: Path) -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    from lightning_ort.pytorch_lightning.strategies import ORTStrategy as OtherStrategy
+
+    with pytest.raises(ValueError, match=r"instance of `lightning\.pytorch\.strategies\.Strategy`"):
+        Trainer(strategy=OtherStrategy(), accelerator="cpu")
+    with pytest.raises(ValueError, match=r"instance of `pytorch_lightning\.strategies\.Strategy`"):
+        pl.Trainer(strategy=ORTStrategy(), accelerator="cpu")
+    with pytest.raises(TypeError, match="`model` must be a `LightningModule`"):
+        pl.Trainer(strategy="ort", accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(Small())

@@ -1,0 +1,100 @@
+"""Write docs/lightning_features.md: how each feature of Lightning runs under ``ort``, found out by running it.
+
+Every feature of the tests, and every way of writing a step, is run under the stock strategy and under ``ort`` with
+``placement="always"``; the results are compared, and the report tells the rest. Run as ``make conformance``.
+"""
+
+import importlib.metadata
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import test_capture_idioms
+import test_module_features  # noqa: F401  # fills the table
+import test_trainer_features  # noqa: F401
+import torch
+from features import FEATURES, How, Trainers, assert_same, be_quiet, feature, fit, how_it_ran, run_feature
+
+from lightning_ort.compiler.report import CompileReport
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning_features.md"
+TEXTS: dict[How, str] = {"step": "on ONNX Runtime", "modules": "on ONNX Runtime, child modules", "torch": "in torch"}
+
+HEAD = """\
+# Lightning's features under `ort`
+
+Made by `make conformance` with {versions} on a CPU; do not edit.
+
+Each row was run twice from the same seed, under the stock strategy and under `strategy="ort"` with
+`placement="always"`; losses, parameters, logged metrics and what callbacks did are the same within float32's
+rounding. So every row works. The columns say what ONNX Runtime had of it:
+
+- *runs*: **{step}** rows run **on ONNX Runtime**: the steps are captured as they are written. **{modules}** run **on
+  ONNX Runtime, child modules**: a step that a graph cannot hold stays in Python, and its child modules are captured.
+  **{torch}** run **in torch**: the step is left as it is, and the report says why.
+- *graph breaks*: where capture ended a graph early, such as before an optimizer's step under manual optimization. What
+  is between graphs runs in Python.
+- *recompiles*: how often a frame was compiled again, such as for a second batch size. Ten sizes make one or two.
+
+"""
+
+
+def enter_idioms() -> None:
+    """Add the modules of the idiom tests to the table."""
+    for name, (module, how) in test_capture_idioms.IDIOMS.items():
+        _enter_idiom(f"`{name}`", module, "step" if how == "either" else how)
+
+
+def _enter_idiom(name: str, module: Any, how: Any) -> None:
+    @feature("Ways of writing a `training_step`", name, how=how)
+    def run(trainers: Trainers) -> Any:
+        return fit(module(), trainers())
+
+
+def row(name: str, reports: list[CompileReport]) -> str:
+    """The row of the table."""
+    breaks = sum(report.graph_breaks for report in reports)
+    recompiles = sum(report.recompiles for report in reports)
+    cells = [name, TEXTS[how_it_ran(reports)], str(breaks or ""), str(recompiles or "")]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def page(reports: dict[str, list[CompileReport]]) -> str:
+    """The page as Markdown."""
+    versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("lightning", "torch"))
+    ways = [how_it_ran(of_one) for of_one in reports.values()]
+    text = HEAD.format(versions=versions, **{how: ways.count(how) for how in TEXTS})
+    group = None
+    for name, of_one in reports.items():
+        if FEATURES[name].group != group:
+            group = FEATURES[name].group
+            text += f"## {group}\n\n| | runs | graph breaks | recompiles |\n|---|---|---|---|\n"
+            text = text.replace("|\n## ", "|\n\n## ")
+        text += row(name, of_one)
+    return text
+
+
+def main() -> None:
+    """Run every feature and write the page, or exit with an error if a result is wrong."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    be_quiet()
+    enter_idioms()
+    reports, wrong = {}, []
+    for name in FEATURES:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                stock, _ = run_feature(name, False, Path(folder) / "stock")
+                ours, reports[name] = run_feature(name, True, Path(folder) / "ort")
+                assert_same(ours, stock)
+            except Exception as error:  # whatever it is, it belongs to this feature
+                wrong.append(f"{name}: {type(error).__name__}: {error}")
+    if wrong:
+        sys.exit("\n".join(wrong))
+    PAGE.write_text(page(reports), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
