@@ -14,7 +14,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
 _SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
 _AUTOGRAD = "`torch.autograd.grad`"  # in the reason why a graph ends there
@@ -60,7 +60,7 @@ class DynamoWatch(logging.Filter):
         self.dirty = False  # dynamo was at work in this call
         self._active = False
         self._outcome = Outcome()
-        self._breaks = self._gradients = 0
+        self._breaks = 0
         self._before: dict[str, Any] = {}
         self._seen: Any = None
 
@@ -93,7 +93,7 @@ class DynamoWatch(logging.Filter):
 
     def met_autograd(self) -> bool:
         """Whether a graph that is compiled now, or one before it in this call, ends at ``torch.autograd.grad``."""
-        return bool(self._before) and _count_breaks(_AUTOGRAD) > self._gradients
+        return bool(self._before) and self._ended_at(_AUTOGRAD)
 
     def outcome(self, code: CodeType | None) -> Outcome:
         """Return what happened since the last time.
@@ -104,8 +104,8 @@ class DynamoWatch(logging.Filter):
         """
         outcome, self._outcome, self.dirty = self._outcome, Outcome(), False
         if outcome.compiled:
-            outcome.graph_breaks = _count_breaks() - self._breaks
-            outcome.met_autograd = _count_breaks(_AUTOGRAD) > self._gradients
+            outcome.graph_breaks = len(graph_break_reasons) - self._breaks
+            outcome.met_autograd = self._ended_at(_AUTOGRAD)
         for metrics in self._new_metrics():
             outcome.recompiles += metrics.recompile_reason is not None
             if code is None or metrics.co_filename != code.co_filename or metrics.fail_type not in _SOFT_FAILURES:
@@ -137,7 +137,7 @@ class DynamoWatch(logging.Filter):
         if not self._active or args.callback_trigger is not CallbackTrigger.DYNAMO or self._before:
             return
         self.dirty = self._outcome.compiled = True
-        self._breaks, self._gradients = _count_breaks(), _count_breaks(_AUTOGRAD)
+        self._breaks = len(graph_break_reasons)
         self._seen = _newest_metrics()
         settings = {
             # counters such as `self.global_step` would compile each step, until dynamo gives up
@@ -154,6 +154,9 @@ class DynamoWatch(logging.Filter):
         self._before = {name: getattr(dynamo_config, name) for name in settings}
         for name, value in settings.items():
             setattr(dynamo_config, name, value)
+
+    def _ended_at(self, what: str) -> bool:
+        return any(what in cause.reason for cause in graph_break_reasons[self._breaks :])
 
     def _new_metrics(self) -> list[Any]:
         metrics = get_compilation_metrics()
@@ -187,10 +190,6 @@ def _convert_log() -> logging.Logger:
 def _newest_metrics() -> Any:
     metrics = get_compilation_metrics()
     return metrics[-1] if metrics else None
-
-
-def _count_breaks(at: str = "") -> int:
-    return sum(count for reason, count in counters["graph_break"].items() if at in reason)
 
 
 def _transformers_log_methods() -> set[Any]:
