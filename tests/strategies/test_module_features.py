@@ -50,7 +50,7 @@ for _reentrant in (False, True):
     _checkpointed(_reentrant)
 
 
-@feature("Gradients", "`gradient_checkpointing_enable` of transformers")
+@feature("Gradients", "`gradient_checkpointing_enable` of transformers", slow=True)
 def transformers_checkpointing(trainers: Trainers) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
