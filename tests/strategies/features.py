@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
@@ -95,6 +96,12 @@ def feature(group: str, name: str, how: How = "step", slow: bool = False) -> Cal
         return run
 
     return enter
+
+
+def features_of(module: str) -> list[Any]:
+    """The features that a module of tests has entered, as parameters of a test."""
+    own = {name: entry for name, entry in FEATURES.items() if entry.run.__module__ == module}
+    return [pytest.param(name, marks=[pytest.mark.slow] if entry.slow else []) for name, entry in own.items()]
 
 
 def result(module: Any, trainer: Any = None) -> dict[str, Any]:

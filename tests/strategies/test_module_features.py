@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from features import FEATURES, QUIET, Trainers, assert_same, feature, fit, how_it_ran, run_feature
+from features import FEATURES, QUIET, Trainers, assert_same, feature, features_of, fit, how_it_ran, run_feature
 from lightning.pytorch import Trainer
 from small_modules import Small, loader
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
-
-BEFORE = set(FEATURES)
 
 
 def batches(*shapes: tuple[int, ...]) -> DataLoader:
@@ -712,12 +710,7 @@ def image_sizes(trainers: Trainers) -> Any:
     return fit(Convolves(), trainers(limit_val_batches=1.0), train_dataloaders=batches(*shapes))
 
 
-NAMES = [name for name in FEATURES if name not in BEFORE]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if FEATURES[name].slow else []) for name in NAMES]
-)
+@pytest.mark.parametrize("name", features_of(__name__))
 def test_feature(name: str, tmp_path: Path) -> None:
     stock, _ = run_feature(name, False, tmp_path / "stock")
     ours, reports = run_feature(name, True, tmp_path / "ort")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import FEATURES, Trainers, assert_same, feature, fit, how_it_ran, run_feature
+from features import FEATURES, Trainers, assert_same, feature, features_of, fit, how_it_ran, run_feature
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -433,10 +433,7 @@ for _name in ("simple", "advanced", "pytorch"):
     _profiler(_name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if entry.slow else []) for name, entry in FEATURES.items()],
-)
+@pytest.mark.parametrize("name", features_of(__name__))
 def test_feature(name: str, tmp_path: Path) -> None:
     stock, _ = run_feature(name, False, tmp_path / "stock")
     ours, reports = run_feature(name, True, tmp_path / "ort")
