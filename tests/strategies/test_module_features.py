@@ -439,7 +439,7 @@ def nested(trainers: Trainers) -> Any:
     return fit(Outer(), trainers())
 
 
-@feature("Modules", "LSTM over packed sequences", how="modules")
+@feature("Modules", "LSTM over packed sequences")
 def packed(trainers: Trainers) -> Any:
     class Recurrent(Small):
         def __init__(self) -> None:
