@@ -243,7 +243,8 @@ class ORTBackend:
         description = describe(region.module.graph)
         entry = self._cache.name(description, providers)
         kept = self._cache.load(entry)
-        known = self._timing_at_hand(region, kept)
+        threads = placement.thread_candidates(region, self.config.intra_op_threads)
+        known = self._timing_at_hand(region, threads, kept)
         if kept is not None:
             model = kept.model
         else:
@@ -259,7 +260,7 @@ class ORTBackend:
                 bound[threads] = BoundSession(region, inference_session, device)
             return bound[threads]
 
-        timing = known or self._time(region, bind)
+        timing = known or self._time(region, threads, bind)
         if self.agree is not None and timing.ort_ms is not None:
             timing = Timing(**self.agree(digest(description), dataclasses.asdict(timing)))
         cached = kept is not None and known is not None
@@ -287,7 +288,7 @@ class ORTBackend:
             check=self.config.check_against_eager,
         )
 
-    def _timing_at_hand(self, region: Region, kept: Entry | None) -> Timing | None:
+    def _timing_at_hand(self, region: Region, candidates: Sequence[int], kept: Entry | None) -> Timing | None:
         """Return the timing of a region where it need not be timed, or was in an earlier run.
 
         Raises:
@@ -295,20 +296,19 @@ class ORTBackend:
 
         """
         measured = self.config.placement == "measured"
-        candidates = placement.thread_candidates(region, self.config.intra_op_threads)
         if torch.are_deterministic_algorithms_enabled():
             if measured and placement.loses_by_rule(region):
                 raise RegionFailed(ReasonType.STATIC_RULE, "no matrix product or convolution")
             return Timing(None, None, candidates[0])
         if not measured and len(candidates) == 1:
             return Timing(None, None, candidates[0])
-        if kept is None or kept.timing is None or kept.timing.ort_ms is None:
+        if kept is None or kept.timing.ort_ms is None:
             return None
         if not measured:
             return dataclasses.replace(kept.timing, torch_ms=None)
         return kept.timing if kept.timing.torch_ms is not None else None
 
-    def _time(self, region: Region, bind: Callable[[int], BoundSession]) -> Timing:
+    def _time(self, region: Region, candidates: Sequence[int], bind: Callable[[int], BoundSession]) -> Timing:
         """Time a region.
 
         Raises:
@@ -317,10 +317,7 @@ class ORTBackend:
         """
         try:
             return placement.measure(
-                {
-                    threads: bind(threads)
-                    for threads in placement.thread_candidates(region, self.config.intra_op_threads)
-                },
+                {threads: bind(threads) for threads in candidates},
                 region.module.forward if self.config.placement == "measured" else None,
                 placement.samples(region),
             )

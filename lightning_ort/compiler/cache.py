@@ -67,12 +67,12 @@ class Entry:
 
     Args:
         model: Its serialized ONNX model.
-        timing: How it was timed; ``None`` if it was not.
+        timing: How it was timed.
 
     """
 
     model: bytes
-    timing: Timing | None
+    timing: Timing
 
 
 def default_folder() -> Path:
@@ -145,7 +145,7 @@ class Cache:
             model = (folder / f"{name}.onnx").read_bytes()
             if hashlib.sha256(model).hexdigest() != kept["model"]:
                 raise ValueError("the model is not the one that was kept")
-            return Entry(model, kept["timing"] and Timing(**kept["timing"]))
+            return Entry(model, Timing(**kept["timing"]))
 
         return self._read(name, to_entry)
 
@@ -162,8 +162,7 @@ class Cache:
 
     def store(self, name: str, entry: Entry) -> None:
         """Keep a region's entry."""
-        timing = entry.timing and dataclasses.asdict(entry.timing)
-        content = {"model": hashlib.sha256(entry.model).hexdigest(), "timing": timing}
+        content = {"model": hashlib.sha256(entry.model).hexdigest(), "timing": dataclasses.asdict(entry.timing)}
         self._write(f"{name}.onnx", entry.model)
         self._write(f"{name}.json", json.dumps(content).encode())
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_ort.cli import main
-from lightning_ort.compiler.cache import Cache, Entry, default_folder
+from lightning_ort.compiler.cache import Cache, Entry, Timing, default_folder
 from lightning_ort.config import ORTConfig
 
 
@@ -19,7 +19,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
 def fill(folder: Path, count: int) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
     for number in range(count):
-        kept.store(f"region-{number}", Entry(bytes(1000), None))
+        kept.store(f"region-{number}", Entry(bytes(960), Timing(None, None, 1)))
     (folder / "mine.json").write_text("{}")
 
 
