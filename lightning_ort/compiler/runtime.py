@@ -13,7 +13,7 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._sympy.printers import PythonPrinter
 
-from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort.compiler.conversion.graph import dtype_of, element_type
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
@@ -63,10 +63,10 @@ class BoundSession:
         # onnxruntime leaves out inputs that no node reads
         used = {value.name for value in session.get_inputs()}
         self._inputs = [f"i{i}" if f"i{i}" in used else None for i in range(len(region.inputs))]
-        self._input_dtypes = [_numpy_dtype(node) for node in region.inputs]
+        self._input_dtypes = [element_type(dtype_of(node)) for node in region.inputs]
         self._bound_inputs: list[Any] = [None] * len(region.inputs)
         self._bound_outputs: list[Any] = [None] * len(region.outputs)
-        self._output_dtypes = [_numpy_dtype(node) for node in region.outputs]
+        self._output_dtypes = [element_type(dtype_of(node)) for node in region.outputs]
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
         self._integers = {
@@ -231,13 +231,6 @@ def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
     allowed = TOLERANCE[expected.dtype] * max(float(reference.abs().max()), 1e-3)
     # written so that a NaN difference fails
     return None if difference <= allowed else f"largest difference {difference:.3g}, allowed {allowed:.3g}"
-
-
-def _numpy_dtype(node: fx.Node) -> Any:
-    val = node.meta["val"]
-    data_type = DTYPES[val.dtype if isinstance(val, torch.Tensor) else torch.int64]
-    # numpy has no bfloat16; the binding takes ONNX's number for it
-    return int(data_type) if data_type.name == "BFLOAT16" else data_type.numpy()
 
 
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:

@@ -83,12 +83,7 @@ def build(
     """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised, and reported by us
-    # spinning threads fight torch's own pool: a BERT step took 362 ms with and 315 ms without (onnxruntime 1.19)
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options = session_options(threads)
     if device.type == "cpu":
         _share_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
@@ -102,9 +97,34 @@ def build(
         session = onnxruntime.InferenceSession(model, options, providers=configured)
     except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
         raise RegionFailed(ReasonType.SESSION_FAILED, error) from error
-    if session.get_providers()[0] != providers[0]:  # onnxruntime replaces a provider that does not load, silently
-        raise RegionFailed(ReasonType.SESSION_FAILED, f"{providers[0]} did not load; are its libraries installed?")
+    if (obstacle := why_not_on(session, providers[0])) is not None:
+        raise RegionFailed(ReasonType.SESSION_FAILED, obstacle)
     return session
+
+
+def session_options(threads: int) -> "onnxruntime.SessionOptions":
+    """Return what every session that shares the process with torch is set to.
+
+    Args:
+        threads: Intra-op threads.
+
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what goes wrong is raised, and reported by us
+    # spinning threads fight torch's own pool: a BERT step took 362 ms with and 315 ms without (onnxruntime 1.19)
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def why_not_on(session: "onnxruntime.InferenceSession", provider: str) -> str | None:
+    """Return why a session does not run on the provider that was asked for; onnxruntime replaces it silently."""
+    if session.get_providers()[0] == provider:
+        return None
+    return f"{provider} did not load; are its libraries installed?"
 
 
 @cache

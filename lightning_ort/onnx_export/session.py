@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort.compiler.conversion.graph import DTYPES, element_type
+from lightning_ort.compiler.session import session_options, why_not_on
 from lightning_ort.onnx_export.signature import Structure, restored
 
 # how onnxruntime writes a type
@@ -63,13 +64,10 @@ class OnnxSession:
         for provider in self.providers:
             if provider not in available:
                 raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # which fights torch's threads
+        options = session_options(torch.get_num_threads())
         self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
-        if self._session.get_providers()[0] != self.providers[0]:  # it replaces one that does not load, silently
-            raise RuntimeError(f"{self.providers[0]} did not load; are its libraries installed?")
+        if (obstacle := why_not_on(self._session, self.providers[0])) is not None:
+            raise RuntimeError(obstacle)
         properties = self._session.get_modelmeta().custom_metadata_map
         self.metadata: dict[str, Any] = {
             key.removeprefix(METADATA_PREFIX): json.loads(text)
@@ -102,7 +100,7 @@ class OnnxSession:
         binding = self._session.io_binding()
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in inputs.items() if name in self._used}
         for name, tensor in kept.items():
-            binding.bind_input(name, "cpu", 0, _element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, "cpu", 0, element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
         results: dict[str, Tensor | None] = {}
         for value in self.outputs:
             shape = [size if isinstance(size, int) else sizes.get(size) for size in value.shape]
@@ -111,7 +109,7 @@ class OnnxSession:
                 results[value.name] = None
                 continue
             results[value.name] = tensor = torch.empty(shape, dtype=value.dtype)  # type: ignore[arg-type]
-            binding.bind_output(value.name, "cpu", 0, _element_type(value.dtype), shape, tensor.data_ptr())
+            binding.bind_output(value.name, "cpu", 0, element_type(value.dtype), shape, tensor.data_ptr())
         self._session.run_with_iobinding(binding)
         for (name, result), output in zip(results.items(), binding.get_outputs(), strict=True):
             results[name] = (torch.from_numpy(output.numpy()) if result is None else result).to(device)
@@ -161,9 +159,3 @@ class OnnxSession:
                 found = f" with {sizes}" if sizes else ""
                 raise ValueError(f"Input {value.name!r} has shape {shape}, and {self.path.name} takes {value}{found}.")
         return sizes
-
-
-def _element_type(dtype: torch.dtype) -> Any:
-    data_type = DTYPES[dtype]
-    # numpy has no bfloat16; the binding takes ONNX's number for it
-    return int(data_type) if data_type.name == "BFLOAT16" else data_type.numpy()

@@ -36,6 +36,12 @@ DTYPES: dict[torch.dtype, ir.DataType] = {
 }
 
 
+def element_type(dtype: torch.dtype) -> Any:
+    """What onnxruntime's IO binding takes for a dtype: numpy's, or ONNX's number for bfloat16, which numpy lacks."""
+    data_type = DTYPES[dtype]
+    return int(data_type) if data_type is ir.DataType.BFLOAT16 else data_type.numpy()
+
+
 def dtype_of(arg: Arg) -> torch.dtype:
     """The dtype of an argument's value; a symbolic or plain integer counts as int64, a float as float32."""
     if isinstance(arg, fx.Node):
