@@ -57,6 +57,8 @@ if not logging.getLogger().hasHandlers():
 
 register_strategies()
 
+_FUNCTIONS = {"export_onnx": "lightning_ort.onnx_export.export", "param_groups": "lightning_ort.optim.param_groups"}
+
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and name.startswith(("ORT", "Onnx")):  # ORTConfig is there already
@@ -72,14 +74,8 @@ def __getattr__(name: str) -> Any:
         }
         module = next(module for kind, module in modules.items() if name.endswith(kind))
         return getattr(importlib.import_module(module), name)
-    if name == "param_groups":
-        from lightning_ort.optim.param_groups import param_groups
-
-        return param_groups
-    if name == "export_onnx":
-        from lightning_ort.onnx_export.export import export_onnx
-
-        return export_onnx
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -184,7 +184,7 @@ class StepCapture(AbstractContextManager):
         self._step: Any = None  # the user's, bound
         self._function: Any = None
         self._code: CodeType | None = None
-        self._compiled: dict[Engine, Callable[..., Any]] = {}
+        self._compiled: dict[Engine, Any] = {}
         self._engine: Engine = "ort"  # once there is nothing to try
         self._stand_in: Callable[..., Any] = _not_prepared
         self._before: Any = MISSING
@@ -367,8 +367,7 @@ class StepCapture(AbstractContextManager):
         self._steps.note(self._name, kind, f"{why}; its child modules are captured instead")
 
     def _set_mode(self, mode: Mode) -> None:
-        if self._mode == "step" and self._code is not None:
-            torch._dynamo.reset_code(self._code)  # and with what was compiled its sessions, which take memory
+        release([compiled._isolate_recompiles_id for compiled in self._compiled.values()])
         self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
         self.trial = self._steps.new_trial() if mode != "off" else None
 
