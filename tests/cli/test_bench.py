@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from running import is_running
 
 from lightning_ort.cli import bench, main
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
@@ -114,13 +115,6 @@ def _start_two(folder: Path, connection: Connection) -> None:
     time.sleep(LIMIT)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
@@ -131,7 +125,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.join()
     end = time.monotonic() + LIMIT
-    while any(_is_running(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < end, pids
         time.sleep(0.05)
 

@@ -23,6 +23,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies.launchers import subprocess_script
+from running import is_running
 from small_modules import Small, loader
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,13 +165,6 @@ def trains(folder: Path) -> bool:
 
 def pids(folder: Path) -> list[int]:
     return [int((folder / f"pid.{rank}").read_text()) for rank in range(2)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("rank", [0, 1])
