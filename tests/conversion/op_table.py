@@ -152,6 +152,14 @@ op("nonfinite_tests", lambda x: (x.isnan(), x.isinf()), values(WEIRD))
 op("compare", lambda x, y: (x == y, x != y, x < y, x <= y, x > y, x >= y), distinct(4, 6), distinct(6))
 op("compare_number", lambda x: (x == 1, x > 0.1), values([0.1, 1.0, NAN]))
 data("compare_ints", lambda x, y: (x == y, x < y, x >= 2), ints(9, high=4), ints(9, high=4))
+for _dtype in (torch.bool, torch.int8, torch.uint8, torch.int16):
+    data(
+        f"compare_{str(_dtype).removeprefix('torch.')}",
+        lambda x, y, d=_dtype: [compare(x.to(d), y.to(d)) for compare in (torch.eq, torch.ne, torch.lt, torch.ge)],
+        ints(9, high=2),
+        ints(9, high=2),
+    )
+data("eye", lambda x: x + torch.eye(3), normal(3, 3))
 data("logic", lambda x, y: (x & y, x | y, x ^ y, ~x, torch.logical_not(y)), bools(9), bools(9))
 data("bitwise_of_ints", lambda x, y: (x & y, x | y, x ^ y, ~x, x & 5), ints(9, low=-9, high=9), ints(9, high=9))
 data("logic_of_ints", lambda x, y: (torch.logical_and(x, y), torch.logical_or(x, y)), ints(9, high=2), ints(9, high=2))

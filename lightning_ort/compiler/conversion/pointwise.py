@@ -368,10 +368,15 @@ def log1p(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 # comparison and logic
 
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
+
 
 def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        result = binary(ctx, onnx_op, x, y)
+        dtype = result_dtype(x, y)
+        if dtype in _NARROW:  # no kernels in onnxruntime; `torch.eye` compares bytes
+            dtype = torch.int32
+        result = ctx.op(onnx_op, ctx.value(x, dtype), ctx.value(y, dtype))
         return ctx.op("Not", result) if negate else result
 
     convert.__doc__ = f"{'not ' if negate else ''}{onnx_op}(Tensor self, Tensor other) -> Tensor"
