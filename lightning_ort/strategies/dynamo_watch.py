@@ -14,7 +14,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 
 _SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
 _AUTOGRAD = "`torch.autograd.grad`"  # in the reason why a graph ends there
@@ -176,11 +176,23 @@ def release(regions: list[int]) -> None:
         regions: Of the compiled functions, their ``_isolate_recompiles_id``; emptied.
 
     """
-    codes = [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]
-    for code in codes if regions else []:
+    released = []
+    for code in _living(convert_frame.input_codes) if regions else []:
         if any(_get_cache_entries_for_region(code, region) for region in regions):
             reset_code(code)  # others that use it compile again
+            released.append(code)
+    # that frees what dynamo made of the code, and its graphs, but not where a graph ends early: something in torch 2.13
+    # holds such code for good; so what would be done at its end is done now: its graphs are taken out of the globals
+    for compiled in _living(convert_frame.output_codes) if released else []:
+        if any(orig_code_map.get(compiled) is code for code in released):
+            for take_out in CleanupManager.instance.get(compiled, ()):
+                take_out()
+            CleanupManager.instance[compiled] = []
     regions.clear()
+
+
+def _living(tracker: convert_frame.Tracker) -> list[CodeType]:
+    return [code for reference in tracker.seen if (code := reference()) is not None]
 
 
 def _convert_log() -> logging.Logger:

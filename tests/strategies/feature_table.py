@@ -4,6 +4,7 @@ Every feature of the tests, and every way of writing a step, is run under the st
 ``placement="always"``; the results are compared, and the report tells the rest. Run as ``make conformance``.
 """
 
+import importlib
 import importlib.metadata
 import sys
 import tempfile
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import test_capture_idioms
-import test_module_features  # noqa: F401  # fills the table
-import test_trainer_features  # noqa: F401
 import torch
 from features import FEATURES, How, Trainers, assert_same, be_quiet, feature, fit, how_it_ran, run_feature
 
 from lightning_ort.compiler.report import CompileReport
+
+for _theme in ("gradient", "module", "step", "layer", "trainer", "callback"):  # the order of the page
+    importlib.import_module(f"test_{_theme}_features")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning_features.md"
 TEXTS: dict[How, str] = {"step": "on ONNX Runtime", "modules": "on ONNX Runtime, child modules", "torch": "in torch"}
@@ -36,7 +38,8 @@ rounding. So every row works. The columns say what ONNX Runtime had of it:
   **{torch}** run **in torch**: the step is left as it is, and the report says why.
 - *graph breaks*: where capture ended a graph early, such as before an optimizer's step under manual optimization. What
   is between graphs runs in Python.
-- *recompiles*: how often a frame was compiled again, such as for a second batch size. Ten sizes make one or two.
+- *recompiles*: how often a frame was compiled again, such as for a second batch size. Fifty sizes make one or
+  two for each step.
 
 """
 

@@ -144,6 +144,17 @@ def assert_same(ours: Any, stock: Any) -> None:
     torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
+def check_feature(name: str, folder: Path) -> list[CompileReport]:
+    """Compare a feature's results under both strategies, and who ran its steps; return our reports."""
+    stock, _ = run_feature(name, False, folder / "stock")
+    ours, reports = run_feature(name, True, folder / "ort")
+    assert_same(ours, stock)
+    assert how_it_ran(reports) == FEATURES[name].how
+    failures = [entry for report in reports for entry in report.fallbacks if entry.reason.type.is_failure]
+    assert not failures
+    return reports
+
+
 def be_quiet() -> None:
     """Leave out the notices of Lightning."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_ort"):

@@ -16,6 +16,12 @@ def loader(samples: int = 32, batch_size: int = 8, features: int = 8) -> DataLoa
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
+def batches(*shapes: tuple[int, ...]) -> DataLoader:
+    """Batches of these shapes."""
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader([torch.randn(shape, generator=generator) for shape in shapes], batch_size=None)
+
+
 class Small(LightningModule):
     """Trains a classifier, and keeps the losses as the Trainer saw them."""
 

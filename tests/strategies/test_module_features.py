@@ -1,237 +1,18 @@
-"""What a LightningModule is made of and does: under ``ort`` each gives what it gives under the stock strategy."""
+"""What a LightningModule is made of: under ``ort`` each gives what it gives under the stock strategy."""
 
-import random
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from features import FEATURES, QUIET, Trainers, assert_same, feature, features_of, fit, how_it_ran, run_feature
-from lightning.pytorch import Trainer
-from small_modules import Small, loader
+from features import Trainers, check_feature, feature, features_of, fit
+from small_modules import Small, batches
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
-from lightning_ort import ORTStrategy
-
-
-def batches(*shapes: tuple[int, ...]) -> DataLoader:
-    """Batches of these shapes."""
-    generator = torch.Generator().manual_seed(1)
-    return DataLoader([torch.randn(shape, generator=generator) for shape in shapes], batch_size=None)
-
-
-# --- what gradients go through
-
-
-def _checkpointed(reentrant: bool) -> None:
-    @feature("Gradients", f"`torch.utils.checkpoint`, `use_reentrant={reentrant}`")
-    def checkpointed(trainers: Trainers) -> Any:
-        class Checkpointed(Small):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(8, 8)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(self.net, self.first(x), use_reentrant=reentrant)
-
-        return fit(Checkpointed(), trainers())
-
-
-for _reentrant in (False, True):
-    _checkpointed(_reentrant)
-
-
-@feature("Gradients", "`gradient_checkpointing_enable` of transformers", slow=True)
-def transformers_checkpointing(trainers: Trainers) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    class Language(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = GPT2LMHeadModel(
-                GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
-            )
-            self.net.train()
-            self.net.gradient_checkpointing_enable()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(input_ids=batch, labels=batch).loss
-
-    tokens = torch.arange(32).reshape(4, 8) % 16
-    return fit(Language(), trainers(max_epochs=1), train_dataloaders=DataLoader(tokens, batch_size=2))
-
-
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        ctx.save_for_backward(x)
-        return x.tanh() * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return gradient * ctx.factor * x.sigmoid(), None  # not the derivative, so that the test can tell
-
-
-@feature("Gradients", "`torch.autograd.Function`")
-def autograd_function(trainers: Trainers) -> Any:
-    class Custom(Small):
-        def forward(self, x: Tensor) -> Tensor:
-            return Scale.apply(super().forward(x), 2.0)
-
-    return fit(Custom(), trainers())
-
-
-@feature("Gradients", "gradient penalty (`create_graph=True`)", how="torch")
-def gradient_penalty(trainers: Trainers) -> Any:
-    class Penalty(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x = batch[0].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-            return self.loss(batch) + (gradient.norm(2, dim=1) - 1).square().mean()
-
-    return fit(Penalty(), trainers())
-
-
-@feature("Gradients", "gradient penalty of a GAN", how="torch")
-def gan_penalty(trainers: Trainers) -> Any:
-    class GAN(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-            self.generator = nn.Linear(8, 8)
-
-        def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
-            part = torch.rand(len(real), 1)
-            mixed = (part * real + (1 - part) * fake).requires_grad_(True)
-            score = self.critic(mixed)
-            gradient = torch.autograd.grad(
-                outputs=score,
-                inputs=mixed,
-                grad_outputs=torch.ones_like(score),
-                create_graph=True,
-                retain_graph=True,
-                only_inputs=True,
-            )[0]
-            return ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            for_generator, for_critic = self.optimizers()
-            real = batch[0]
-            fake = self.generator(torch.randn_like(real)).detach()
-            loss = self.critic(fake).mean() - self.critic(real).mean() + 10 * self.penalty(real, fake)
-            for_critic.zero_grad()
-            self.manual_backward(loss)
-            for_critic.step()
-            other = -self.critic(self.generator(torch.randn_like(real))).mean()
-            for_generator.zero_grad()
-            self.manual_backward(other)
-            for_generator.step()
-            self.log_dict({"critic": loss, "generator": other}, on_epoch=True)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.critic)]
-
-    return fit(GAN(), trainers())
-
-
-@feature("Gradients", "`loss.backward()` in the step")
-def raw_backward(trainers: Trainers) -> Any:
-    class Raw(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
-            self.net[2].weight.register_post_accumulate_grad_hook(double)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            optimizer = self.optimizers()
-            loss = self.loss(batch)
-            if batch_idx % 2 == 0:
-                optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-    return fit(Raw(), trainers())
-
-
-@feature("Gradients", "adversarial example (`torch.autograd.grad` of the input)", how="torch")
-def adversarial(trainers: Trainers) -> Any:
-    class Adversarial(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.loss((x, y)), x)
-            return self.loss(((x + 0.1 * gradient.sign()).detach(), y))
-
-    return fit(Adversarial(), trainers())
-
-
-@feature("Gradients", "`backward` twice, `retain_graph=True`")
-def backward_twice(trainers: Trainers) -> Any:
-    class Twice(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            optimizer = self.optimizers()
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=True)
-            self.manual_backward(loss)
-            optimizer.step()
-            return loss
-
-    return fit(Twice(), trainers())
-
-
-@feature("Gradients", "parameters that the loss does not depend on")
-def unused(trainers: Trainers) -> Any:
-    class Unused(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Linear(8, 8)
-            self.without_gradient: list[int] = []
-
-        def on_after_backward(self) -> None:
-            self.without_gradient.append(sum(p.grad is None for p in self.parameters()))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    module = Unused()
-    fitted = fit(module, trainers())
-    assert set(module.without_gradient) == {2}
-    return fitted
-
-
-@feature("Gradients", "parameters that the loss depends on in some steps")
-def sometimes_used(trainers: Trainers) -> Any:
-    class Sometimes(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Linear(8, 8)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return self.loss((self.other(x) if batch_idx % 2 else x, y))
-
-    return fit(Sometimes(), trainers())
-
-
-# --- hooks, parametrizations, state
+# --- hooks and parametrizations
 
 
 @feature("Modules", "hooks on modules")
@@ -292,6 +73,9 @@ for _name, _apply in {
     "a parametrization of one's own": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
 }.items():
     _parametrized(_name, _apply)
+
+
+# --- parameters and buffers
 
 
 @feature("Modules", "tied weights")
@@ -402,6 +186,9 @@ def teacher(trainers: Trainers) -> Any:
     return fit(Teacher(), trainers())
 
 
+# --- layers of other kinds
+
+
 @feature("Modules", "`nn.Linear` made by `nn.LazyLinear`")
 def lazy(trainers: Trainers) -> Any:
     class Lazy(Small):
@@ -469,268 +256,84 @@ def sparse(trainers: Trainers) -> Any:
     return fit(Sparse(), trainers())
 
 
-# --- the code of a step
+# --- state that a step keeps
 
 
-@feature("Steps", "control flow by data")
-def control_flow(trainers: Trainers) -> Any:
-    class Branches(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            if batch[0].sum() > 0:
-                loss = loss * 2
-            return loss if loss > 0.3 else loss + self.net[0].weight.square().sum() * 1e-2
-
-    return fit(Branches(), trainers())
-
-
-@feature("Steps", "selection by a mask")
-def mask(trainers: Trainers) -> Any:
-    class Selects(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return self.loss((x[y > 0], y[y > 0]))
-
-    return fit(Selects(), trainers())
-
-
-@feature("Steps", "inputs that are NaN")
-def nan(trainers: Trainers) -> Any:
-    class Guarded(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            if batch_idx == 1:
-                x = torch.full_like(x, torch.nan)
-            return torch.nan_to_num(self.loss((x, y)), nan=1.0)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            x, y = batch
-            self.log("val_loss", self.loss((x * torch.nan, y)))
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for parameter in self.parameters():
-                parameter.grad.nan_to_num_()
-
-    return fit(Guarded(), trainers(limit_val_batches=1.0))
-
-
-@feature("Steps", "a loss that becomes NaN")
-def nan_loss(trainers: Trainers) -> Any:
-    class Explodes(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch) * (torch.nan if self.current_epoch else 1.0)
-
-    return fit(Explodes(), trainers())
-
-
-@feature("Steps", "an empty last batch")
-def empty_batch(trainers: Trainers) -> Any:
-    class Sums(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(batch).square().sum()
-
-    return fit(Sums(), trainers(), train_dataloaders=batches((8, 8), (8, 8), (0, 8)))
-
-
-@feature("Steps", "dimensions of size zero")
-def zero_size(trainers: Trainers) -> Any:
-    class Empty(Small):
+@feature("Modules", "contrastive loss with a queue (MoCo)")
+def queue(trainers: Trainers) -> Any:
+    class Queue(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.none = nn.Linear(0, 3)
+            self.register_buffer("queue", F.normalize(torch.randn(16, 3), dim=1))
+            self.register_buffer("place", torch.zeros((), dtype=torch.long))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return (self.net(batch) + self.none(batch[:, :0])).square().mean()
-
-    return fit(Empty(), trainers(), train_dataloaders=batches(*[(8, 8)] * 4))
-
-
-@feature("Steps", "autocast in the step")
-def autocast(trainers: Trainers) -> Any:
-    class Casts(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                hidden = self.net[0](x)
-            return F.mse_loss(self.net[1:](hidden.float()), F.one_hot(y, 3).float())
-
-    return fit(Casts(), trainers())
-
-
-@feature("Steps", "a batch changed in place")
-def inplace(trainers: Trainers) -> Any:
-    class Changes(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            batch[0].mul_(0.5).clamp_(-1, 1)
-            return self.loss(batch)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_end(outputs, batch, batch_idx)
-            self.losses.append(batch[0].sum().item())
-
-    return fit(Changes(), trainers())
-
-
-@feature("Steps", "outputs that are kept")
-def kept(trainers: Trainers) -> Any:
-    class Keeps(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: list[Tensor] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-            out = self(batch[0])
-            return {"loss": out.square().mean(), "out": out}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_end(outputs, batch, batch_idx)
-            self.kept.append(outputs["out"])
-
-    module = Keeps()
-    return fit(module, trainers()), module.kept
-
-
-@feature("Steps", "one step that calls another")
-def calls_validation(trainers: Trainers) -> Any:
-    class Calls(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.shared(batch, "train")
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.shared(batch, "val")
-
-        def test_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.validation_step(batch, batch_idx)
-
-        def shared(self, batch: Any, stage: str) -> Tensor:
-            loss = self.loss(batch)
-            self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True)
+            x, _ = batch
+            query = F.normalize(self(x), dim=1)
+            with torch.no_grad():
+                key = F.normalize(self(x + 0.1), dim=1)
+            negative = query @ self.queue.clone().T
+            positive = (query * key).sum(1, keepdim=True)
+            loss = F.cross_entropy(torch.cat([positive, negative], 1) / 0.2, torch.zeros(len(x), dtype=torch.long))
+            rows = (self.place + torch.arange(len(x))) % 16
+            self.queue[rows] = key
+            self.place.copy_((self.place + len(x)) % 16)
             return loss
 
-    module, trainer = Calls(), trainers(limit_val_batches=1.0)
-    return fit(module, trainer), trainer.test(module, verbose=False)
+    return fit(Queue(), trainers())
 
 
-@feature("Steps", "random numbers of torch, NumPy and Python", how="modules", slow=True)
-def random_numbers(trainers: Trainers) -> Any:
-    class Draws(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            x = F.dropout(x + 0.1 * torch.randn_like(x), 0.2)
-            order = torch.randperm(len(x))
-            scale = random.random() + float(np.random.rand())
-            return self.loss((x[order], y[order])) * scale
-
-    return fit(Draws(), trainers())
-
-
-Pair = namedtuple("Pair", ["x", "y"])
-
-
-@feature("Steps", "batches that are named tuples")
-def named_tuples(trainers: Trainers) -> Any:
-    class Named(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss((batch.x, batch.y))
-
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader([Pair(x, y) for x, y in loader().dataset], batch_size=8)
-
-    return fit(Named(), trainers())
-
-
-@feature("Steps", "complex numbers and FFT")
-def fft(trainers: Trainers) -> Any:
-    class Fourier(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return self.loss((torch.fft.fft(x).abs() + x, y))
-
-    return fit(Fourier(), trainers())
-
-
-@feature("Steps", "`torch.func`")
-def func(trainers: Trainers) -> Any:
-    class Functional(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            half = {name: p * 0.5 for name, p in self.net.named_parameters()}
-            other = torch.func.functional_call(self.net, half, (x,))
-            norms = torch.func.vmap(lambda row: row.square().sum())(other)
-            return self.loss(batch) + norms.mean()
-
-    return fit(Functional(), trainers())
-
-
-# --- shapes that vary: each over ten sizes
-
-
-class Lengths(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch).square().mean())
-
-    def val_dataloader(self) -> Any:
-        return self.trainer.train_dataloader
-
-
-SIZES = (7, 3, 11, 5, 8, 2, 9, 1, 6, 10)
-
-
-@feature("Shapes", "ten batch sizes")
-def batch_sizes(trainers: Trainers) -> Any:
-    shapes = [(size, 8) for size in SIZES]
-    return fit(Lengths(), trainers(limit_val_batches=1.0), train_dataloaders=batches(*shapes))
-
-
-@feature("Shapes", "ten sequence lengths", slow=True)
-def sequence_lengths(trainers: Trainers) -> Any:
-    class Attends(Lengths):
+@feature("Modules", "vector quantisation with moving averages")
+def vector_quantisation(trainers: Trainers) -> Any:
+    class Quantises(Small):
         def __init__(self) -> None:
             super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.net = nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 3))
+            self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
+            self.register_buffer("codes", torch.randn(5, 4))
+            self.register_buffer("counts", torch.ones(5))
 
-    shapes = [(4, size + 1, 8) for size in SIZES]
-    return fit(Attends(), trainers(limit_val_batches=1.0), train_dataloaders=batches(*shapes))
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, _ = batch
+            z = self.encode(x)
+            nearest = torch.cdist(z, self.codes).argmin(1)
+            chosen = F.one_hot(nearest, 5).float()
+            with torch.no_grad():
+                self.counts.lerp_(chosen.sum(0), 0.1)
+                self.codes.lerp_(chosen.T @ z / (self.counts[:, None] + 1e-3), 0.1)
+            code = self.codes[nearest]
+            straight = z + (code - z).detach()
+            return F.mse_loss(self.decode(straight), x) + 0.25 * F.mse_loss(z, code)
+
+    return fit(Quantises(), trainers())
 
 
-@feature("Shapes", "ten image sizes")
-def image_sizes(trainers: Trainers) -> Any:
-    class Convolves(Lengths):
+@feature("Modules", "`SparseAdam`", how="modules")
+def sparse_adam(trainers: Trainers) -> Any:
+    class Sparse(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(
-                nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-            )
+            self.automatic_optimization = False
+            self.embedding = nn.Embedding(3, 8, sparse=True)
 
-    shapes = [(2, 1, 2 * size + 2, 2 * size + 4) for size in SIZES]
-    return fit(Convolves(), trainers(limit_val_batches=1.0), train_dataloaders=batches(*shapes))
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = self.loss((x + self.embedding(y), y))
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SparseAdam(self.embedding.parameters(), lr=0.1),
+                torch.optim.SGD(self.net.parameters(), lr=0.1),
+            ]
+
+    return fit(Sparse(), trainers())
 
 
 @pytest.mark.parametrize("name", features_of(__name__))
 def test_feature(name: str, tmp_path: Path) -> None:
-    stock, _ = run_feature(name, False, tmp_path / "stock")
-    ours, reports = run_feature(name, True, tmp_path / "ort")
-    assert_same(ours, stock)
-    assert how_it_ran(reports) == FEATURES[name].how
-    if FEATURES[name].group == "Shapes":
-        graphs = [graph.name for report in reports for graph in report.graphs]
-        for kind in ("training_step/forward", "training_step/backward", "validation_step/inference"):
-            assert 0 < sum(name.startswith(kind) for name in graphs) <= 3
-
-
-def test_gradient_of_a_gradient_in_module_mode_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    class Penalty(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x = batch[0].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-            return gradient.square().sum()
-
-    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
-    trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path})
-    with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
-        trainer.fit(Penalty())
-    assert strategy.report.ort_runs > 0
+    check_feature(name, tmp_path)

@@ -1,0 +1,240 @@
+"""What gradients go through: under ``ort`` each gives what it gives under the stock strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from features import QUIET, Trainers, check_feature, feature, features_of, fit
+from lightning.pytorch import Trainer
+from small_modules import Small
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_ort import ORTStrategy
+
+
+def _checkpointed(reentrant: bool) -> None:
+    @feature("Gradients", f"`torch.utils.checkpoint`, `use_reentrant={reentrant}`")
+    def checkpointed(trainers: Trainers) -> Any:
+        class Checkpointed(Small):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(self.net, self.first(x), use_reentrant=reentrant)
+
+        return fit(Checkpointed(), trainers())
+
+
+for _reentrant in (False, True):
+    _checkpointed(_reentrant)
+
+
+@feature("Gradients", "`gradient_checkpointing_enable` of transformers", slow=True)
+def transformers_checkpointing(trainers: Trainers) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Language(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = GPT2LMHeadModel(
+                GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+            )
+            self.net.train()
+            self.net.gradient_checkpointing_enable()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(input_ids=batch, labels=batch).loss
+
+    tokens = torch.arange(32).reshape(4, 8) % 16
+    return fit(Language(), trainers(max_epochs=1), train_dataloaders=DataLoader(tokens, batch_size=2))
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x.tanh() * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.factor * x.sigmoid(), None  # not the derivative, so that the test can tell
+
+
+@feature("Gradients", "`torch.autograd.Function`")
+def autograd_function(trainers: Trainers) -> Any:
+    class Custom(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            return Scale.apply(super().forward(x), 2.0)
+
+    return fit(Custom(), trainers())
+
+
+@feature("Gradients", "gradient penalty (`create_graph=True`)", how="torch")
+def gradient_penalty(trainers: Trainers) -> Any:
+    class Penalty(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return self.loss(batch) + (gradient.norm(2, dim=1) - 1).square().mean()
+
+    return fit(Penalty(), trainers())
+
+
+@feature("Gradients", "gradient penalty of a GAN", how="torch")
+def gan_penalty(trainers: Trainers) -> Any:
+    class GAN(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.generator = nn.Linear(8, 8)
+
+        def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+            part = torch.rand(len(real), 1)
+            mixed = (part * real + (1 - part) * fake).requires_grad_(True)
+            score = self.critic(mixed)
+            gradient = torch.autograd.grad(
+                outputs=score,
+                inputs=mixed,
+                grad_outputs=torch.ones_like(score),
+                create_graph=True,
+                retain_graph=True,
+                only_inputs=True,
+            )[0]
+            return ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for_generator, for_critic = self.optimizers()
+            real = batch[0]
+            fake = self.generator(torch.randn_like(real)).detach()
+            loss = self.critic(fake).mean() - self.critic(real).mean() + 10 * self.penalty(real, fake)
+            for_critic.zero_grad()
+            self.manual_backward(loss)
+            for_critic.step()
+            other = -self.critic(self.generator(torch.randn_like(real))).mean()
+            for_generator.zero_grad()
+            self.manual_backward(other)
+            for_generator.step()
+            self.log_dict({"critic": loss, "generator": other}, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.critic)]
+
+    return fit(GAN(), trainers())
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+@feature("Gradients", "`loss.backward()` in the step")
+def raw_backward(trainers: Trainers) -> Any:
+    class Raw(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+            self.net[2].weight.register_post_accumulate_grad_hook(double)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.loss(batch)
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    return fit(Raw(), trainers())
+
+
+@feature("Gradients", "adversarial example (`torch.autograd.grad` of the input)", how="torch")
+def adversarial(trainers: Trainers) -> Any:
+    class Adversarial(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.loss((x, y)), x)
+            return self.loss(((x + 0.1 * gradient.sign()).detach(), y))
+
+    return fit(Adversarial(), trainers())
+
+
+@feature("Gradients", "`backward` twice, `retain_graph=True`")
+def backward_twice(trainers: Trainers) -> Any:
+    class Twice(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss
+
+    return fit(Twice(), trainers())
+
+
+@feature("Gradients", "parameters that the loss does not depend on")
+def unused(trainers: Trainers) -> Any:
+    class Unused(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+            self.without_gradient: list[int] = []
+
+        def on_after_backward(self) -> None:
+            self.without_gradient.append(sum(p.grad is None for p in self.parameters()))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    module = Unused()
+    fitted = fit(module, trainers())
+    assert set(module.without_gradient) == {2}
+    return fitted
+
+
+@feature("Gradients", "parameters that the loss depends on in some steps")
+def sometimes_used(trainers: Trainers) -> Any:
+    class Sometimes(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return self.loss((self.other(x) if batch_idx % 2 else x, y))
+
+    return fit(Sometimes(), trainers())
+
+
+@pytest.mark.parametrize("name", features_of(__name__))
+def test_feature(name: str, tmp_path: Path) -> None:
+    check_feature(name, tmp_path)
+
+
+def test_gradient_of_a_gradient_in_module_mode_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    class Penalty(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return gradient.square().sum()
+
+    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path})
+    with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
+        trainer.fit(Penalty())
+    assert strategy.report.ort_runs > 0
