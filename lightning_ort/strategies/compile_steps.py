@@ -298,6 +298,8 @@ class StepCapture(AbstractContextManager):
             cause = getattr(outcome.error, "inner_exception", outcome.error)
             self._do_without_inductor(_explanation(str(cause or outcome.limit)))
             return
+        if outcome.untraceable is not None and outcome.skipped is outcome.skipped_rest is None:
+            self._steps.note(self._name, ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
         if outcome.error is not None:
             self._give_up(ReasonType.CAPTURE_FAILED, _explanation(str(outcome.error)), outcome.error)

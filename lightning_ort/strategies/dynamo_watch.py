@@ -5,18 +5,21 @@ All of the work here happens when dynamo compiles. A step that runs what is comp
 """
 
 import logging
+import re
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 
 _SOFT_FAILURES = ("Unsupported", "UserError")  # dynamo leaves the frame in Python without calling it an error
+_LOGS = tuple(logging.getLogger(module.__name__) for module in (convert_frame, exc))
+_UNTRACEABLE = re.compile(r"^Backend compiler exception\n.* failed with (.+?)\. Adding a graph break", re.DOTALL)
 _AUTOGRAD = "`torch.autograd.grad`"  # in the reason why a graph ends there
 
 
@@ -32,6 +35,7 @@ class Outcome:
         skipped_rest: Why it left the rest of that frame in Python after the end of a graph, if it did.
         error: An error it met while compiling; the frame concerned ran in Python.
         met_autograd: Whether a graph ended at ``torch.autograd.grad``.
+        untraceable: Why a graph ended at an operation that torch traces for no backend, if one did.
         limit: The frame that reached the limit of recompiles and runs in Python from now on, and why.
 
     """
@@ -43,6 +47,7 @@ class Outcome:
     skipped_rest: str | None = None
     error: BaseException | None = None
     met_autograd: bool = False
+    untraceable: str | None = None
     limit: str | None = None
 
 
@@ -69,13 +74,15 @@ class DynamoWatch(logging.Filter):
         # a reset of dynamo by the user takes all callbacks away
         if self._on_compile_start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._on_compile_start)
-            _convert_log().addFilter(self)
+            for log in _LOGS:
+                log.addFilter(self)
 
     def remove(self) -> None:
         """Stop listening; a second call changes nothing."""
         if self._on_compile_start in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._on_compile_start)
-        _convert_log().removeFilter(self)
+        for log in _LOGS:
+            log.removeFilter(self)
 
     def begin(self) -> None:
         """Listen from now on."""
@@ -114,6 +121,9 @@ class DynamoWatch(logging.Filter):
                 outcome.skipped = metrics.fail_reason
             elif metrics.co_name.startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
                 outcome.skipped_rest = metrics.fail_reason
+        if outcome.untraceable is not None:
+            outcome.skipped = outcome.skipped and outcome.untraceable
+            outcome.skipped_rest = outcome.skipped_rest and outcome.untraceable
         if outcome.limit is not None:  # such a frame is skipped as well, and that is no news
             outcome.skipped = outcome.skipped_rest = None
         self._seen = _newest_metrics()
@@ -123,7 +133,12 @@ class DynamoWatch(logging.Filter):
         """Take dynamo's messages about this call; see the class."""
         if not self._active or record.levelno != logging.WARNING:
             return True
-        if record.exc_info and record.exc_info[1] is not None:
+        if record.name == exc.__name__:
+            # a page that blames the backend, about what torch cannot trace with any
+            if (found := _UNTRACEABLE.search(record.getMessage())) is None:
+                return True
+            self._outcome.untraceable = f"no graph can hold `{found.group(1)}` or its gradient"
+        elif record.exc_info and record.exc_info[1] is not None:
             self._outcome.error = self._outcome.error or record.exc_info[1]
         elif isinstance(record.args, tuple) and len(record.args) == 5 and "recompile" in str(record.args[0]):
             _, limit, function, reason, _ = record.args
@@ -193,10 +208,6 @@ def release(regions: list[int]) -> None:
 
 def _living(tracker: convert_frame.Tracker) -> list[CodeType]:
     return [code for reference in tracker.seen if (code := reference()) is not None]
-
-
-def _convert_log() -> logging.Logger:
-    return logging.getLogger(convert_frame.__name__)
 
 
 def _newest_metrics() -> Any:

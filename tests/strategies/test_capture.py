@@ -347,3 +347,42 @@ def test_loaders_of_other_sizes_share_the_graphs(make_trainer: Callable[..., Any
     for batch_size in (8, 4, 2, 7):
         trainer.predict(Small() if batch_size == 8 else trainer.lightning_module, loader(24, batch_size))
     assert sum("inference" in graph.name for graph in trainer.strategy.report.graphs) <= 2
+
+
+class Writes(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.write(*batch).square().mean()
+
+    def write(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.net(x)
+        out[y > 0] = out.sum()  # whose gradient has a size that depends on data
+        return out
+
+
+class WritesInStep(Writes):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        out[y > 0] = out[y > 0] + 1
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("module_class", [Writes, WritesInStep])
+def test_operation_that_no_graph_holds(
+    module_class: type[Small],
+    make_trainer: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("torch", "torch._dynamo"):  # whose records do not reach caplog
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    stock, ours = module_class(), module_class()
+    fit(stock, "auto", make_trainer)
+    report = fit(ours, always(), make_trainer)
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-3)
+    assert report.ort_runs > 0
+    assert report.graph_breaks > 0
+    (note,) = [*report.notes, *report.fallbacks]
+    assert note.where == "training_step"
+    assert "no graph can hold `aten.nonzero.default`" in str(note.reason)
+    assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
