@@ -1,5 +1,6 @@
 """The name ``ort`` is known in each installed Lightning, whoever is imported first."""
 
+import importlib
 import subprocess
 import sys
 
@@ -31,6 +32,25 @@ def test_either_order_of_imports(flavor: Flavor, ours_first: bool) -> None:
         "assert not other & set(sys.modules)",  # it takes seconds
     ]
     assert python("\n".join(code)).endswith(f"{flavor.strategies}.single_device True")
+
+
+@pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.package)
+def test_each_flavor_has_each_name(flavor: Flavor) -> None:
+    if not flavor.available:
+        pytest.skip(str(flavor.available))
+    theirs = importlib.import_module(f"{flavor.package}.strategies")
+    ours = importlib.import_module(flavor.strategies)
+    classes = [getattr(ours, name) for name in ours.__all__]
+    assert {kind.strategy_name for kind in classes} == {kind.strategy_name for kind in strategies()}
+    for kind in classes:
+        assert theirs.StrategyRegistry[kind.strategy_name]["strategy"] is kind
+        assert issubclass(kind, theirs.Strategy)
+
+
+def strategies() -> list[type]:
+    import lightning_ort.strategies as ours
+
+    return [getattr(ours, name) for name in ours.__all__]
 
 
 def test_registering_twice_changes_nothing() -> None:

@@ -83,6 +83,21 @@ def test_print_config_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert cli(f"--config={tmp_path / 'printed.yaml'}").trainer.strategy.ort_config == ORTConfig(placement="always")
 
 
+def test_saved_config_repeats_the_run(tmp_path: Path) -> None:
+    arguments = ["--trainer.strategy=lightning_ort.ORTStrategy", "--trainer.strategy.config.placement=always"]
+    args = ["fit", *arguments, f"--trainer.default_root_dir={tmp_path}"]
+    first = LightningCLI(Small, args=args, trainer_defaults=QUIET)
+    saved = tmp_path / "config.yaml"
+    again = LightningCLI(
+        Small,
+        args=["fit", f"--config={saved}"],
+        save_config_kwargs={"overwrite": True},
+    )
+    assert again.trainer.strategy.ort_config == first.trainer.strategy.ort_config == ORTConfig(placement="always")
+    assert again.trainer.strategy.report.ort_runs == first.trainer.strategy.report.ort_runs > 0
+    assert again.model.losses == first.model.losses
+
+
 def test_help_shows_each_setting(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         cli("--trainer.strategy.help=lightning_ort.ORTStrategy")

@@ -1,9 +1,12 @@
 """The twin for ``pytorch_lightning``, whose classes are not those of ``lightning.pytorch``."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from small_modules import Small
 
 pl = pytest.importorskip("pytorch_lightning")
 
@@ -65,3 +68,24 @@ def test_name_and_devices() -> None:
     assert type(make_trainer("ort").strategy) is ORTStrategy
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="ort_ddp"):
         make_trainer("ort", devices=2)
+
+
+def test_the_other_lightning_is_refused(tmp_path: Path) -> None:
+    import lightning.pytorch as lightning
+
+    from lightning_ort import ORTMixedPrecision, ORTStrategy
+    from lightning_ort.pytorch_lightning import precision
+    from lightning_ort.pytorch_lightning.strategies import ORTStrategy as OtherStrategy
+
+    with pytest.raises(ValueError, match=r"instance of `lightning\.pytorch\.strategies\.Strategy`"):
+        lightning.Trainer(strategy=OtherStrategy(), accelerator="cpu")
+    with pytest.raises(ValueError, match=r"instance of `pytorch_lightning\.strategies\.Strategy`"):
+        make_trainer(ORTStrategy())
+    errors = MisconfigurationException, pl.utilities.exceptions.MisconfigurationException
+    for trainer, plugin in ((pl.Trainer, ORTMixedPrecision), (lightning.Trainer, precision.ORTMixedPrecision)):
+        with pytest.raises(errors, match="invalid type"):
+            trainer(strategy="ort", accelerator="cpu", plugins=plugin("bf16-mixed", "cpu"))
+    with pytest.raises(TypeError, match="`model` must be a `LightningModule`"):
+        make_trainer("ort", default_root_dir=tmp_path).fit(Small())
+    with pytest.raises(TypeError, match="`model` must be a `LightningModule`"):
+        lightning.Trainer(strategy="ort", accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(make_module())
