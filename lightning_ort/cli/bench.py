@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -221,7 +222,10 @@ def bench(
         rows = measure(job, ways, rounds, steps, warm_up, folder, lambda doing: _advance(progress, task, doing))
         progress.update(task, completed=len(ways) * (rounds + 1))
     title = f"{module or config}: median of {rounds} rounds of {steps} steps"
-    console.print(to_table(rows, warm_up, title), _footnote())
+    table = to_table(rows, warm_up, title)
+    # a narrow terminal wraps the lines; what rich cuts off of numbers would be lost
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=1000), table).maximum)
+    console.print(table, _footnote())
     if output is not None:
         plain = [row.to_dict(rows[0], warm_up) for row in rows]
         settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
@@ -252,8 +256,8 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> Table:
         fraction = row.summary.ort_node_fraction if row.summary else None
         table.add_row(
             row.variant,
-            f"{row.step_ms:.3g}",
-            f"{1000 / row.step_ms:.3g}",
+            _significant(row.step_ms),
+            _significant(1000 / row.step_ms),
             f"{statistics.median(ratios):.2f}x" if ratios else "-",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{row.compile_seconds(warm_up):.1f}",
@@ -277,6 +281,11 @@ def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
     if spent <= 0:
         return "0"
     return f"{math.ceil(spent / saved):,}" if saved > 0 else "never"
+
+
+def _significant(number: float) -> str:
+    """Return three digits or all before the point, where ``.3g`` has an exponent for 1,000."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _differs(loss: float | None, other: float | None) -> str:
@@ -330,4 +339,4 @@ def _plot_label(row: Row, ratios: Sequence[float]) -> str:
     if not row.turns:
         return "failed" if row.error else "not finished"
     speed = f"{statistics.median(ratios):.2f}x, " if ratios else ""
-    return f"{speed}{row.step_ms:.3g} ms a step{', failed later' if row.error else ''}"
+    return f"{speed}{_significant(row.step_ms)} ms a step{', failed later' if row.error else ''}"

@@ -181,6 +181,25 @@ def test_interrupted_run_keeps_the_finished_turns(monkeypatch: pytest.MonkeyPatc
     assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.turns)
 
 
+def test_table_is_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
+        first = Turn(2.0, [1.0], None)
+        return [bench.Row(str(v), first, [Turn(s, [1.0], 2**40)]) for v, s in zip(variants, [1.2345, 0.1], strict=True)]
+
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+auto,ort]"])
+    monkeypatch.setenv("COLUMNS", "40")
+    main()
+    shown = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    (line,) = (line for line in shown.splitlines() if "stock+auto" in line)
+    assert "1,234" in line
+    assert "1.00-1.00" in line
+    assert "1,099,512" in line
+
+
 def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figure_class = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure_class.savefig
