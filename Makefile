@@ -11,10 +11,10 @@ TEST_WORKERS ?= auto
 DEMO_ARGS ?=
 EXAMPLES_ARGS ?=
 
-.PHONY: help install test coverage demo digits examples lint format bench docs conformance clean distclean
+.PHONY: help install test coverage demo digits examples lint format bench docs conformance wheel clean distclean
 
 help:
-	@echo "make install | test | coverage | demo | digits | examples | lint | format | bench | docs | conformance | clean | distclean"
+	@echo "make install | test | coverage | demo | digits | examples | lint | format | bench | docs | conformance | wheel | clean | distclean"
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS="
 
 install: $(INSTALLED)
@@ -79,6 +79,15 @@ conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
 	$(BIN)/python -m tests.models.conformance
 	$(BIN)/python tests/strategies/feature_table.py
+
+# the wheel in dist/, unpacked away from the checkout: it trains, and has what is no module
+wheel: $(INSTALLED)
+	rm -rf dist build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -c "import lightning_ort as ort; assert 'wheel' in ort.__file__"
+	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -m lightning_ort doctor
+	test -f build/wheel/lightning_ort/py.typed && test -f build/wheel/lightning_ort/cli/report.html.jinja
 
 clean:
 	rm -rf build dist site *.egg-info .coverage.* .pytest_cache .mypy_cache .ruff_cache lightning_logs

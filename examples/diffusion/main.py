@@ -40,12 +40,15 @@ class Diffusion(LightningModule):
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         )
 
+    def forward(self, noisy: Tensor, times: Tensor) -> Tensor:
+        return self.unet(noisy, times).sample
+
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         (images,) = batch
         noise = torch.randn_like(images)
         times = torch.randint(self.noising.config.num_train_timesteps, (len(images),), device=self.device)
         noisy = self.noising.add_noise(images, noise, times)
-        loss = F.mse_loss(self.unet(noisy, times).sample, noise)
+        loss = F.mse_loss(self(noisy, times), noise)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 

@@ -25,13 +25,16 @@ class WineClassifier(LightningModule):
         self.network = nn.Sequential(*layers, nn.Linear(width, 3))
         self.accuracy = MulticlassAccuracy(3, average="micro")
 
+    def forward(self, columns: Tensor) -> Tensor:
+        return self.network(columns)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         columns, cultivars = batch
-        return F.cross_entropy(self.network(columns), cultivars)
+        return F.cross_entropy(self(columns), cultivars)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         columns, cultivars = batch
-        logits = self.network(columns)
+        logits = self(columns)
         self.accuracy(logits, cultivars)
         self.log_dict({"val_loss": F.cross_entropy(logits, cultivars), "val_accuracy": self.accuracy})
 

@@ -60,6 +60,10 @@ class Whisper(LightningModule):
             )
         )
 
+    def forward(self, spectrograms: Tensor, text: Tensor) -> Tensor:
+        """Judge what comes after each token of the text, which begins with START."""
+        return self.whisper(input_features=spectrograms, decoder_input_ids=text).logits
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         spectrograms, text = batch
         loss = self.whisper(input_features=spectrograms, labels=text).loss

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -26,6 +27,7 @@ from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, Vari
 from lightning_ort.compiler.kernels import installed
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
+_COLORS = {"stock": "#767676", "compile": "#0072b2", "ort": "#d55e00"}  # told apart by the colour-blind, too
 _DISTRIBUTIONS = (
     "torch",
     "lightning",
@@ -220,7 +222,10 @@ def bench(
         rows = measure(job, ways, rounds, steps, warm_up, folder, lambda doing: _advance(progress, task, doing))
         progress.update(task, completed=len(ways) * (rounds + 1))
     title = f"{module or config}: median of {rounds} rounds of {steps} steps"
-    console.print(to_table(rows, warm_up, title), _footnote())
+    table = to_table(rows, warm_up, title)
+    # a narrow terminal wraps the lines; what rich cuts off of numbers would be lost
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=1000), table).maximum)
+    console.print(table, _footnote())
     if output is not None:
         plain = [row.to_dict(rows[0], warm_up) for row in rows]
         settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
@@ -251,8 +256,8 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> Table:
         fraction = row.summary.ort_node_fraction if row.summary else None
         table.add_row(
             row.variant,
-            f"{row.step_ms:.3g}",
-            f"{1000 / row.step_ms:.3g}",
+            _significant(row.step_ms),
+            _significant(1000 / row.step_ms),
             f"{statistics.median(ratios):.2f}x" if ratios else "-",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{row.compile_seconds(warm_up):.1f}",
@@ -276,6 +281,11 @@ def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
     if spent <= 0:
         return "0"
     return f"{math.ceil(spent / saved):,}" if saved > 0 else "never"
+
+
+def _significant(number: float) -> str:
+    """Return three digits or all before the point, where ``.3g`` has an exponent for 1,000."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _differs(loss: float | None, other: float | None) -> str:
@@ -302,22 +312,31 @@ def _footnote() -> str:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw how many times as fast as the first each variant was, with the spread over the rounds."""
+    """Draw how many times as fast as the first each variant was: a bar for the median, a dot for each round."""
     from matplotlib.figure import Figure  # slow to import, and only some runs need it
 
-    done = [row for row in rows if row.turns and row.ratios(rows[0])]
-    ratios = [row.ratios(rows[0]) for row in done]
-    medians = [statistics.median(values) for values in ratios]
-    spread = [
-        [median - min(values) for median, values in zip(medians, ratios, strict=True)],
-        [max(values) - median for median, values in zip(medians, ratios, strict=True)],
-    ]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(done)), layout="constrained")
+    figure = Figure(figsize=(9, 1.8 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([row.variant for row in done], medians, xerr=spread, capsize=3)
-    labels = [f"{median:.2f}x, {row.step_ms:.3g} ms" for row, median in zip(done, medians, strict=True)]
-    axes.bar_label(bars, labels, label_type="center")
+    for place, row in enumerate(rows):
+        ratios = row.ratios(rows[0]) if row.turns else []
+        color = _COLORS[row.variant.partition("@")[0].partition("+")[0]]
+        axes.barh(place, statistics.median(ratios) if ratios else 0, height=0.6, color=color, alpha=0.45)
+        axes.scatter(ratios, [place] * len(ratios), s=14, color=color, edgecolors="white", linewidths=0.4, zorder=3)
+        # outside of the axes, where no dot can be in the way
+        axes.text(1.02, place, _plot_label(row, ratios), transform=axes.get_yaxis_transform(), va="center")
     axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row.variant for row in rows])
+    axes.set_xlim(left=0)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel=f"speed, compared with {rows[0].variant}")
-    figure.savefig(path, dpi=120)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(f"times as fast as {rows[0].variant}, longer is faster (bar: median, dots: the rounds)")
+    figure.text(0.01, -0.01, _footnote(), fontsize="x-small", color="dimgray", va="top", wrap=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _plot_label(row: Row, ratios: Sequence[float]) -> str:
+    if not row.turns:
+        return "failed" if row.error else "not finished"
+    speed = f"{statistics.median(ratios):.2f}x, " if ratios else ""
+    return f"{speed}{_significant(row.step_ms)} ms a step{', failed later' if row.error else ''}"

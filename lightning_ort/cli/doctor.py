@@ -10,11 +10,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import metadata
 from json import dumps
 from pathlib import Path
 from typing import Literal
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from lightning_ort._imports import FLAVORS
@@ -80,8 +82,14 @@ def examine() -> list[Finding]:
 
 
 def _system() -> Iterator[Finding]:
-    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} processors"
-    yield Finding("Python", "ok", text)
+    python = platform.python_version()
+    text = f"{python} on {platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    allowed = metadata("lightning-ort")["Requires-Python"] if kernels.installed("lightning-ort") else ""
+    if SpecifierSet(allowed).contains(python, prereleases=True):
+        yield Finding("Python", "ok", text)
+    else:
+        todo = "make an environment with a Python that it is for"
+        yield Finding("Python", "failed", f"{text}; lightning-ort is for {allowed}", todo)
 
 
 def _torch() -> Iterator[Finding]:
@@ -119,7 +127,11 @@ def _onnxruntime() -> Iterator[Finding]:
         elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
             found = [op for op in kernels.TRAINING_OPS if kernels.Kernels("auto", (provider,)).has_training(op)]
             text = f"{len(found)} of {len(kernels.TRAINING_OPS)} gradient kernels"
-            todo = "" if found else "standard kernels are used; onnxruntime-training-cpu has gradient kernels"
+            todo = (
+                ""
+                if found
+                else "onnxruntime-training-cpu, for Python up to 3.12, has them; without, standard kernels are used"
+            )
             yield Finding(provider, "ok", text, todo)
     yield _training_step()
 

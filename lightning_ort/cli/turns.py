@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,8 @@ def _callbacks(variant: Variant, flavor: Flavor) -> list[Any]:
 def _compiled(module: Any, variant: Variant) -> Any:
     if variant.engine == "compile":
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
-        ModulePatches(callable_children(module), torch.compile).apply()
+        # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
+        ModulePatches(callable_children(module), partial(torch.compile, isolate_recompiles=True)).apply()
     return module
 
 

@@ -26,7 +26,7 @@ DISTRIBUTIONS = (
     "onnxruntime-qnn",
 )
 MINIMUM = Version("1.19")
-INSTALL = "pip install onnxruntime-training-cpu (or onnxruntime, onnxruntime-gpu)"
+INSTALL = "pip install onnxruntime-training-cpu (Python up to 3.12; or onnxruntime, onnxruntime-gpu)"
 
 # contributed gradient operators: inputs (None: float32 of 2 dimensions, else shape), outputs, attributes
 _F = (2, 2)
@@ -67,9 +67,15 @@ def unavailable() -> Reason | None:
         )
     spare_deepspeed_the_search()  # the training build imports it where it is installed
     try:
-        import onnxruntime  # noqa: F401
+        import onnxruntime
     except Exception as error:  # a broken build fails in many ways: ImportError, OSError, AttributeError
         return Reason(ReasonType.RUNTIME_UNAVAILABLE, f"{name} {version} does not import: {error}")
+    if not hasattr(onnxruntime, "InferenceSession"):  # an empty folder imports
+        return Reason(
+            ReasonType.RUNTIME_UNAVAILABLE,
+            f"files of {name} {version} are missing, as when another build was uninstalled after it; install it again: "
+            f"pip install --force-reinstall --no-deps {name}=={version}",
+        )
     return None
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_ort._imports import FLAVORS, ONNXSCRIPT
 from lightning_ort.compiler.conversion.graph import DTYPES
-from lightning_ort.onnx_export.failure import ExportFailed, explain, line_in
+from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession
 from lightning_ort.onnx_export.signature import Structure, bind_sample, mapped, named_inputs, named_outputs
@@ -241,8 +241,11 @@ def _called(module: nn.Module, bound: inspect.BoundArguments) -> str:
 def _convert(
     module: nn.Module, bound: inspect.BoundArguments, outputs: list[str], batch: int | None
 ) -> "torch.onnx.ONNXProgram":
-    def dynamic(tensor: Tensor) -> dict[int, str]:
-        return {0: BATCH} if batch is not None and tensor.dim() and tensor.shape[0] == batch else {}
+    def shapes(size: Any) -> dict[str, Any]:
+        def dynamic(tensor: Tensor) -> dict[int, Any]:
+            return {0: size} if batch is not None and tensor.dim() and tensor.shape[0] == batch else {}
+
+        return {name: pytree.tree_map(dynamic, value) for name, value in bound.arguments.items()}
 
     name = type(module).__name__
     try:
@@ -250,7 +253,7 @@ def _convert(
             module,
             bound.args,
             kwargs=bound.kwargs,
-            dynamic_shapes={name: pytree.tree_map(dynamic, value) for name, value in bound.arguments.items()},
+            dynamic_shapes=shapes(BATCH),
             dynamo=True,
             verbose=False,
         )
@@ -258,7 +261,12 @@ def _convert(
         raise ExportFailed(f"{name} cannot be exported: {explain(error)}") from error
     assert program is not None
     _rename(program.model, list(named_inputs(bound)), outputs)
-    _refuse_fixed_batch(name, program, batch)
+    if batch is not None and (span := _sizes_it_is_right_for(program, batch)):
+        line = branch_on_size(module, bound.args, bound.kwargs, shapes(torch.export.Dim.AUTO))
+        raise ExportFailed(
+            f"{name}.forward does this for a batch of {span} alone. Make it independent of the batch's size, or pass "
+            f"dynamic_batch=False to export it for {batch} alone." + (f"\n  at {line}" if line else "")
+        )
     return program
 
 
@@ -273,19 +281,18 @@ def _rename(model: "ir.Model", inputs: list[str], outputs: list[str]) -> None:
         value.name = name
 
 
-def _refuse_fixed_batch(name: str, program: "torch.onnx.ONNXProgram", batch: int | None) -> None:
-    """Refuse a model that is right for some sizes of the batch only, which torch.onnx makes without a word."""
-    advice = f"Make it independent of the batch's size, or pass dynamic_batch=False to export it for {batch} alone."
-    if batch is not None and not any(BATCH in map(str, value.shape or ()) for value in program.model.graph.inputs):
-        raise ExportFailed(f"{name}.forward works for a batch of {batch} alone. {advice}")
+def _sizes_it_is_right_for(program: "torch.onnx.ONNXProgram", batch: int) -> str | None:
+    """Return for which sizes of the batch a model is made, if not for all: torch.onnx does that without a word."""
+    if not any(BATCH in map(str, value.shape or ()) for value in program.model.graph.inputs):
+        return str(batch)
     assert program.exported_program is not None
     limits = program.exported_program.range_constraints
     for node in program.exported_program.graph.find_nodes(op="placeholder"):
         for size in getattr(node.meta["val"], "shape", ()):
             found = limits.get(size.node.expr) if isinstance(size, torch.SymInt) else None
             if found is not None and (found.lower > 2 or found.upper < 2**31):
-                span = f"at least {found.lower}" if found.lower > 2 else f"at most {found.upper}"
-                raise ExportFailed(f"{name}.forward does this for a batch of {span} alone. {advice}")
+                return f"at least {found.lower}" if found.lower > 2 else f"at most {found.upper}"
+    return None
 
 
 def _take_source_lines(model: "ir.Model") -> dict[str, str]:

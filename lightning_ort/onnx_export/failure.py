@@ -6,9 +6,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 # whose lines are not the user's; those of other packages, such as transformers, count as theirs
 _FOREIGN = {
@@ -53,9 +54,34 @@ def explain(error: BaseException) -> str:
 def line_in(stack_trace: str) -> str | None:
     """Return the innermost line of the user's in a stack trace of torch.fx's: ``file:line in function: code``."""
     found = re.findall(r'File "(.+?)", line (\d+), in (\S+)', stack_trace)
-    torch_folder = Path(torch.__file__).parent
-    own = [entry for entry in found if Path(entry[0]).is_absolute() and torch_folder not in Path(entry[0]).parents]
+    own = [entry for entry in found if Path(entry[0]).is_absolute() and not _is_torch(entry[0])]
     return _written(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
+
+
+def branch_on_size(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: dict[str, Any]
+) -> str | None:
+    """Return the line at which a module does something else for other sizes, where torch can tell."""
+    try:  # once more, since torch.onnx.export keeps the limits alone
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
+    except Exception:  # torch.onnx.export has tried in more ways than one
+        return None
+    sizes = [
+        size
+        for node in program.graph.find_nodes(op="placeholder")
+        for size in getattr(node.meta["val"], "shape", ())
+        if isinstance(size, torch.SymInt)
+    ]
+    for size in sizes:
+        for guard in size.node.shape_env.guards:
+            frame = guard.sloc.framework_loc
+            if isinstance(frame, traceback.FrameSummary) and not _is_torch(frame.filename):
+                return _written(frame.filename, frame.lineno or 0, frame.name)
+    return None
+
+
+def _is_torch(file: str) -> bool:
+    return Path(torch.__file__).parent in Path(file).parents
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

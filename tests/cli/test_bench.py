@@ -4,14 +4,18 @@ import json
 import multiprocessing
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from running import is_running
+from torch import nn
 
-from lightning_ort.cli import bench, main
+from lightning_ort.cli import bench, main, turns
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 
 MODULES = Path(__file__).parent / "bench_modules.py"
@@ -82,6 +86,22 @@ def test_configuration_of_lightning_cli(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert row["error"] is None, (tmp_path / "ort@32-true" / "log.txt").read_text()
     assert row["summary"]["ort_runs"] > 0
     assert len(row["turns"][0]["losses"]) == 2
+
+
+def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    module = nn.Module()
+    module.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(12)])  # dynamo's limit for one function is 8
+    x = torch.rand(2, 4)
+    for layer in turns._compiled(module, Variant("compile")).layers:
+        x = layer(x)
+    assert len(compiled) == 12
 
 
 def test_a_variant_that_fails_leaves_the_others(
@@ -159,6 +179,42 @@ def test_interrupted_run_keeps_the_finished_turns(monkeypatch: pytest.MonkeyPatc
     assert ort.compile_seconds(10) == pytest.approx(9.5)
     assert ort.error is None
     assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.turns)
+
+
+def test_table_is_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
+        first = Turn(2.0, [1.0], None)
+        return [bench.Row(str(v), first, [Turn(s, [1.0], 2**40)]) for v, s in zip(variants, [1.2345, 0.1], strict=True)]
+
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+auto,ort]"])
+    monkeypatch.setenv("COLUMNS", "40")
+    main()
+    shown = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    (line,) = (line for line in shown.splitlines() if "stock+auto" in line)
+    assert "1,234" in line
+    assert "1.00-1.00" in line
+    assert "1,099,512" in line
+
+
+def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    drawn, save = [], figure_class.savefig
+    monkeypatch.setattr(figure_class, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)])
+    turns = {"stock": [0.2, 0.2, 0.3], "ort+keep": [0.1, 0.2, 0.1], "stock+adamw_apex_fused": [], "ort": []}
+    errors = {"stock+adamw_apex_fused": "apex is not installed"}
+    rows = [bench.Row(v, turns=[Turn(t, [], 1) for t in ts], error=errors.get(v)) for v, ts in turns.items()]
+    bench.plot(rows, "a title", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(turns)
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([1, 2, 0, 0])
+    assert axes.collections[1].get_offsets()[:, 0].tolist() == pytest.approx([2, 1, 3])
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == ["1.00x, 200 ms a step", "2.00x, 100 ms a step", "failed", "not finished"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import platform
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -74,6 +76,26 @@ def test_two_onnxruntimes(monkeypatch: pytest.MonkeyPatch, capsys: Any, distribu
     assert "onnxruntime-gpu 1.31.1" in text
     assert "onnxruntime-training-cpu 1.19.2" in text
     assert "pip uninstall" in text
+
+
+def test_onnxruntime_whose_files_went_with_another(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", ModuleType("onnxruntime"))  # as the folder that is left imports
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    assert found["onnxruntime"]["state"] == "failed"
+    assert "files of onnxruntime" in found["onnxruntime"]["text"]
+    assert "--force-reinstall" in found["onnxruntime"]["text"]
+
+
+@pytest.mark.parametrize("number", ["3.9.25", "3.14.1"])
+def test_wrong_python(monkeypatch: pytest.MonkeyPatch, capsys: Any, number: str) -> None:
+    allowed = importlib.metadata.metadata("lightning-ort")["Requires-Python"]
+    monkeypatch.setattr(platform, "python_version", lambda: number)
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    assert found["Python"]["state"] == "failed"
+    assert number in found["Python"]["text"]
+    assert found["Python"]["text"].endswith(f"lightning-ort is for {allowed}")
 
 
 @pytest.mark.parametrize("number", ["2.6.2", "2.6.3"])
