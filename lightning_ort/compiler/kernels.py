@@ -1,9 +1,12 @@
 """Which onnxruntime is installed, and which kernels it really has: asked by loading models, not by version."""
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 import os
+import sys
+from types import ModuleType
 from typing import Any
 
 import onnx_ir as ir
@@ -48,6 +51,22 @@ def spare_deepspeed_the_search() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+def import_onnxruntime() -> ModuleType:
+    """Import onnxruntime without ORTModule, which the training build imports by itself (1.19).
+
+    It does not import on today's torch. The attempt takes seconds and 40 MB, imports DeepSpeed where that is installed,
+    and leaves ``torch.utils.checkpoint.checkpoint`` replaced. ``import onnxruntime.training`` works as ever afterwards.
+    """
+    name = "onnxruntime.training"
+    if "onnxruntime" not in sys.modules:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: an import of it fails
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        if sys.modules.get(name, sys) is None:
+            del sys.modules[name]
+
+
 def unavailable() -> Reason | None:
     """Why onnxruntime cannot be used here, or ``None`` if it can."""
     found = {name: version for name in DISTRIBUTIONS if (version := installed(name))}
@@ -65,9 +84,8 @@ def unavailable() -> Reason | None:
         return Reason(
             ReasonType.RUNTIME_UNAVAILABLE, f"{name} {version} is too old, {MINIMUM} is the oldest supported; {INSTALL}"
         )
-    spare_deepspeed_the_search()  # the training build imports it where it is installed
     try:
-        import onnxruntime
+        onnxruntime = import_onnxruntime()
     except Exception as error:  # a broken build fails in many ways: ImportError, OSError, AttributeError
         return Reason(ReasonType.RUNTIME_UNAVAILABLE, f"{name} {version} does not import: {error}")
     if not hasattr(onnxruntime, "InferenceSession"):  # an empty folder imports

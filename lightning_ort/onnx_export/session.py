@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort.compiler.conversion.graph import DTYPES, element_type
+from lightning_ort.compiler.kernels import import_onnxruntime
 from lightning_ort.compiler.session import session_options, why_not_on
 from lightning_ort.onnx_export.signature import Structure, restored
 
@@ -55,8 +56,7 @@ class OnnxSession:
     """
 
     def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
-        import onnxruntime
-
+        onnxruntime = import_onnxruntime()
         self.path, self.providers = Path(path), tuple(providers)
         if not self.path.is_file():
             raise FileNotFoundError(f"{path}: there is no such file. `lightning-ort export` writes one.")
