@@ -145,8 +145,9 @@ class GraphBuilder:
             for tensor, result in pairs:
                 if result is None:  # what output_mask left out
                     continue
-                # a graph output must not be an input or an initializer, nor be listed twice
-                output = self.op("Identity", result)
+                # a graph output must not be an input or an initializer, nor be listed twice; else no Identity, which copies
+                made_here = result.producer() is not None and not any(result is other for other in closed)
+                output = result if made_here else self.op("Identity", result)
                 output.name = f"o{len(closed)}"
                 output.type = ir.TensorType(DTYPES[tensor.dtype])
                 output.shape = onnx_shape(tensor.shape)
