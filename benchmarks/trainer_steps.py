@@ -22,12 +22,12 @@ parser.add_argument("--modules", nargs="+", default=["GPT", "BERT", "CNN"], choi
 parser.add_argument("--variants", nargs="+", default=list(PRECISIONS))
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--warm-up", type=int, default=20)
+parser.add_argument("--warm-up", type=int, default=50)
 args = parser.parse_args()
 console = Console(width=140)
 console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
 for name in args.modules:
-    job = Job(f"{zoo.__file__}:{name}", accelerator="cpu")
+    job = Job(f"{zoo.__file__}:{name}", accelerator="cpu", ort_config={"cache_dir": None})
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant.parse(text) for text in args.variants]
         rows = measure(job, variants, args.rounds, args.steps, args.warm_up, Path(folder))

@@ -27,7 +27,8 @@ from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, Vari
 from lightning_ort.compiler.kernels import installed
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
-_COLORS = {"stock": "#767676", "compile": "#0072b2", "ort": "#d55e00"}  # told apart by the colour-blind, too
+# told apart by the colour-blind, too
+_COLORS = {"stock": "#767676", "compile": "#0072b2", "ort": "#d55e00", "auto": "#cc79a7"}
 _DISTRIBUTIONS = (
     "torch",
     "lightning",
@@ -162,7 +163,7 @@ def bench(
     variants: list[str] | None = None,
     rounds: int = 7,
     steps: int = 20,
-    warm_up: int = 20,
+    warm_up: int = 50,
     accelerator: str = "auto",
     seed: int = 0,
     ort_config: dict[str, Any] | None = None,
@@ -170,10 +171,10 @@ def bench(
 ) -> None:
     """Train a module in several ways, in turns on this machine, and show how fast each was.
 
-    A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules)
-    or ort; OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...), PRECISION what the Trainer takes,
-    or high or medium for less precise float32 products. The first variant is what the others are compared with. Ctrl-C
-    ends the run and shows what is finished.
+    A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
+    ort, or auto (the same with engine="auto"); OPTIM is an implementation of the optimizer as in
+    ORTStrategy(optim=...), PRECISION what the Trainer takes, or high or medium for less precise float32 products. The
+    first variant is what the others are compared with. Ctrl-C ends the run and shows what is finished.
 
     Args:
         module: What makes the LightningModule, as "package.module:name" or "path/to/file.py:name".
@@ -186,7 +187,7 @@ def bench(
         variants: The ways to train: stock, stock+auto, compile+auto, ort+keep and ort if left out.
         rounds: How many turns each variant has.
         steps: Batches in a turn.
-        warm_up: Batches before the first turn, in which it compiles, and tries which way is faster.
+        warm_up: Batches before the first turn, in which it compiles, and tries which is faster: a close trial takes 48.
         accelerator: The Trainer's, where there is no configuration.
         seed: For random weights and the order of the data.
         ort_config: Settings of the ort strategy, such as {"placement": "always"}.

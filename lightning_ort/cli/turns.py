@@ -21,7 +21,7 @@ from lightning_ort._imports import FLAVORS, Flavor, preferred_flavor
 from lightning_ort.cli.load import load
 from lightning_ort.strategies.step_patches import ModulePatches, callable_children
 
-ENGINES = ("stock", "compile", "ort")
+ENGINES = ("stock", "compile", "ort", "auto")
 MATMUL_PRECISIONS = ("high", "medium")
 _MANY = 1_000_000  # steps: training ends when the last turn is over, but a schedule may ask how many there will be
 
@@ -32,9 +32,9 @@ class Variant:
 
     Args:
         engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same, and ``torch.compile`` for the module's
-            children) or ``"ort"``.
+            children), ``"ort"`` or ``"auto"`` (the same with ``ORTConfig(engine="auto")``).
         optim: An implementation of the optimizer, as in ``ORTStrategy(optim=...)``. Left out, it is ``"auto"`` under
-            ``"ort"`` and what the module configures elsewhere.
+            ``"ort"`` and ``"auto"``, and what the module configures elsewhere.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for float32 with
             :class:`~lightning_ort.ORTMatmulPrecision`. Left out, it is the Trainer's default, or the configuration's.
 
@@ -60,6 +60,11 @@ class Variant:
                 "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
             )
         return cls(engine, optim or None, precision or None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the strategy is ours."""
+        return self.engine in ("ort", "auto")
 
     def __str__(self) -> str:
         optim = f"+{self.optim}" if self.optim else ""
@@ -272,8 +277,9 @@ def _settings(job: Job, variant: Variant, flavor: Flavor, folder: Path) -> dict[
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    if variant.engine == "ort":
-        settings["strategy"] = strategies.ORTStrategy(config=job.ort_config, optim=variant.optim or "auto")
+    if variant.is_ours:
+        config = job.ort_config | ({"engine": "auto"} if variant.engine == "auto" else {})
+        settings["strategy"] = strategies.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:
         plugins = importlib.import_module(f"{flavor.precision}.plugins")
         settings.update(precision=None, plugins=[plugins.ORTMatmulPrecision(variant.precision)])
@@ -283,7 +289,7 @@ def _settings(job: Job, variant: Variant, flavor: Flavor, folder: Path) -> dict[
 
 
 def _callbacks(variant: Variant, flavor: Flavor) -> list[Any]:
-    if variant.engine == "ort" or variant.optim is None:
+    if variant.is_ours or variant.optim is None:
         return []
     return [importlib.import_module(flavor.callbacks).ORTOptimizer(variant.optim)]
 

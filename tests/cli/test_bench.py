@@ -15,6 +15,7 @@ import yaml
 from running import is_running
 from torch import nn
 
+from lightning_ort._imports import preferred_flavor
 from lightning_ort.cli import bench, main, turns
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 
@@ -33,6 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     [
         ("stock", Variant("stock")),
         ("compile+auto", Variant("compile", "auto")),
+        ("auto", Variant("auto")),
         ("ort@bf16-mixed", Variant("ort", None, "bf16-mixed")),
         ("ort+adamw_bnb_8bit@medium", Variant("ort", "adamw_bnb_8bit", "medium")),
     ],
@@ -40,6 +42,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
 def test_variants_are_written_as_they_are_read(text: str, expected: Variant) -> None:
     assert Variant.parse(text) == expected
     assert str(expected) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "engine"), [("ort", {}, "ort"), ("auto", {}, "auto"), ("ort", {"engine": "auto"}, "auto")]
+)
+def test_engines_of_the_strategy(text: str, config: dict[str, str], engine: str, tmp_path: Path) -> None:
+    job = turns.Job(f"{MODULES}:Small", ort_config=config)
+    strategy = turns._settings(job, Variant.parse(text), preferred_flavor(), tmp_path)["strategy"]
+    assert strategy.ort_config.engine == engine
 
 
 def test_stock_and_ort_take_turns(

@@ -145,7 +145,7 @@ class GraphBuilder:
             for tensor, result in pairs:
                 if result is None:  # what output_mask left out
                     continue
-                # a graph output must not be an input or an initializer, nor be listed twice; else no Identity, which copies
+                # a graph output must not be an input or an initializer, nor be listed twice; an Identity copies
                 made_here = result.producer() is not None and not any(result is other for other in closed)
                 output = result if made_here else self.op("Identity", result)
                 output.name = f"o{len(closed)}"
