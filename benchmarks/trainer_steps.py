@@ -1,7 +1,7 @@
 """How fast whole Trainer steps are: the modules of ``benchmarks/zoo.py``, each trained in several ways, in turns.
 
 What ``lightning-ort bench`` does for one module. ``python benchmarks/trainer_steps.py [--modules NAME ...] [--variants
-VARIANT ...] [--rounds N] [--steps N]``; the defaults compare precisions.
+VARIANT ...] [--rounds N] [--steps N] [--plots FOLDER]``; the defaults compare precisions.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 import zoo
 from rich.console import Console
 
-from lightning_ort.cli.bench import machine, measure, to_table
+from lightning_ort.cli.bench import machine, measure, plot, to_table
 from lightning_ort.cli.turns import Job, Variant
 
 NAMES = [kind.__name__ for kind in zoo.MODULES]
@@ -23,6 +23,7 @@ parser.add_argument("--variants", nargs="+", default=list(PRECISIONS))
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--warm-up", type=int, default=50)
+parser.add_argument("--plots", type=Path, help="a folder for NAME.png")
 args = parser.parse_args()
 console = Console(width=140)
 console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
@@ -31,4 +32,7 @@ for name in args.modules:
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant.parse(text) for text in args.variants]
         rows = measure(job, variants, args.rounds, args.steps, args.warm_up, Path(folder))
-    console.print(to_table(rows, args.warm_up, f"{name}: median of {args.rounds} rounds of {args.steps} steps"))
+    title = f"{name}: median of {args.rounds} rounds of {args.steps} steps"
+    console.print(to_table(rows, args.warm_up, title))
+    if args.plots is not None:
+        plot(rows, title, args.plots / f"{name}.png")
