@@ -2,13 +2,14 @@
 
 import copy
 import logging
+from collections.abc import Callable
 
 import onnx
 import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import kernels, placement, runtime, session
@@ -431,3 +432,12 @@ def test_losses_with_class_indices():
             return F.cross_entropy(self.net(x), y, ignore_index=-100)
 
     assert_same_training_step(Classifier(), (torch.randn(4, 8), torch.tensor([0, 2, -100, 1])), always())
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, F.silu, lambda x: x.sigmoid().log()])
+def test_sigmoid_far_below_zero(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(-80, 0, 41)
+    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    got = torch.compile(lambda x: function(x), backend=backend)(x)
+    assert backend.report.ort_runs == 1
+    torch.testing.assert_close(got.double(), function(x.double()), rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of
-from lightning_ort.compiler.conversion.pointwise import clamp
+from lightning_ort.compiler.conversion.pointwise import clamp, logistic
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def _gelu_expanded(ctx: GraphBuilder, x: fx.Node, approximate: str) -> ir.Value:
 def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """silu(Tensor self) -> Tensor"""
     value = ctx.value(x)
-    return ctx.op("Mul", value, ctx.op("Sigmoid", value))
+    return ctx.op("Mul", value, logistic(ctx, value, dtype_of(node)))
 
 
 @converts(aten.leaky_relu.default)

@@ -13,6 +13,7 @@ from torch import fx
 
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
+from lightning_ort.compiler.conversion.pointwise import logistic
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
@@ -88,7 +89,7 @@ def _gelu_tanh_slope(ctx: GraphBuilder, x: ir.Value, dtype: torch.dtype) -> ir.V
 def silu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
     """silu_backward(Tensor grad_output, Tensor self) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
-    gate = ctx.op("Sigmoid", value)
+    gate = logistic(ctx, value, dtype)
     bend = ctx.op("Add", ctx.op("Mul", value, _one_minus(ctx, gate, dtype)), ctx.const(1, dtype))
     return ctx.op("Mul", ctx.value(grad), ctx.op("Mul", gate, bend))
 
@@ -134,7 +135,7 @@ def softplus_backward(
     dtype, value = dtype_of(node), ctx.value(x)
     scaled = value if beta == 1 else ctx.op("Mul", value, ctx.const(beta, dtype))
     is_linear = ctx.op("Greater", scaled, ctx.const(threshold, dtype))
-    slope = ctx.op("Where", is_linear, ctx.const(1, dtype), ctx.op("Sigmoid", scaled))
+    slope = ctx.op("Where", is_linear, ctx.const(1, dtype), logistic(ctx, scaled, dtype))
     return ctx.op("Mul", ctx.value(grad), slope)
 
 
