@@ -96,13 +96,14 @@ def measure(name: str, steps: int, console: Console) -> None:
         session.session_options, session.build, backend.TorchRegion.__call__ = options, build, run_in_torch
     medians = {way: 1000 * statistics.median(values) for way, values in times.items()}
     rows = [(kernel, micros / 1000 / steps) for kernel, micros in kernels.most_common(_SHOWN)]
-    others = sum(kernels.values()) / 1000 / steps - sum(ms for _, ms in rows)
+    in_ort = kernels.total() / 1000 / steps
+    others = in_ort - sum(ms for _, ms in rows)
     in_torch = 1000 * sum(torch_regions) / steps
     floor = 1000 * flops.get_total_flops() / gemm_rate()
     table = Table("what", "ms a step", title=f"{name}: eager {medians['eager']:.3g} ms, ort {medians['ort']:.3g} ms")
     for what, ms in [*rows, ("other kernels", others), ("torch's regions", in_torch)]:
         table.add_row(what, f"{ms:.3g}")
-    rest = 1000 * statistics.mean(times["ort"]) - sum(kernels.values()) / 1000 / steps - in_torch
+    rest = 1000 * statistics.mean(times["ort"]) - in_ort - in_torch
     table.add_row("the rest: binding, dynamo, autograd, profiler", f"{rest:.3g}", end_section=True)
     table.add_row("floor: matrix products and convolutions at torch's rate", f"{floor:.3g}")
     console.print(table)

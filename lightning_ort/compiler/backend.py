@@ -243,8 +243,8 @@ class ORTBackend:
         description = describe(region.module.graph)
         entry = self._cache.name(description, providers)
         kept = self._cache.load(entry)
-        threads = placement.thread_candidates(region, self.config.intra_op_threads)
-        known = self._timing_at_hand(region, threads, kept)
+        candidates = placement.thread_candidates(region, self.config.intra_op_threads)
+        known = self._timing_at_hand(region, candidates, kept)
         if kept is not None:
             model = kept.model
         else:
@@ -260,7 +260,7 @@ class ORTBackend:
                 bound[threads] = BoundSession(region, inference_session, device)
             return bound[threads]
 
-        timing = known or self._time(region, threads, bind)
+        timing = known or self._time(region, candidates, bind)
         if self.agree is not None and timing.ort_ms is not None:
             timing = Timing(**self.agree(digest(description), dataclasses.asdict(timing)))
         cached = kept is not None and known is not None

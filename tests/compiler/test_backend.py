@@ -437,7 +437,7 @@ def test_losses_with_class_indices():
 @pytest.mark.parametrize("function", [torch.sigmoid, F.silu, lambda x: x.sigmoid().log()])
 def test_sigmoid_far_below_zero(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.linspace(-80, 0, 41)
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = always(min_region_nodes=1)
     got = torch.compile(lambda x: function(x), backend=backend)(x)
     assert backend.report.ort_runs == 1
     torch.testing.assert_close(got.double(), function(x.double()), rtol=1e-5, atol=0)

@@ -11,9 +11,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion.activations import logistic
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
-from lightning_ort.compiler.conversion.pointwise import logistic
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 

@@ -21,9 +21,9 @@ def result_dtype(*args: Arg) -> torch.dtype:
     return elementwise_dtypes(*samples, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
 
 
-def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg) -> ir.Value:
-    """One ONNX op on two arguments, promoted as torch does."""
-    dtype = result_dtype(x, y)
+def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg, dtype: torch.dtype | None = None) -> ir.Value:
+    """One ONNX op on two arguments, cast to ``dtype``, or promoted as torch does."""
+    dtype = dtype or result_dtype(x, y)
     return ctx.op(onnx_op, ctx.value(x, dtype), ctx.value(y, dtype))
 
 
@@ -270,19 +270,6 @@ def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return ctx.op("Where", ctx.op("IsNaN", value), ctx.const(0, dtype), ctx.op("Sign", value))
 
 
-@converts(aten.sigmoid.default)
-def sigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """sigmoid(Tensor self) -> Tensor"""
-    dtype = dtype_of(node)
-    return logistic(ctx, ctx.value(x, dtype), dtype)
-
-
-def logistic(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
-    """1 / (1 + exp(-x)): onnxruntime's Sigmoid is 17 % off at -15 and 0 from -18 on, so that its log is -inf (1.19)."""
-    exp = ctx.op("Exp", ctx.op("Neg", value))
-    return ctx.op("Reciprocal", ctx.op("Add", exp, ctx.const(1, dtype)))
-
-
 @converts(aten.rsqrt.default)
 def rsqrt(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """rsqrt(Tensor self) -> Tensor"""
@@ -385,10 +372,9 @@ _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:
     def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        dtype = result_dtype(x, y)
-        if dtype in _NARROW:  # no kernels in onnxruntime; `torch.eye` compares bytes
-            dtype = torch.int32
-        result = ctx.op(onnx_op, ctx.value(x, dtype), ctx.value(y, dtype))
+        # no kernels for narrow ones in onnxruntime; `torch.eye` compares bytes
+        dtype = torch.int32 if result_dtype(x, y) in _NARROW else None
+        result = binary(ctx, onnx_op, x, y, dtype)
         return ctx.op("Not", result) if negate else result
 
     convert.__doc__ = f"{'not ' if negate else ''}{onnx_op}(Tensor self, Tensor other) -> Tensor"
