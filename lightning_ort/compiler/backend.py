@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler import kernels, lowering, placement, session, support
+from lightning_ort.compiler import forms, kernels, lowering, placement, session, support
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
 from lightning_ort.compiler.report import (
@@ -174,6 +174,8 @@ class ORTBackend:
         """Cut the graph and build its ORT regions; what fails or loses goes to torch, until every ORT region stands."""
         providers = self.config.providers or kernels.providers_for(device)
         supported = self._support(gm, providers, device, graph.name)
+        if providers is not None:
+            self._choose_forms(gm, supported, providers, device)
         built: dict[tuple[fx.Node, ...], OrtRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
         while True:
@@ -233,6 +235,23 @@ class ORTBackend:
                 self.fall_back(f"{name}/{op}", reason)
         return answers
 
+    def _choose_forms(
+        self,
+        gm: fx.GraphModule,
+        supported: dict[fx.Node, support.Support],
+        providers: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        """Time the ops that can be run in several ways, where timing decides at all."""
+        if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
+            return
+        kernel_set = kernels.Kernels(self.config.kernels, providers)
+        threads = self.config.intra_op_threads or torch.get_num_threads()
+        forms.Forms(kernel_set, device, threads, self._cache, self._agree_on).choose(gm, supported)
+
+    def _agree_on(self, description: str, measured: dict[str, Any]) -> dict[str, Any]:
+        return measured if self.agree is None else self.agree(digest(description), measured)
+
     def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> OrtRegion:
         """Convert a region, build its session, time it; what the cache has of that is not done again.
 
@@ -257,12 +276,13 @@ class ORTBackend:
         def bind(threads: int) -> BoundSession:
             if threads not in bound:
                 inference_session = session.build(model, region, providers, threads, device)
-                bound[threads] = BoundSession(region, inference_session, device)
+                rest = device.type == "cpu" and placement.worth_resting(region, threads)
+                bound[threads] = BoundSession(region, inference_session, device, rest=rest)
             return bound[threads]
 
         timing = known or self._time(region, candidates, bind)
-        if self.agree is not None and timing.ort_ms is not None:
-            timing = Timing(**self.agree(digest(description), dataclasses.asdict(timing)))
+        if timing.ort_ms is not None:
+            timing = Timing(**self._agree_on(description, dataclasses.asdict(timing)))
         cached = kept is not None and known is not None
         if not cached:
             self._cache.store(entry, Entry(model, timing))

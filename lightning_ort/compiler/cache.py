@@ -5,6 +5,7 @@ A folder of JSON and ONNX files, each named by a SHA-256:
 - ``graph-<hash>.json``: for each node of a graph, whether ONNX Runtime can run it
 - ``region-<hash>.json``: how a region was timed, and the SHA-256 of its model
 - ``region-<hash>.onnx``: the model
+- ``op-<hash>.json``: how long an op took in each of its forms
 
 What is hashed: the graph (:func:`describe`: ops, arguments, and dtypes, shapes, strides and kinds of device of all
 values); the versions of onnxruntime, torch and this package, with the sources of the compiler; the execution providers
@@ -33,6 +34,7 @@ import sympy
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion.graph import FORM
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import Support, values_of
 
@@ -82,7 +84,11 @@ def default_folder() -> Path:
 
 def files(folder: Path) -> list[Path]:
     """Return the files of a cache folder; others that are there do not count."""
-    return [path for pattern in ("graph-*.json", "region-*.json", "region-*.onnx") for path in folder.glob(pattern)]
+    return [
+        path
+        for pattern in ("graph-*.json", "region-*.json", "region-*.onnx", "op-*.json")
+        for path in folder.glob(pattern)
+    ]
 
 
 class Cache:
@@ -98,6 +104,7 @@ class Cache:
         if config.cache_dir == "auto":
             self._folder = default_folder()
         self._config = config
+        self._times: dict[str, dict[str, float]] = {}  # ops come again in other graphs
 
     def support(
         self, gm: fx.GraphModule, providers: tuple[str, ...], answer: Callable[[], dict[fx.Node, Support]]
@@ -124,16 +131,36 @@ class Cache:
         self._write(f"{name}.json", json.dumps(plain).encode())
         return answers
 
-    def name(self, description: str, providers: tuple[str, ...]) -> str:
-        """Return the name of a region's entry.
+    def times(
+        self, description: str, providers: tuple[str, ...], measure: Callable[[], dict[str, float]]
+    ) -> dict[str, float]:
+        """Return how long an op takes in each of its forms, in ms: as measured before, or now.
 
         Args:
-            description: :func:`describe` of the region's graph.
+            description: :func:`describe` of the op's graph.
             providers: The execution providers of the sessions.
+            measure: Measures.
+
+        """
+        name = self.name(description, providers, "op")
+        if name not in self._times:
+            kept = self._read(name, lambda times: {str(form): float(ms) for form, ms in times.items()})
+            self._times[name] = measure() if kept is None else kept
+            if kept is None:
+                self._write(f"{name}.json", json.dumps(self._times[name]).encode())
+        return self._times[name]
+
+    def name(self, description: str, providers: tuple[str, ...], kind: str = "region") -> str:
+        """Return the name of a region's or an op's entry.
+
+        Args:
+            description: :func:`describe` of its graph.
+            providers: The execution providers of the sessions.
+            kind: ``"region"`` or ``"op"``.
 
         """
         machine = (_cpu_name(), str(torch.get_num_threads()), str(self._config.intra_op_threads))
-        return f"region-{digest(description, *_versions(), *providers, self._config.kernels, *machine)}"
+        return f"{kind}-{digest(description, *_versions(), *providers, self._config.kernels, *machine)}"
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""
@@ -151,7 +178,8 @@ class Cache:
 
     def _read(self, name: str, convert: Callable[[Any], _Kept]) -> _Kept | None:
         """Return what a JSON file says; ``None`` if it is absent, or not what this version writes."""
-        assert self._folder is not None
+        if self._folder is None:
+            return None
         try:
             return convert(json.loads((self._folder / f"{name}.json").read_text()))
         except FileNotFoundError:
@@ -209,7 +237,7 @@ def describe(graph: fx.Graph) -> str:
         called = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Named(numbers[source]))
         made = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made}")
+        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made} {node.meta.get(FORM, '')}")
     return "\n".join(lines)
 
 

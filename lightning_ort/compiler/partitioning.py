@@ -91,7 +91,7 @@ def partition(gm: fx.GraphModule, support: dict[fx.Node, Support], min_region_no
             text = f"{len(region.compute_nodes)} compute nodes, min_region_nodes={min_region_nodes}"
             demote(region, support, Reason(ReasonType.TOO_SMALL, text))
     for region in regions:
-        _close(region, gm, floating)
+        close(region, gm, floating)
     return Partition(gm, regions, floating)
 
 
@@ -137,7 +137,7 @@ def _is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
+def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
     """Find what a region reads and yields, and make its module."""
     own = set(region.nodes)
 

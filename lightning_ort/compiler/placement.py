@@ -7,8 +7,8 @@ the region's matrix products decides.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -22,9 +22,12 @@ from lightning_ort.compiler.runtime import int_hint
 ONE_THREAD_FLOPS = 2e6
 # above it one thread need not be tried
 ALL_THREADS_FLOPS = 2e8
+# above this many for each thread torch's threads had better rest meanwhile, which takes about 0.1 ms for each
+REST_FLOPS = 1e7
 _SECONDS = 0.25
 _MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
 _MAX_ROUNDS = 15
+_Name = TypeVar("_Name")
 
 
 def thread_candidates(region: Region, intra_op_threads: int | None) -> list[int]:
@@ -51,6 +54,11 @@ def count_flops(region: Region) -> float:
             args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             total += int_hint(flop_registry[packet](*args[0], **args[1], out_val=node.meta["val"]))
     return total
+
+
+def worth_resting(region: Region, threads: int) -> bool:
+    """Whether torch's threads should end before the region runs with several of its own."""
+    return threads > 1 and count_flops(region) >= REST_FLOPS * threads
 
 
 def loses_by_rule(region: Region) -> bool:
@@ -97,7 +105,26 @@ def measure(
     candidates: dict[Any, Callable[..., Any]] = dict(sessions)
     if torch_forward is not None:
         candidates["torch"] = torch_forward
-    times: dict[Any, list[float]] = {name: [] for name in candidates}
+    medians = race(candidates, args)
+    threads = min(sessions, key=medians.__getitem__)
+    return Timing(medians[threads], medians.get("torch"), threads)
+
+
+def race(
+    candidates: Mapping[_Name, Callable[..., Any]], args: Sequence[Any], before: Callable[[], None] | None = None
+) -> dict[_Name, float]:
+    """Time functions in turns.
+
+    Args:
+        candidates: By name.
+        args: What to call them with.
+        before: Called before each of them, outside its time.
+
+    Returns:
+        The median time of each in ms.
+
+    """
+    times: dict[_Name, list[float]] = {name: [] for name in candidates}
     for call in candidates.values():  # first calls allocate
         call(*args)
     start = time.perf_counter()
@@ -105,10 +132,10 @@ def measure(
         if rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
         for name, call in candidates.items():
+            if before is not None:
+                before()
             times[name].append(_timed(call, args))
-    medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-    threads = min(sessions, key=medians.__getitem__)
-    return Timing(medians[threads], medians.get("torch"), threads)
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
 def _timed(call: Callable[..., Any], args: Sequence[Any]) -> float:

@@ -13,6 +13,7 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._sympy.printers import PythonPrinter
 
+from lightning_ort.compiler import masks, openmp
 from lightning_ort.compiler.conversion.graph import dtype_of, element_type
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
@@ -20,6 +21,8 @@ from lightning_ort.compiler.session import RegionFailed
 
 if TYPE_CHECKING:
     import onnxruntime
+
+aten = torch.ops.aten
 
 # how far the first run may be from torch under check_against_eager: |difference| <= this x the largest magnitude
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -39,17 +42,21 @@ class BoundSession:
         region: The region that the session's model was made of.
         session: The session.
         device: Where the region's tensors are.
+        rest: Let torch's threads rest while the session computes with its own.
 
     Raises:
         RegionFailed: If an output's shape cannot be known before the run.
 
     """
 
-    def __init__(self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device) -> None:
+    def __init__(
+        self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device, *, rest: bool = False
+    ) -> None:
         import onnxruntime
         from onnxruntime.capi.onnxruntime_pybind11_state import OrtDevice
 
         self.session = session
+        self._rest = rest
         # sizes, and scalars that take part in a graph on an accelerator, are on the CPU
         self._host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
         self._binding = session.io_binding()._iobinding
@@ -121,6 +128,8 @@ class BoundSession:
                 address = where[0] or _EMPTY.data_ptr()
                 self._binding.bind_output(f"o{index}", self._place, self._output_dtypes[index], sizes[index], address)
                 bound[index] = where
+        if self._rest:
+            openmp.rest()
         self.session._sess.run_with_iobinding(self._binding, self._options)
         for index, node in self._restride:
             outputs[index] = _like_meta(outputs[index], node)
@@ -145,6 +154,10 @@ class TorchRegion:
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
+        for node in region.module.graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+            if "generator" not in node.kwargs:
+                node.target = masks.bernoulli
+        region.module.recompile()
         self._forward = region.module.forward
 
     def __call__(self, *args: Any) -> Sequence[Any]:

@@ -1,5 +1,7 @@
 """From an ONNX model to an ``onnxruntime.InferenceSession``."""
 
+import os
+import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
     import onnxruntime
 
     from lightning_ort.compiler.kernels import Kernels
+
+
+_alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
+_inherited: "list[onnxruntime.InferenceSession]" = []
+
+
+def _keep_forever() -> None:
+    """In a forked process: never destroy what was inherited, which would wait for threads that were not."""
+    _inherited.extend(_alive)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_keep_forever)
 
 
 class RegionFailed(Exception):
@@ -102,6 +117,7 @@ def build(
         raise RegionFailed(ReasonType.SESSION_FAILED, error) from error
     if (obstacle := why_not_on(session, providers[0])) is not None:
         raise RegionFailed(ReasonType.SESSION_FAILED, obstacle)
+    _alive.add(session)
     return session
 
 
@@ -118,8 +134,9 @@ def session_options(threads: int) -> "onnxruntime.SessionOptions":
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what goes wrong is raised, and reported by us
-    # spinning threads fight torch's own pool: a BERT step took 362 ms with and 315 ms without (onnxruntime 1.19)
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # threads that wait for the next kernel awake, but not after the last one, when torch needs the cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 

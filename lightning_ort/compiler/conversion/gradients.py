@@ -1,6 +1,6 @@
 """Backward ops of activations, softmax, normalization, dropout and pooling.
 
-Where onnxruntime-training has a gradient kernel that is fast, it is used; everything else is written out in ONNX.
+Where onnxruntime-training has a gradient kernel, it is one of the forms; everything else is written out in ONNX.
 """
 
 import math
@@ -15,7 +15,7 @@ from lightning_ort.compiler.conversion.activations import logistic
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
 from lightning_ort.compiler.conversion.reduction import count, reduce
-from lightning_ort.compiler.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.conversion.registry import EXPANDED, Unsupported, converts
 
 aten = torch.ops.aten
 
@@ -52,13 +52,15 @@ def sigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx
     return ctx.op("Mul", ctx.value(grad), ctx.op("Mul", y, _one_minus(ctx, y, dtype_of(output))))
 
 
-@converts(aten.gelu_backward.default)
+# on 1024 x 1024 float32 GeluGrad and FastGeluGrad take 3.9 and 20.5 ms, the expansion 1.7 (1.19.2, 2 threads)
+@converts(aten.gelu_backward.default, forms=(EXPANDED, "GeluGrad", "FastGeluGrad"))
 def gelu_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *, approximate: str = "none"
 ) -> ir.Value:
     """gelu_backward(Tensor grad_output, Tensor self, *, str approximate='none') -> Tensor"""
-    # not GeluGrad or FastGeluGrad: on 1024 x 1024 float32 they take 3.9 and 20.5 ms, this 1.7 ms (1.19.2, 2 threads)
-    slope = _gelu_slope if approximate == "none" else _gelu_tanh_slope
+    kernel, slope = ("GeluGrad", _gelu_slope) if approximate == "none" else ("FastGeluGrad", _gelu_tanh_slope)
+    if dtype_of(node) is torch.float32 and ctx.form(node) == kernel:
+        return ctx.ms(kernel, ctx.value(grad), ctx.value(x))
     return ctx.op("Mul", ctx.value(grad), slope(ctx, ctx.value(x), dtype_of(x)))
 
 
@@ -85,7 +87,7 @@ def _gelu_tanh_slope(ctx: GraphBuilder, x: ir.Value, dtype: torch.dtype) -> ir.V
     return ctx.op("Add", gate, bend)
 
 
-@converts(aten.silu_backward.default)
+@converts(aten.silu_backward.default, forms=(EXPANDED,))
 def silu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
     """silu_backward(Tensor grad_output, Tensor self) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
@@ -181,14 +183,14 @@ def native_dropout_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, mas
 # softmax
 
 
-@converts(aten._softmax_backward_data.default)
+@converts(aten._softmax_backward_data.default, forms=("SoftmaxGrad_13", EXPANDED))
 def softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
     dtype = dtype_of(output)
     grads, y = ctx.value(grad, dtype), ctx.value(output)
-    if dtype is torch.float32 and rank_of(output) and ctx.has("SoftmaxGrad_13"):
+    if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "SoftmaxGrad_13":
         result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
     else:
         product = ctx.op("Mul", grads, y)
@@ -196,16 +198,19 @@ def softmax_backward(
     return result if dtype_of(node) == dtype else ctx.cast(result, dtype_of(node))
 
 
-@converts(aten._log_softmax_backward_data.default)
+# on 1024 x 4000 float32 LogSoftmaxGrad_13 takes 25 ms, the expansion 4 (1.19.2, 2 threads)
+@converts(aten._log_softmax_backward_data.default, forms=(EXPANDED, "LogSoftmaxGrad_13"))
 def log_softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
-    # not LogSoftmaxGrad_13: 25 ms on 1024 x 4000 float32 (1.19.2)
     dtype = dtype_of(output)
-    grads = ctx.value(grad, dtype)
-    total = reduce(ctx, "ReduceSum", output, grads, dim, keepdim=True)
-    result = ctx.op("Sub", grads, ctx.op("Mul", ctx.op("Exp", ctx.value(output)), total))
+    grads, y = ctx.value(grad, dtype), ctx.value(output)
+    if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "LogSoftmaxGrad_13":
+        result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
+    else:
+        total = reduce(ctx, "ReduceSum", output, grads, dim, keepdim=True)
+        result = ctx.op("Sub", grads, ctx.op("Mul", ctx.op("Exp", y), total))
     return result if dtype_of(node) == dtype else ctx.cast(result, dtype_of(node))
 
 
@@ -225,7 +230,7 @@ def _scale(ctx: GraphBuilder, weight: fx.Node | None, normalized_shape: Sequence
     return ctx.const(torch.ones(sizes).tolist(), dtype)
 
 
-@converts(aten.native_layer_norm_backward.default)
+@converts(aten.native_layer_norm_backward.default, forms=("LayerNormalizationGrad", EXPANDED))
 def layer_norm_backward(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -241,7 +246,7 @@ def layer_norm_backward(
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     if 0 in shape_of(x):
         raise Unsupported("a layer norm of an empty tensor")
-    if dtype_of(x) is torch.float32 and ctx.has("LayerNormalizationGrad"):
+    if dtype_of(x) is torch.float32 and ctx.form(node) == "LayerNormalizationGrad":
         scale = _scale(ctx, weight, normalized_shape, torch.float32)
         inputs = [ctx.value(arg) for arg in (mean, rstd)]
         gradients = ctx.ms(
@@ -261,7 +266,7 @@ def layer_norm_backward(
     )
 
 
-@converts(aten._fused_rms_norm_backward.default)
+@converts(aten._fused_rms_norm_backward.default, forms=(EXPANDED,))
 def fused_rms_norm_backward(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -338,7 +343,7 @@ def weight_norm_backward(
     return ctx.op("Mul", across, ctx.op("Div", ctx.value(g), norm)), along
 
 
-@converts(aten.native_group_norm_backward.default)
+@converts(aten.native_group_norm_backward.default, forms=(EXPANDED,))
 def group_norm_backward(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -380,7 +385,7 @@ def group_norm_backward(
     return _masked((input_gradient, weight_gradient, bias_gradient), output_mask)
 
 
-@converts(aten.native_batch_norm_backward.default)
+@converts(aten.native_batch_norm_backward.default, forms=(EXPANDED,))
 def batch_norm_backward(
     ctx: GraphBuilder,
     node: fx.Node,

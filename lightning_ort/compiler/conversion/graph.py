@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported
+from lightning_ort.compiler.conversion.registry import CONVERTERS, EXPANDED, FORMS, Unsupported
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 OPSET = 18
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
+# in the meta of an FX node: the form that it was found to be fastest in
+FORM = "onnx_form"
 
 Scalar = bool | int | float
 Arg = fx.Node | Scalar
@@ -78,6 +80,12 @@ def same_shape(x: fx.Node, y: fx.Node) -> bool:
     """Whether two tensor nodes surely have the same shape; unlike ``==`` on symbolic sizes this installs no guard."""
     pairs = list(zip(shape_of(x), shape_of(y), strict=False))
     return rank_of(x) == rank_of(y) and all(_expression(a) == _expression(b) for a, b in pairs)
+
+
+def forms_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
+    """The forms that a node's op can be written in with these kernels, the usual one first; none: there is but one."""
+    forms = FORMS.get(node.target, ())  # type: ignore[call-overload]
+    return tuple(form for form in forms if form == EXPANDED or kernels.has_training(form))
 
 
 def _expression(size: int | torch.SymInt) -> Any:
@@ -271,9 +279,10 @@ class GraphBuilder:
             return self.ints([int(size) for size in sizes])
         return self.op("Shape", self.values[node])
 
-    def has(self, op_type: str) -> bool:
-        """Whether the training kernel ``op_type`` may be used: it is installed and the config allows it."""
-        return self.kernels.has_training(op_type)
+    def form(self, node: fx.Node) -> str:
+        """Which of its op's forms a node is to be written in: what was chosen for it, else the first there is."""
+        forms, chosen = forms_of(node, self.kernels), node.meta.get(FORM)
+        return chosen if chosen in forms else forms[0]
 
 
 def _live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:

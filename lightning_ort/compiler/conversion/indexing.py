@@ -18,7 +18,7 @@ from lightning_ort.compiler.conversion.graph import (
     shape_of,
     static,
 )
-from lightning_ort.compiler.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
@@ -273,7 +273,7 @@ def _write_rows(
     return ctx.transpose(ctx.op("ScatterND", moved, rows, updates, reduction=reduction), _inverse(perm))
 
 
-@converts(aten.embedding_dense_backward.default)
+@converts(aten.embedding_dense_backward.default, forms=(EXPANDED,))
 def embedding_dense_backward(
     ctx: GraphBuilder,
     node: fx.Node,

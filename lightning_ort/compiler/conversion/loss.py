@@ -10,7 +10,7 @@ from torch import fx
 from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import reduce
-from lightning_ort.compiler.conversion.registry import converts
+from lightning_ort.compiler.conversion.registry import EXPANDED, converts
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def target_gradients(
     return ctx.op("Unsqueeze", scaled, dim), ctx.op("Unsqueeze", labels, dim)
 
 
-@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, forms=(EXPANDED,))
 def nll_loss_backward(
     ctx: GraphBuilder,
     node: fx.Node,

@@ -11,7 +11,7 @@ from torch import fx
 from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import count, reduce
-from lightning_ort.compiler.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: in
 # normalization over the last dimensions
 
 
-@converts(aten.native_layer_norm.default)
+@converts(aten.native_layer_norm.default, forms=(EXPANDED,))
 def native_layer_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -94,7 +94,7 @@ def native_layer_norm(
     return (result if work == dtype else ctx.cast(result, dtype)), mean, rstd
 
 
-@converts(aten._fused_rms_norm.default)
+@converts(aten._fused_rms_norm.default, forms=(EXPANDED,))
 def fused_rms_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -127,7 +127,7 @@ def grouped(ctx: GraphBuilder, value: ir.Value, x: fx.Node, group: int) -> ir.Va
     return ctx.op("Reshape", value, ctx.ints([0, group, last]))
 
 
-@converts(aten.native_group_norm.default)
+@converts(aten.native_group_norm.default, forms=(EXPANDED,))
 def native_group_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -222,7 +222,7 @@ def _blend(ctx: GraphBuilder, old: fx.Node, new: ir.Value, momentum: float) -> i
     return ctx.op("Add", kept, ctx.op("Mul", new, ctx.const(momentum, dtype)))
 
 
-@converts(aten._native_batch_norm_legit_functional.default)
+@converts(aten._native_batch_norm_legit_functional.default, forms=(EXPANDED,))
 def batch_norm_functional(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -312,7 +312,7 @@ def spread(values: Sequence[Any], rank: int, what: str) -> list[int]:
     return sizes * rank if len(sizes) == 1 else sizes
 
 
-@converts(aten.convolution.default)
+@converts(aten.convolution.default, forms=(EXPANDED,))
 def convolution(
     ctx: GraphBuilder,
     node: fx.Node,

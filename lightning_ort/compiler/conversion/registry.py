@@ -4,6 +4,9 @@ A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the argu
 nodes for tensors (and for symbolic integers), plain Python values for the rest. It emits ONNX nodes through ``ctx`` and
 returns one value, or a tuple of them for an op with several results. What it cannot express it refuses by raising
 :class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen schema.
+
+Some ops can be written in several forms: a contributed kernel, or an expansion into ONNX's own ops. Their converters
+list them, ask ``ctx.form(node)`` which to write, and :mod:`~lightning_ort.compiler.forms` times them.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,9 @@ from lightning_ort.compiler.report import Reason, ReasonType
 Converter = Callable[..., Any]
 
 CONVERTERS: dict[OpOverload, Converter] = {}
+FORMS: dict[OpOverload, tuple[str, ...]] = {}
+
+EXPANDED = "expanded"
 
 
 class Unsupported(Exception):
@@ -32,8 +38,13 @@ class Unsupported(Exception):
         self.reason = Reason(type, text)
 
 
-def converts(*overloads: OpOverload) -> Callable[[Converter], Converter]:
+def converts(*overloads: OpOverload, forms: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
     """Register a converter for exact ATen overloads.
+
+    Args:
+        *overloads: The overloads.
+        forms: What it can write, the usual one first: names of training kernels, and :data:`EXPANDED`. An op with any
+            is timed by itself, against torch's kernel too.
 
     Raises:
         TypeError: If one is not an overload, such as ``aten.add`` instead of ``aten.add.Tensor``.
@@ -49,6 +60,8 @@ def converts(*overloads: OpOverload) -> Callable[[Converter], Converter]:
             if overload in CONVERTERS:
                 raise ValueError(f"converts({overload}): already converted by {CONVERTERS[overload].__qualname__}")
             CONVERTERS[overload] = converter
+            if forms:
+                FORMS[overload] = forms
         return converter
 
     return register

@@ -1,0 +1,120 @@
+"""Which way to run an op that can be run in several: the forms of its converter, or torch's own kernel.
+
+A gradient kernel of onnxruntime may be slower than its expansion into a dozen ONNX ops, and both slower than torch's
+kernel, which reads and writes memory once: it depends on the op, its sizes, the build and the machine. So each such op
+of a graph is timed by itself, on tensors of its real shapes.
+"""
+
+import functools
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lightning_ort.compiler import openmp, partitioning, placement, session
+from lightning_ort.compiler.cache import Cache, describe
+from lightning_ort.compiler.conversion.graph import FORM, forms_of
+from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.partitioning import Region
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.runtime import BoundSession, int_hint
+from lightning_ort.compiler.session import RegionFailed
+from lightning_ort.compiler.support import Support, values_of
+
+log = logging.getLogger(__name__)
+
+TORCH = "torch"
+# with fewer elements every form is fast
+_MIN_ELEMENTS = 2**16
+# what two more borders between regions cost: an op in torch has to win more than that
+_BORDERS_MS = 0.4
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Chooses forms for the ops of graphs.
+
+    Args:
+        kernels: What the sessions may use.
+        device: Where the tensors are.
+        threads: Intra-op threads.
+        cache: Where times are kept.
+        agree: Turns a key and what was measured here into the measurements that all processes of a run go by.
+
+    """
+
+    kernels: Kernels
+    device: torch.device
+    threads: int
+    cache: Cache
+    agree: Callable[[str, dict[str, float]], dict[str, float]]
+
+    def choose(self, gm: fx.GraphModule, support: dict[fx.Node, Support]) -> None:
+        """Note on each node the form to write it in, and say no to ONNX Runtime where torch's kernel is faster.
+
+        Args:
+            gm: The lowered graph.
+            support: The answer for each ``call_function`` node; updated in place.
+
+        """
+        floating = {node for node in support if partitioning.is_view(node)}
+        for node in [node for node, answer in support.items() if answer.ok and _is_large(node)]:
+            forms = forms_of(node, self.kernels)
+            if not forms:
+                continue
+            region = _alone(node, gm, floating)
+            description = describe(region.module.graph)
+            kept = self.cache.times(description, self.kernels.providers, functools.partial(self._time, node, gm, forms))
+            times = self.agree(f"op {description}", kept)
+            measured = {form: times[form] for form in forms if form in times}
+            if not measured:  # none runs: what becomes of it is seen when the region is built
+                continue
+            best = min(measured, key=measured.__getitem__)
+            if times.get(TORCH, math.inf) + _BORDERS_MS < measured[best]:
+                text = f"{node.target} alone: {measured[best]:.3f} ms on ONNX Runtime, {times[TORCH]:.3f} ms in torch"
+                for part in (node, *_parts(node)):
+                    support[part] = Support(False, Reason(ReasonType.SLOWER, text))
+            else:
+                node.meta[FORM] = best
+
+    def _time(self, node: fx.Node, gm: fx.GraphModule, forms: tuple[str, ...]) -> dict[str, float]:
+        """Return the median time of each form that runs, and of torch's kernel, in ms."""
+        floating = {view for view in gm.graph.nodes if partitioning.is_view(view)}
+        candidates: dict[str, Callable[..., object]] = {}
+        for form in forms:
+            node.meta[FORM] = form
+            region = _alone(node, gm, floating)
+            try:
+                model = session.convert(region, self.kernels, form).SerializeToString()
+                built = session.build(model, region, self.kernels.providers, self.threads, self.device)
+                candidates[form] = BoundSession(region, built, self.device)
+            except RegionFailed as failure:
+                log.debug("%s as %s: %s", node.target, form, failure)
+        del node.meta[FORM]
+        region = _alone(node, gm, floating)
+        candidates[TORCH] = region.module.forward
+        # a region's other ops have sent torch's threads to rest already
+        return placement.race(candidates, placement.samples(region), before=openmp.rest)
+
+
+def _is_large(node: fx.Node) -> bool:
+    values = (value for source in (node, *node.all_input_nodes) for value in values_of(source))
+    return any(
+        isinstance(value, torch.Tensor) and math.prod(map(int_hint, value.shape)) >= _MIN_ELEMENTS for value in values
+    )
+
+
+def _parts(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that take a tuple apart."""
+    return (user for user in node.users if user.target is operator.getitem)
+
+
+def _alone(node: fx.Node, gm: fx.GraphModule, floating: set[fx.Node]) -> Region:
+    """Return a region of one op, with the views that it reads."""
+    region = Region(1, [node, *_parts(node)])
+    partitioning.close(region, gm, floating)
+    return region

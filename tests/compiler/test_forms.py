@@ -1,0 +1,141 @@
+"""Ops that can be run in several ways: each way is right, timing chooses, and the choice is kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ort.compiler import forms, placement
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.conversion.graph import forms_of
+from lightning_ort.compiler.conversion.registry import EXPANDED, FORMS
+from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.report import ReasonType
+from lightning_ort.config import ORTConfig
+
+aten = torch.ops.aten
+KERNELS = Kernels("auto", ("CPUExecutionProvider",))
+# large enough to be timed, and each row over the whole range
+X = torch.linspace(-30, 30, 512 * 256)[torch.randperm(512 * 256)].reshape(512, 256)
+
+FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    aten.gelu_backward.default: F.gelu,
+    aten.silu_backward.default: F.silu,
+    aten._softmax_backward_data.default: lambda x: F.softmax(x, -1).square(),
+    aten._log_softmax_backward_data.default: lambda x: F.log_softmax(x, -1).square(),
+    aten.native_layer_norm.default: lambda x: F.layer_norm(x * 3, (256,)),
+    aten.native_layer_norm_backward.default: lambda x: F.layer_norm(x, (256,)).square(),
+}
+
+
+def prefer(monkeypatch: pytest.MonkeyPatch, form: str) -> list[dict[str, float]]:
+    """Have every race won by a form, or by torch; return the results that were given out."""
+    races: list[dict[str, float]] = []
+
+    def race(candidates: dict[Any, Any], args: Any, before: Any = None) -> dict[Any, float]:
+        for call in candidates.values():
+            call(*args)
+        times = {name: 1.0 if name == form else 10.0 for name in candidates}
+        if forms.TORCH in candidates and before is None:  # of a whole region
+            times = {name: 10.0 if name == "torch" else 1.0 for name in candidates}
+        else:
+            races.append(times)
+        return times
+
+    monkeypatch.setattr(placement, "race", race)
+    return races
+
+
+def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (function(x * 2) * torch.linspace(0, 1, 256, dtype=x.dtype)).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+CASES = [
+    pytest.param(op, form, id=f"{op.name()}-{form}")
+    for op in FUNCTIONS
+    for form in (*forms_of(torch.fx.Graph().call_function(op), KERNELS), forms.TORCH)
+    if form != "FastGeluGrad"  # of the tanh form
+]
+
+
+@pytest.mark.parametrize(("op", "form"), CASES)
+def test_each_form_is_right(op: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, form)
+    backend = ORTBackend(ORTConfig(cache_dir=None, min_region_nodes=1))
+    got = gradient(torch.compile(FUNCTIONS[op], backend=backend), X)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+    expected = gradient(FUNCTIONS[op], X.double())
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-5)
+    if form == forms.TORCH:
+        reasons = [
+            r for graph in backend.report.graphs for region in graph.regions for r in region.node_reasons.values()
+        ]
+        assert any(r.type is ReasonType.SLOWER and str(op) in r.text for r in reasons)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_kernels(approximate: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    kernel = "GeluGrad" if approximate == "none" else "FastGeluGrad"
+    if not KERNELS.has_training(kernel):
+        pytest.skip("needs onnxruntime's training kernels")
+    prefer(monkeypatch, kernel)
+
+    def function(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=approximate)
+
+    backend = ORTBackend(ORTConfig(cache_dir=None, min_region_nodes=1, save_onnx_dir=str(tmp_path)))
+    got = gradient(torch.compile(function, backend=backend), X)
+    torch.testing.assert_close(got.double(), gradient(function, X.double()), rtol=1e-4, atol=2e-5)
+    assert any(kernel.encode() in path.read_bytes() for path in tmp_path.glob("backward*.onnx"))
+
+
+def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    races = prefer(monkeypatch, EXPANDED)
+
+    def function(x: Tensor) -> Tensor:
+        return F.gelu(F.gelu(x @ x.mT @ x) @ x.mT @ x)
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        gradient(torch.compile(function, backend=ORTBackend(ORTConfig(cache_dir=str(tmp_path)))), X)
+    assert len(races) == 1  # of two equal ops in two runs
+    assert len(list(tmp_path.glob("op-*.json"))) == 1
+
+
+@pytest.mark.parametrize("config", [{"placement": "always"}, {}])
+def test_nothing_is_timed_where_timing_does_not_decide(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    races = prefer(monkeypatch, EXPANDED)
+    torch.use_deterministic_algorithms(not config)
+    backend = ORTBackend(ORTConfig(cache_dir=None, **config))
+    gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=backend), X)
+    assert backend.report.ort_runs > 0
+    assert races == []
+
+
+def test_small_ops_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = prefer(monkeypatch, EXPANDED)
+    gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=ORTBackend({"cache_dir": None})), X[:64])
+    assert races == []
+
+
+def test_the_processes_of_a_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = prefer(monkeypatch, EXPANDED)
+    backend = ORTBackend({"cache_dir": None})
+    backend.agree = lambda key, measured: {**measured, "torch": 0.1} if EXPANDED in measured else measured
+    gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=backend), X)
+    assert len(races) == 1
+    ops = {region.executor: region.ops for region in backend.report.graphs[1].regions}
+    assert str(aten.gelu_backward.default) in ops["torch"]
+
+
+def test_forms_are_kernels_that_are_known() -> None:
+    for listed in FORMS.values():
+        for form in listed:
+            assert form == EXPANDED or isinstance(KERNELS.has_training(form), bool)  # KeyError: nobody knows it
