@@ -71,7 +71,7 @@ def split_joint(
 
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
-    for graph_pass in (draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims):
+    for graph_pass in (draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims, stack_selections):
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()
@@ -227,3 +227,39 @@ def drop_kept_dims(gm: fx.GraphModule) -> None:
             source.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
+
+
+def stack_selections(gm: fx.GraphModule) -> None:
+    """Stack the gradients of ``x[0]``, ``x[1]``, ... instead of padding each with zeros and adding them up.
+
+    So an attention gives the gradients of queries, keys and values to the projection that made the three.
+    """
+    for node in reversed(gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)):
+        leaves = _added_selections(node)
+        if len(leaves) < 2:
+            continue
+        sizes, dim = leaves[0].args[1:3]
+        dim %= len(sizes)
+        parts = {leaf.args[3] % sizes[dim]: leaf.args[0] for leaf in leaves if isinstance(sizes[dim], int)}
+        alike = all(leaf.args[1] == sizes and leaf.args[2] % len(sizes) == dim for leaf in leaves)
+        if not alike or len(parts) != len(leaves) or len(parts) != sizes[dim]:
+            continue
+        with gm.graph.inserting_before(node):
+            stacked = _call(gm, aten.stack.default, ([parts[index] for index in sorted(parts)], dim))
+        node.replace_all_uses_with(stacked)
+    gm.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target not in _SELECTIONS)
+
+
+_SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
+
+
+def _added_selections(node: fx.Node, root: bool = True) -> list[Any]:
+    """The ``select_backward`` nodes that a tree of additions adds up; none if it adds anything else."""
+    if not root and len(node.users) > 1:
+        return []
+    if node.target is aten.select_backward.default:
+        return [node]
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    added = [_added_selections(arg, False) if isinstance(arg, fx.Node) else [] for arg in node.args]
+    return sum(added, []) if all(added) else []

@@ -1,6 +1,7 @@
 """Passes over graphs: what they remove, what they leave, and that values stay the same bits."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -139,3 +140,60 @@ def test_recompute_saves_memory_and_no_more():
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
         kept.append(saved)
     assert kept[0] >= kept[1] > kept[2] > kept[3]
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "dim", "stacks"),
+    [
+        ((0, 1, 2), [3, 4, 5], 0, True),
+        ((2, 0, 1), [3, 4, 5], 0, True),
+        ((2, -3, 1), [3, 4, 5], -3, True),
+        ((1, 0, 2), [4, 3, 5], 1, True),
+        ((0, 1), [3, 4, 5], 0, False),  # one is missing
+        ((0, 1, 1), [3, 4, 5], 0, False),  # one comes twice
+    ],
+)
+def test_selections_of_all_parts_are_stacked(order, sizes, dim, stacks):
+    def function(*gradients):
+        padded = [aten.select_backward(x, sizes, dim, index) for x, index in zip(gradients, order, strict=True)]
+        return functools.reduce(torch.add, padded) * 2
+
+    gradients = [torch.randn([size for at, size in enumerate(sizes) if at != dim % 3]) for _ in order]
+    gm = make_fx(function, tracing_mode="fake")(*gradients)
+    lowering.stack_selections(gm)
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(*gradients), function(*gradients))
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.stack.default)) == stacks
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.select_backward.default)) == (
+        0 if stacks else len(order)
+    )
+
+
+def test_selections_that_something_else_needs_stay():
+    def function(a, b):
+        first = aten.select_backward(a, [2, 4], 0, 0)
+        both = first + aten.select_backward(b, [2, 4], 0, 1)
+        return both * 2, first, torch.add(aten.select_backward(a, [2, 4], 0, 0), both, alpha=3)
+
+    args = torch.randn(4), torch.randn(4)
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    lowering.stack_selections(gm)
+    gm.recompile()
+    for got, expected in zip(gm(*args), function(*args), strict=True):
+        assert torch.equal(got, expected)
+    assert not gm.graph.find_nodes(op="call_function", target=aten.stack.default)
+
+
+def test_attention_stacks_its_gradients():
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    backend = ORTBackend({"placement": "always", "cache_dir": None})
+    x = torch.randn(3, 5, 16)
+    wanted = torch.autograd.grad(attention(x, x, x)[0].square().sum(), list(attention.parameters()))
+    got = torch.compile(lambda x: attention(x, x, x)[0].square().sum(), backend=backend)(x)
+    for ours, theirs in zip(torch.autograd.grad(got, list(attention.parameters())), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert backend.report.ort_runs == 2
+    ops = backend.report.graphs[1].regions[0].ops
+    assert "aten.stack.default" in ops
+    assert "aten.select_backward.default" not in ops
