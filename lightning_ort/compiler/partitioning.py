@@ -30,7 +30,7 @@ class Region:
         nodes: The nodes it owns, in graph order.
         inputs: Values it reads, made elsewhere.
         outputs: Values of its own that others read.
-        module: The region as a torch module: same inputs, a tuple of the outputs.
+        module: The region as a torch module: same inputs, a tuple of the outputs. Set when the region is complete.
 
     """
 
@@ -38,7 +38,7 @@ class Region:
     nodes: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
-    module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
+    module: fx.GraphModule = field(init=False)
 
     @property
     def on_ort(self) -> bool:
@@ -128,7 +128,9 @@ def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[f
                 level += level % 2 != support[node].ok
             if impure:
                 last_impure = level
-            regions.setdefault(level, Region(level)).nodes.append(node)
+            if level not in regions:
+                regions[level] = Region(level)
+            regions[level].nodes.append(node)
         levels[node] = level
     return [regions[level] for level in sorted(regions)]
 
