@@ -175,6 +175,8 @@ def _cuda_options(device: torch.device) -> dict[str, str]:
         "device_id": str(device.index or 0),
         "user_compute_stream": str(torch.cuda.current_stream(device).cuda_stream),
         "do_copy_in_default_stream": "1",
+        # not by powers of two: torch's allocator needs the rest
+        "arena_extend_strategy": "kSameAsRequested",
         # onnxruntime's own default is to use it
         "use_tf32": "1" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "0",
     }
