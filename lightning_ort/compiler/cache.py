@@ -144,10 +144,11 @@ class Cache:
         """
         name = self.name(description, providers, "op")
         if name not in self._times:
-            kept = self._read(name, lambda times: {str(form): float(ms) for form, ms in times.items()})
-            self._times[name] = measure() if kept is None else kept
-            if kept is None:
-                self._write(f"{name}.json", json.dumps(self._times[name]).encode())
+            times = self._read(name, lambda kept: {str(form): float(ms) for form, ms in kept.items()})
+            if times is None:
+                times = measure()
+                self._write(f"{name}.json", json.dumps(times).encode())
+            self._times[name] = times
         return self._times[name]
 
     def name(self, description: str, providers: tuple[str, ...], kind: str = "region") -> str:

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from lightning_ort.compiler.cache import Cache, describe
 from lightning_ort.compiler.conversion.graph import FORM, forms_of
 from lightning_ort.compiler.kernels import Kernels
 from lightning_ort.compiler.partitioning import Region
+from lightning_ort.compiler.placement import TORCH
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.runtime import BoundSession, int_hint
 from lightning_ort.compiler.session import RegionFailed
@@ -27,7 +28,6 @@ from lightning_ort.compiler.support import Support, values_of
 
 log = logging.getLogger(__name__)
 
-TORCH = "torch"
 # with fewer elements every form is fast
 _MIN_ELEMENTS = 2**16
 # what two more borders between regions cost: an op in torch has to win more than that
@@ -61,14 +61,15 @@ class Forms:
             support: The answer for each ``call_function`` node; updated in place.
 
         """
-        floating = {node for node in support if partitioning.is_view(node)}
+        views = {node for node in support if partitioning.is_view(node)}
         for node in [node for node, answer in support.items() if answer.ok and _is_large(node)]:
             forms = forms_of(node, self.kernels)
             if not forms:
                 continue
-            region = _alone(node, gm, floating)
+            region = Region(1, [node, *(user for user in node.users if user.target is operator.getitem)])
+            partitioning.close(region, gm, views)
             description = describe(region.module.graph)
-            kept = self.cache.times(description, self.kernels.providers, functools.partial(self._time, node, gm, forms))
+            kept = self.cache.times(description, self.kernels.providers, functools.partial(self._time, region, forms))
             times = self.agree(f"op {description}", kept)
             measured = {form: times[form] for form in forms if form in times}
             if not measured:  # none runs: what becomes of it is seen when the region is built
@@ -76,26 +77,25 @@ class Forms:
             best = min(measured, key=measured.__getitem__)
             if times.get(TORCH, math.inf) + _BORDERS_MS < measured[best]:
                 text = f"{node.target} alone: {measured[best]:.3f} ms on ONNX Runtime, {times[TORCH]:.3f} ms in torch"
-                for part in (node, *_parts(node)):
-                    support[part] = Support(False, Reason(ReasonType.SLOWER, text))
+                partitioning.demote(region, support, Reason(ReasonType.SLOWER, text))
             else:
                 node.meta[FORM] = best
 
-    def _time(self, node: fx.Node, gm: fx.GraphModule, forms: tuple[str, ...]) -> dict[str, float]:
-        """Return the median time of each form that runs, and of torch's kernel, in ms."""
-        floating = {view for view in gm.graph.nodes if partitioning.is_view(view)}
+    def _time(self, region: Region, forms: tuple[str, ...]) -> dict[str, float]:
+        """Return the median time of each form that runs and is another one, and of torch's kernel, in ms."""
+        (node,) = region.module.graph.find_nodes(op="call_function", target=region.nodes[0].target)
         candidates: dict[str, Callable[..., object]] = {}
+        models: set[bytes] = set()
         for form in forms:
             node.meta[FORM] = form
-            region = _alone(node, gm, floating)
             try:
-                model = session.convert(region, self.kernels, form).SerializeToString()
-                built = session.build(model, region, self.kernels.providers, self.threads, self.device)
-                candidates[form] = BoundSession(region, built, self.device)
+                model = session.convert(region, self.kernels, region.name).SerializeToString()
+                if model not in models:  # as the kernel of gelu's other form is
+                    models.add(model)
+                    built = session.build(model, region, self.kernels.providers, self.threads, self.device)
+                    candidates[form] = BoundSession(region, built, self.device)
             except RegionFailed as failure:
                 log.debug("%s as %s: %s", node.target, form, failure)
-        del node.meta[FORM]
-        region = _alone(node, gm, floating)
         candidates[TORCH] = region.module.forward
         # a region's other ops have sent torch's threads to rest already
         return placement.race(candidates, placement.samples(region), before=openmp.rest)
@@ -106,15 +106,3 @@ def _is_large(node: fx.Node) -> bool:
     return any(
         isinstance(value, torch.Tensor) and math.prod(map(int_hint, value.shape)) >= _MIN_ELEMENTS for value in values
     )
-
-
-def _parts(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that take a tuple apart."""
-    return (user for user in node.users if user.target is operator.getitem)
-
-
-def _alone(node: fx.Node, gm: fx.GraphModule, floating: set[fx.Node]) -> Region:
-    """Return a region of one op, with the views that it reads."""
-    region = Region(1, [node, *_parts(node)])
-    partitioning.close(region, gm, floating)
-    return region

@@ -41,6 +41,9 @@ _WHOLE = {
     aten.upsample_nearest2d.vec,
 }
 
+# what `stack_selections` replaces
+_SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
+
 # settings of torch's min-cut; not its `activation_memory_budget`, which draws dropout masks anew (2.13)
 _RECOMPUTE = {1: {"ban_recompute_materialized_backward": False}, 2: {"aggressive_recomputation": True}}
 
@@ -240,17 +243,16 @@ def stack_selections(gm: fx.GraphModule) -> None:
             continue
         sizes, dim = leaves[0].args[1:3]
         dim %= len(sizes)
-        parts = {leaf.args[3] % sizes[dim]: leaf.args[0] for leaf in leaves if isinstance(sizes[dim], int)}
+        if not isinstance(sizes[dim], int) or len(leaves) != sizes[dim]:
+            continue
         alike = all(leaf.args[1] == sizes and leaf.args[2] % len(sizes) == dim for leaf in leaves)
-        if not alike or len(parts) != len(leaves) or len(parts) != sizes[dim]:
+        parts = {leaf.args[3] % sizes[dim]: leaf.args[0] for leaf in leaves}
+        if not alike or len(parts) != sizes[dim]:
             continue
         with gm.graph.inserting_before(node):
             stacked = _call(gm, aten.stack.default, ([parts[index] for index in sorted(parts)], dim))
         node.replace_all_uses_with(stacked)
     gm.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target not in _SELECTIONS)
-
-
-_SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
 
 
 def _added_selections(node: fx.Node, root: bool = True) -> list[Any]:

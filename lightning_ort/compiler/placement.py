@@ -24,6 +24,7 @@ ONE_THREAD_FLOPS = 2e6
 ALL_THREADS_FLOPS = 2e8
 # above this many for each thread torch's threads had better rest meanwhile, which takes about 0.1 ms for each
 REST_FLOPS = 1e7
+TORCH = "torch"  # among the names of what is timed
 _SECONDS = 0.25
 _MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
 _MAX_ROUNDS = 15
@@ -104,10 +105,10 @@ def measure(
         return Timing(None, None, next(iter(sessions)))
     candidates: dict[Any, Callable[..., Any]] = dict(sessions)
     if torch_forward is not None:
-        candidates["torch"] = torch_forward
+        candidates[TORCH] = torch_forward
     medians = race(candidates, args)
     threads = min(sessions, key=medians.__getitem__)
-    return Timing(medians[threads], medians.get("torch"), threads)
+    return Timing(medians[threads], medians.get(TORCH), threads)
 
 
 def race(

@@ -154,10 +154,11 @@ class TorchRegion:
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        draws = region.module.graph.find_nodes(op="call_function", target=aten.bernoulli.p)
-        if draws := [node for node in draws if "generator" not in node.kwargs]:
-            for node in draws:
-                node.target = masks.bernoulli
+        found = region.module.graph.find_nodes(op="call_function", target=aten.bernoulli.p)
+        draws = [node for node in found if "generator" not in node.kwargs]
+        for node in draws:
+            node.target = masks.bernoulli
+        if draws:
             region.module.recompile()
         self._forward = region.module.forward
 
