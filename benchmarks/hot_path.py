@@ -78,7 +78,7 @@ kept: list[object] = []
 def sessions_alone() -> None:
     """Run both sessions as :func:`regions_alone` bound them, which has to come right before."""
     for bound, _ in regions:
-        bound.session._sess.run_with_iobinding(bound._binding, bound._options)
+        bound.session._sess.run_with_iobinding(bound._binding, bound.run_options)
 
 
 def regions_alone() -> None:

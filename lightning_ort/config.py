@@ -41,6 +41,8 @@ class ORTConfig:
         intra_op_threads: Threads of each session; ``None`` measures one thread against torch's number.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
+        cuda_graphs: On a GPU, time each region of fixed sizes recorded as a CUDA graph too, and keep that where it is
+            faster. It copies the region's inputs and outputs and has memory of its own for them.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the one that
             ``LIGHTNING_ORT_CACHE_DIR`` names, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
@@ -65,6 +67,7 @@ class ORTConfig:
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
     check_against_eager: bool = False
+    cuda_graphs: bool = False
     cache_dir: str | None = "auto"
     save_onnx_dir: str | None = None
     report: str | None = None
@@ -79,6 +82,7 @@ class ORTConfig:
             ("capture", get_args(Capture)),
             ("dynamic", (None, True, False)),
             ("check_against_eager", (True, False)),
+            ("cuda_graphs", (True, False)),
         ):
             value = getattr(self, name)
             # `1 == True`: identity keeps integers out of the booleans

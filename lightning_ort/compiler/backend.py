@@ -22,9 +22,11 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler import forms, kernels, lowering, placement, session, support
+from lightning_ort.compiler import cuda_graphs, forms, kernels, lowering, placement, session, support
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
+from lightning_ort.compiler.cuda_graphs import RecordedSession
 from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
+from lightning_ort.compiler.placement import Setup
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -134,6 +136,13 @@ class ORTBackend:
             raise ORTFallbackError(f"{where} cannot run on ONNX Runtime: {reason}")
         log.warning("%s runs in torch: %s", where, reason)
 
+    def _note(self, where: str, reason: Reason) -> None:
+        """Report a choice that the config asked for otherwise, once."""
+        note = FallbackReport(where, reason)
+        if note not in self.report.notes:
+            self.report.notes.append(note)
+            log.info("%s: %s", where, reason)
+
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
         """Compile one ATen graph: lower, check support, cut, place, link."""
         start = time.perf_counter()
@@ -176,6 +185,8 @@ class ORTBackend:
         supported = self._support(gm, providers, device, graph.name)
         if providers is not None:
             self._choose_forms(gm, supported, providers, device)
+        if self.config.cuda_graphs and (obstacle := cuda_graphs.why_none(device)) is not None:
+            self._note("cuda_graphs", Reason(ReasonType.NOT_RECORDED, obstacle))
         built: dict[tuple[fx.Node, ...], OrtRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
         while True:
@@ -262,7 +273,9 @@ class ORTBackend:
         description = describe(region.module.graph)
         entry = self._cache.name(description, providers)
         kept = self._cache.load(entry)
-        candidates = placement.thread_candidates(region, self.config.intra_op_threads)
+        candidates = [Setup(n) for n in placement.thread_candidates(region, self.config.intra_op_threads)]
+        if self.config.cuda_graphs and cuda_graphs.can_record(region):
+            candidates.append(Setup(candidates[0].threads, cuda_graph=True))
         known = self._timing_at_hand(region, candidates, kept)
         if kept is not None:
             model = kept.model
@@ -271,16 +284,21 @@ class ORTBackend:
             model = session.convert(region, kernel_set, region.name).SerializeToString()
         if self.config.save_onnx_dir is not None:
             session.save(model, self.config.save_onnx_dir, name)
-        bound: dict[int, BoundSession] = {}
+        bound: dict[Setup, BoundSession | RecordedSession] = {}
 
-        def bind(threads: int) -> BoundSession:
-            if threads not in bound:
-                inference_session = session.build(model, region, providers, threads, device)
-                rest = device.type == "cpu" and placement.worth_resting(region, threads)
-                bound[threads] = BoundSession(region, inference_session, device, rest=rest)
-            return bound[threads]
+        def bind(setup: Setup) -> BoundSession | RecordedSession:
+            if setup not in bound:
+                if setup.cuda_graph:
+                    stream = cuda_graphs.stream_of(device)
+                    recorded = session.build(model, region, providers, setup.threads, device, stream)
+                    bound[setup] = RecordedSession(region, recorded, device)
+                else:
+                    inference_session = session.build(model, region, providers, setup.threads, device)
+                    rest = device.type == "cpu" and placement.worth_resting(region, setup.threads)
+                    bound[setup] = BoundSession(region, inference_session, device, rest=rest)
+            return bound[setup]
 
-        timing = known or self._time(region, candidates, bind)
+        timing = known or self._time(region, candidates, bind, name)
         if timing.ort_ms is not None:
             timing = Timing(**self._agree_on(description, dataclasses.asdict(timing)))
         cached = kept is not None and known is not None
@@ -299,16 +317,17 @@ class ORTBackend:
             torch_ms=timing.torch_ms,
             threads=timing.threads,
             cached=cached,
+            cuda_graph=timing.cuda_graph,
         )
         return OrtRegion(
             region,
-            bind(timing.threads),
+            bind(Setup(timing.threads, timing.cuda_graph)),
             report,
             on_failure=functools.partial(self.fall_back, name),
             check=self.config.check_against_eager,
         )
 
-    def _timing_at_hand(self, region: Region, candidates: Sequence[int], kept: Entry | None) -> Timing | None:
+    def _timing_at_hand(self, region: Region, candidates: Sequence[Setup], kept: Entry | None) -> Timing | None:
         """Return the timing of a region where it need not be timed, or was in an earlier run.
 
         Raises:
@@ -319,28 +338,39 @@ class ORTBackend:
         if torch.are_deterministic_algorithms_enabled():
             if measured and placement.loses_by_rule(region):
                 raise RegionFailed(ReasonType.STATIC_RULE, "no matrix product or convolution")
-            return Timing(None, None, candidates[0])
+            return Timing(None, None, *candidates[0])
         if not measured and len(candidates) == 1:
-            return Timing(None, None, candidates[0])
+            return Timing(None, None, *candidates[0])
         if kept is None or kept.timing.ort_ms is None:
             return None
         if not measured:
             return dataclasses.replace(kept.timing, torch_ms=None)
         return kept.timing if kept.timing.torch_ms is not None else None
 
-    def _time(self, region: Region, candidates: Sequence[int], bind: Callable[[int], BoundSession]) -> Timing:
+    def _time(
+        self,
+        region: Region,
+        candidates: Sequence[Setup],
+        bind: Callable[[Setup], BoundSession | RecordedSession],
+        name: str,
+    ) -> Timing:
         """Time a region.
 
         Raises:
             RegionFailed: If it does not run.
 
         """
+        args = placement.samples(region)
         try:
-            return placement.measure(
-                {threads: bind(threads) for threads in candidates},
-                region.module.forward if self.config.placement == "measured" else None,
-                placement.samples(region),
-            )
+            sessions = {setup: bind(setup) for setup in candidates if not setup.cuda_graph}
+            for setup in set(candidates) - set(sessions):
+                try:
+                    bind(setup)(*args)
+                    sessions[setup] = bind(setup)
+                except Exception as error:  # it goes on without
+                    self._note(name, RegionFailed(ReasonType.NOT_RECORDED, error).reason)
+            forward = region.module.forward if self.config.placement == "measured" else None
+            return placement.measure(sessions, forward, args)
         except RegionFailed:
             raise
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone

@@ -10,7 +10,7 @@ A folder of JSON and ONNX files, each named by a SHA-256:
 What is hashed: the graph (:func:`describe`: ops, arguments, and dtypes, shapes, strides and kinds of device of all
 values); the versions of onnxruntime, torch and this package, with the sources of the compiler; the execution providers
 and the ``kernels`` of the config; for the nodes of a graph the ``torch_ops``; for a region the processor's name,
-torch's thread count and ``intra_op_threads``.
+torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
 
 A file that cannot be read, or whose content is not what it says, counts as absent. Files appear whole (written aside,
 then renamed), so several processes may share a folder.
@@ -55,12 +55,14 @@ class Timing:
         ort_ms: Median on ONNX Runtime; ``None`` if not timed.
         torch_ms: Median in torch; ``None`` if not timed.
         threads: Intra-op threads.
+        cuda_graph: Whether that session is recorded as a CUDA graph.
 
     """
 
     ort_ms: float | None
     torch_ms: float | None
     threads: int
+    cuda_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,10 @@ class Cache:
             kind: ``"region"`` or ``"op"``.
 
         """
-        machine = (_cpu_name(), str(torch.get_num_threads()), str(self._config.intra_op_threads))
-        return f"{kind}-{digest(description, *_versions(), *providers, self._config.kernels, *machine)}"
+        config = self._config
+        machine = (_cpu_name(), str(torch.get_num_threads()))
+        asked = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
+        return f"{kind}-{digest(description, *_versions(), *providers, *asked, *machine)}"
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""

@@ -159,7 +159,8 @@ def draw_masks_first(gm: fx.GraphModule) -> None:
     """Draw every dropout mask from its size alone, so that drawing never cuts an ORT region in two.
 
     The CPU kernel of ``native_dropout`` is ``input * mask.bernoulli_(1 - p) * scale``; the same generator gives that
-    mask here. On other devices the kernel fuses both, so it stays whole.
+    mask here. On other devices the kernel fuses both, so it stays whole. In float32 ``mask * scale`` comes first, which
+    rounds as little and takes a pass over memory less; in half precision it would round the scale.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args
@@ -175,8 +176,10 @@ def draw_masks_first(gm: fx.GraphModule) -> None:
             mask = _call(gm, aten.bernoulli.p, (empty, 1 - p))
             if order != sorted(order):
                 mask = _call(gm, aten.permute.default, (mask, [order.index(dim) for dim in range(len(order))]))
-            kept = _call(gm, aten.mul.Tensor, (x, mask))
-            scaled = _call(gm, aten.mul.Tensor, (kept, 1 / (1 - p)))
+            if val.dtype is torch.float32 is torch.get_default_dtype():
+                scaled = _call(gm, aten.mul.Tensor, (x, _call(gm, aten.mul.Tensor, (mask, 1 / (1 - p)))))
+            else:
+                scaled = _call(gm, aten.mul.Tensor, (_call(gm, aten.mul.Tensor, (x, mask)), 1 / (1 - p)))
         for user in list(node.users):  # all getitem
             user.replace_all_uses_with((scaled, mask)[user.args[1]])
             gm.graph.erase_node(user)

@@ -8,7 +8,7 @@ the region's matrix products decides.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -29,6 +29,19 @@ _SECONDS = 0.25
 _MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
 _MAX_ROUNDS = 15
 _Name = TypeVar("_Name")
+
+
+class Setup(NamedTuple):
+    """How a session of a region is made.
+
+    Args:
+        threads: Intra-op threads.
+        cuda_graph: Recorded as a CUDA graph.
+
+    """
+
+    threads: int
+    cuda_graph: bool = False
 
 
 def thread_candidates(region: Region, intra_op_threads: int | None) -> list[int]:
@@ -88,27 +101,27 @@ def _sample(val: Any, generator: torch.Generator) -> Any:
 
 
 def measure(
-    sessions: dict[int, Callable[..., Any]], torch_forward: Callable[..., Any] | None, args: Sequence[Any]
+    sessions: Mapping[Setup, Callable[..., Any]], torch_forward: Callable[..., Any] | None, args: Sequence[Any]
 ) -> Timing:
     """Time the candidates of a region against each other.
 
     Args:
-        sessions: Threads -> callable.
+        sessions: How it is made -> callable.
         torch_forward: The region in torch; ``None`` to compare the sessions alone.
         args: What to call them with.
 
     Returns:
-        The fastest session's time and threads, and torch's time.
+        The fastest session's time and how it is made, and torch's time.
 
     """
     if torch_forward is None and len(sessions) == 1:
-        return Timing(None, None, next(iter(sessions)))
+        return Timing(None, None, *next(iter(sessions)))
     candidates: dict[Any, Callable[..., Any]] = dict(sessions)
     if torch_forward is not None:
         candidates[TORCH] = torch_forward
     medians = race(candidates, args)
-    threads = min(sessions, key=medians.__getitem__)
-    return Timing(medians[threads], medians.get(TORCH), threads)
+    fastest = min(sessions, key=medians.__getitem__)
+    return Timing(medians[fastest], medians.get(TORCH), *fastest)
 
 
 def race(

@@ -35,6 +35,7 @@ class ReasonType(enum.Enum):
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
     SECOND_GRADIENT = "takes gradients itself"
+    NOT_RECORDED = "not recorded as a CUDA graph"
 
     @property
     def is_failure(self) -> bool:
@@ -87,6 +88,7 @@ class RegionReport:
         threads: Intra-op threads of the session.
         runs: How often ONNX Runtime ran it.
         cached: Whether its model and timing are those of an earlier run.
+        cuda_graph: Whether it is recorded as a CUDA graph.
 
     """
 
@@ -101,6 +103,7 @@ class RegionReport:
     threads: int | None = None
     runs: int = 0
     cached: bool = False
+    cuda_graph: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for JSON."""
@@ -363,6 +366,7 @@ def _region_from_dict(data: dict[str, Any]) -> RegionReport:
         threads=None if data["threads"] is None else int(data["threads"]),
         runs=int(data["runs"]),
         cached=bool(data["cached"]),
+        cuda_graph=bool(data["cuda_graph"]),
     )
 
 

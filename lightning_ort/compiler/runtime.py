@@ -44,6 +44,9 @@ class BoundSession:
         device: Where the region's tensors are.
         rest: Let torch's threads rest while the session computes with its own.
 
+    Attributes:
+        run_options: Options of its runs.
+
     Raises:
         RegionFailed: If an output's shape cannot be known before the run.
 
@@ -52,28 +55,26 @@ class BoundSession:
     def __init__(
         self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device, *, rest: bool = False
     ) -> None:
-        import onnxruntime
         from onnxruntime.capi.onnxruntime_pybind11_state import OrtDevice
 
         self.session = session
         self._rest = rest
-        # sizes, and scalars that take part in a graph on an accelerator, are on the CPU
-        self._host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
+        host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
         self._binding = session.io_binding()._iobinding
-        self._options = onnxruntime.RunOptions()
+        self.run_options = run_options(device)
+        self._place = host
         if device.type == "cuda":
             self._place = OrtDevice(OrtDevice.cuda(), OrtDevice.default_memory(), device.index or 0)
-            # both sides use torch's stream: order is kept without waiting for the device
-            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        else:
-            self._place = self._host
         # onnxruntime leaves out inputs that no node reads
         used = {value.name for value in session.get_inputs()}
-        self._inputs = [f"i{i}" if f"i{i}" in used else None for i in range(len(region.inputs))]
-        self._input_dtypes = [element_type(dtype_of(node)) for node in region.inputs]
+        self._inputs = [
+            # sizes, and scalars that take part in a graph on an accelerator, are on the CPU
+            (name if name in used else None, host if _on_host(node) else self._place, element_type(dtype_of(node)))
+            for node, name in ((node, f"i{index}") for index, node in enumerate(region.inputs))
+        ]
+        self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
         self._bound_inputs: list[Any] = [None] * len(region.inputs)
         self._bound_outputs: list[Any] = [None] * len(region.outputs)
-        self._output_dtypes = [element_type(dtype_of(node)) for node in region.outputs]
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
         self._integers = {
@@ -83,6 +84,7 @@ class BoundSession:
         }
         sizes = _size_program(region)
         self._static_sizes = sizes if isinstance(sizes, tuple) else None
+        self._input_sizes = [tuple(getattr(node.meta["val"], "shape", ())) for node in region.inputs]
         self._sizes_of = None if isinstance(sizes, tuple) else sizes
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
@@ -105,7 +107,7 @@ class BoundSession:
                     kept = (kept, tensor)  # alive until the run is over
                 address = tensor.data_ptr()
                 if address != bound[index]:
-                    self._bind_input(index, tensor, address)
+                    self._bind_input(index, self._input_sizes[index], address)
                     bound[index] = address
         else:
             sizes = self._sizes_of(*args)  # type: ignore[misc]
@@ -118,29 +120,52 @@ class BoundSession:
                     kept = (kept, tensor)
                 where = (tensor.data_ptr(), tensor.shape)
                 if where != bound[index]:
-                    self._bind_input(index, tensor, where[0])
+                    self._bind_input(index, tuple(tensor.shape), where[0])
                     bound[index] = where
         outputs = self._allocate(sizes)
         bound = self._bound_outputs
         for index, tensor in enumerate(outputs):
-            where = (tensor.data_ptr(), sizes[index])
-            if where != bound[index]:
-                address = where[0] or _EMPTY.data_ptr()
-                self._binding.bind_output(f"o{index}", self._place, self._output_dtypes[index], sizes[index], address)
-                bound[index] = where
+            size, address = sizes[index], tensor.data_ptr()
+            if (address, size) != bound[index]:
+                name, dtype = self._outputs[index]
+                self._binding.bind_output(name, self._place, dtype, size, address or _EMPTY.data_ptr())
+                bound[index] = (address, size)
         if self._rest:
             openmp.rest()
-        self.session._sess.run_with_iobinding(self._binding, self._options)
+        self.session._sess.run_with_iobinding(self._binding, self.run_options)
         for index, node in self._restride:
             outputs[index] = _like_meta(outputs[index], node)
         return outputs
 
-    def _bind_input(self, index: int, tensor: torch.Tensor, address: int) -> None:
-        name = self._inputs[index]
+    def keep_outputs(self) -> None:
+        """From now on return the same outputs in each run, and overwrite what they held."""
+        assert self._static_sizes is not None
+        kept = self._allocate(self._static_sizes)
+        self._allocate = lambda sizes: list(kept)
+
+    def _bind_input(self, index: int, size: tuple[int, ...], address: int) -> None:
+        name, place, dtype = self._inputs[index]
         if name is not None:
-            place = self._host if tensor.device.type == "cpu" else self._place
-            address = address or _EMPTY.data_ptr()
-            self._binding.bind_input(name, place, self._input_dtypes[index], tuple(tensor.shape), address)
+            self._binding.bind_input(name, place, dtype, size, address or _EMPTY.data_ptr())
+
+
+def run_options(device: torch.device, recording: int | None = None) -> "onnxruntime.RunOptions":
+    """Return what a session's runs are set to.
+
+    Args:
+        device: Where the tensors are.
+        recording: Number of the CUDA graph to record or to replay.
+
+    """
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    if device.type == "cuda":
+        # both sides use torch's stream, or one that waits for it: order is kept without waiting for the device
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    if recording is not None:
+        options.add_run_config_entry("gpu_graph_id", str(recording))
+    return options
 
 
 class TorchRegion:
@@ -182,7 +207,7 @@ class OrtRegion:
     def __init__(
         self,
         region: Region,
-        session: BoundSession,
+        session: Callable[..., Sequence[torch.Tensor]],
         report: RegionReport,
         on_failure: Callable[[Reason], None],
         check: bool,
@@ -217,7 +242,7 @@ class OrtRegion:
         """Take another name in the report and in the code of the compiled graph."""
         self.__name__ = self.report.name = name
 
-    def _checked(self, session: BoundSession) -> Callable[..., Sequence[torch.Tensor]]:
+    def _checked(self, session: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
         def run(*args: Any) -> Sequence[torch.Tensor]:
             outputs = session(*args)
             for index, (got, expected) in enumerate(zip(outputs, self._torch_forward(*args), strict=True)):
@@ -260,6 +285,11 @@ def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[An
     return lambda sizes: [
         torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)
     ]
+
+
+def _on_host(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def _is_static(node: fx.Node) -> bool:

@@ -81,7 +81,12 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
 
 
 def build(
-    model: bytes, region: Region, providers: tuple[str, ...], threads: int, device: torch.device
+    model: bytes,
+    region: Region,
+    providers: tuple[str, ...],
+    threads: int,
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
 ) -> "onnxruntime.InferenceSession":
     """Build a session.
 
@@ -91,9 +96,10 @@ def build(
         providers: Execution providers in order of preference.
         threads: Intra-op threads.
         device: Where the tensors are.
+        stream: Record CUDA graphs on this stream; ``None``: run on torch's and record nothing.
 
     Raises:
-        RegionFailed: If onnxruntime refuses the model.
+        RegionFailed: If onnxruntime refuses the model, as one with nodes on the CPU where it is to be recorded.
 
     """
     import onnxruntime
@@ -105,11 +111,14 @@ def build(
     # as autograd ordered them; by itself it puts off the gradients of the weights and holds what they need meanwhile:
     # a GPT's backward pass took 106 MB for intermediate results where this takes 78 (onnxruntime 1.19)
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    # nothing is quantized here: DequantizeLinear scales masks, and has to stay what it is
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have kernels for float32 alone (1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     configured: list[Any] = [
-        (provider, _cuda_options(device)) if provider == "CUDAExecutionProvider" else provider for provider in providers
+        (provider, _cuda_options(device, stream)) if provider == "CUDAExecutionProvider" else provider
+        for provider in providers
     ]
     try:
         session = onnxruntime.InferenceSession(model, options, providers=configured)
@@ -169,11 +178,13 @@ def _has_float64(region: Region) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
 
 
-def _cuda_options(device: torch.device) -> dict[str, str]:
+def _cuda_options(device: torch.device, stream: torch.cuda.Stream | None) -> dict[str, str]:
     # on torch's stream, so that neither side has to wait for the other
+    used = torch.cuda.current_stream(device) if stream is None else stream
     return {
         "device_id": str(device.index or 0),
-        "user_compute_stream": str(torch.cuda.current_stream(device).cuda_stream),
+        "user_compute_stream": str(used.cuda_stream),
+        "enable_cuda_graph": "0" if stream is None else "1",
         "do_copy_in_default_stream": "1",
         # not by powers of two: torch's allocator needs the rest
         "arena_extend_strategy": "kSameAsRequested",

@@ -26,9 +26,9 @@ def fill(folder: Path, count: int) -> None:
 def test_info_and_clear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     fill(default_folder(), 3)
     command(monkeypatch, "info")
-    assert "0 graphs and 3 regions, 3.3 kB" in capsys.readouterr().out
+    assert "0 graphs and 3 regions, 3.4 kB" in capsys.readouterr().out
     command(monkeypatch, "clear")
-    assert "6 files deleted, 3.3 kB" in capsys.readouterr().out
+    assert "6 files deleted, 3.4 kB" in capsys.readouterr().out
     assert [path.name for path in default_folder().iterdir()] == ["mine.json"]
     with pytest.raises(SystemExit, match="nothing is kept here"):
         command(monkeypatch, "info")

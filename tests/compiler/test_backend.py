@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import onnx
@@ -101,6 +102,31 @@ def test_dropout_draws_the_masks_of_eager_and_does_not_cut_the_region():
     assert_same_training_step(DropoutNet(), (torch.randn(32, 16),), backend)
     forward = backend.report.graphs[0]
     assert [region.executor for region in forward.regions] == ["torch", "ort"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dropout_multiplies_as_eager_to_the_bit(dtype, tmp_path):
+    def f(x):
+        return F.dropout(x, 0.3)
+
+    x = torch.randn(50, 70, dtype=dtype)
+    x[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    results = []
+    backend = always(min_region_nodes=1, save_onnx_dir=tmp_path)
+    for call in (f, torch.compile(f, backend=backend)):
+        x = x.detach().requires_grad_()
+        torch.manual_seed(4)
+        y = call(x)
+        y.backward(x.detach().flip(0))
+        results.append((y.detach(), x.grad))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got.signbit(), expected.signbit())
+    assert backend.report.ort_runs == 2
+    for path in tmp_path.glob("*.onnx"):
+        ops = Counter(node.op_type for node in onnx.load(path).graph.node)
+        scaled = {"Cast": 1, "DequantizeLinear": 1, "Mul": 1} if dtype is torch.float32 else {"Cast": 1, "Mul": 2}
+        assert ops == scaled
 
 
 @pytest.mark.parametrize("change", [lambda x: x.transpose(0, 2), lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2]])

@@ -1,8 +1,10 @@
 """One GPU: the same losses as the stock strategy's, with ONNX Runtime on torch's memory and stream."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from small_modules import Small, loader
 from torch import nn
 
 from lightning_ort import ORTDDPStrategy, ORTMatmulPrecision, ORTStrategy, ORTZeRO1Strategy
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler import kernels, placement
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +57,27 @@ def test_by_name_it_takes_the_gpu(make_trainer: Callable[..., Any]) -> None:
     _, trainer = train(module, "ort", make_trainer, max_epochs=1)
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert trainer.strategy.report.host_memory == "default"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_cuda_graphs(model: type[Base], make_trainer: Callable[..., Any]) -> None:
+    """Each region recorded where it can be: the samples of its timing first, then the training."""
+    if model.__name__ == "BERT":
+        pytest.importorskip("transformers")
+    measure = placement.measure
+
+    def recorded(sessions: Any, *args: Any) -> Any:
+        fastest = max(sessions, key=lambda setup: setup.cuda_graph)
+        return dataclasses.replace(measure(sessions, *args), threads=fastest.threads, cuda_graph=fastest.cuda_graph)
+
+    stock, _ = train(model(), "auto", make_trainer, max_steps=STEPS)
+    with mock.patch.object(placement, "measure", recorded):
+        strategy = ORTStrategy(config={**ALWAYS, "cuda_graphs": True, "cache_dir": None})
+        ours, trainer = train(model(), strategy, make_trainer, max_steps=STEPS)
+    assert ours == pytest.approx(stock, rel=1e-3)
+    regions = [region for graph in trainer.strategy.report.graphs for region in graph.regions]
+    assert any(region.cuda_graph and region.runs for region in regions)
+    assert not trainer.strategy.report.fallbacks
 
 
 class Growing(Small):

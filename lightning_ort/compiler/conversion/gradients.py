@@ -175,9 +175,7 @@ def hardtanh_backward(
 @converts(aten.native_dropout_backward.default)
 def native_dropout_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, mask: fx.Node, scale: float) -> ir.Value:
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
-    dtype = dtype_of(node)
-    kept = ctx.op("Mul", ctx.value(mask, dtype), ctx.const(scale, dtype))
-    return ctx.op("Mul", ctx.value(grad), kept)
+    return ctx.op("Mul", ctx.value(grad), ctx.scaled_mask(mask, scale, dtype_of(node)))
 
 
 # softmax

@@ -61,6 +61,8 @@ def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
     """mul.Tensor(Tensor self, Tensor other) -> Tensor"""
     if dtype_of(node) is torch.bool:
         return ctx.op("And", ctx.value(x), ctx.value(y))
+    if isinstance(x, fx.Node) and isinstance(y, float) and dtype_of(x) is torch.bool:
+        return ctx.scaled_mask(x, y, dtype_of(node))
     return binary(ctx, "Mul", x, y)
 
 

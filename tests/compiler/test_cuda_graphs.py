@@ -1,0 +1,157 @@
+"""Regions recorded as CUDA graphs: without a GPU, what surrounds the recording, with sessions that record nothing.
+
+On a GPU: ``tests/strategies/test_gpu.py``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import cuda_graphs, placement, session
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.cuda_graphs import RecordedSession
+from lightning_ort.compiler.report import ReasonType
+
+BUILD, MEASURE = session.build, placement.measure
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedSession]:
+    """Pretend that the CPU can record, and that a recording is always faster; the sessions that were made."""
+    made: list[RecordedSession] = []
+    init = RecordedSession.__init__
+
+    def note(self: RecordedSession, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    def prefer(sessions: Any, *args: Any) -> Any:
+        (fastest,) = (setup for setup in sessions if setup.cuda_graph)
+        return dataclasses.replace(MEASURE(sessions, *args), threads=fastest.threads, cuda_graph=True)
+
+    monkeypatch.setattr(RecordedSession, "__init__", note)
+    monkeypatch.setattr(cuda_graphs, "why_none", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "can_record", lambda region: True)
+    monkeypatch.setattr(cuda_graphs, "stream_of", lambda device: None)
+    monkeypatch.setattr(placement, "measure", prefer)
+    return made
+
+
+def backend_of(**settings: Any) -> ORTBackend:
+    return ORTBackend(ORTConfig(placement="always", cuda_graphs=True, cache_dir=None, intra_op_threads=1, **settings))
+
+
+class Block(nn.Module):
+    """A product, an activation, and a result in another memory layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x)).unsqueeze(1)
+        return self.conv(y.to(memory_format=torch.channels_last)).relu()
+
+
+def gradients(call: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    result = call(x)
+    result.square().sum().backward()
+    return [result.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def test_same_numbers_on_addresses_that_stay(recorded: list[RecordedSession]) -> None:
+    torch.manual_seed(0)
+    module, backend = Block(), backend_of()
+    compiled = torch.compile(module.forward, backend=backend)
+    for step in range(4):
+        x = torch.randn(2, 3, 5)
+        expected = gradients(module, module, x)
+        torch.testing.assert_close(gradients(compiled, module, x), expected, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():  # what is learned in place is read by the next step
+            for parameter in module.parameters():
+                parameter.add_(0.1 * step)
+    regions = [region for graph in backend.report.graphs for region in graph.regions if region.executor == "ort"]
+    assert len(regions) == 2
+    assert all(region.cuda_graph and region.runs == 4 for region in regions)
+    # one recording of the samples that were timed, one of the parameters, which this backward pass does not read
+    assert [session._recordings for session in recorded] == [2, 1]
+    read = {id(place) for session in recorded for place in session._places}
+    assert read.issuperset(id(module.get_parameter(name)) for name in ("first.weight", "first.bias", "conv.weight"))
+
+
+def test_results_outlive_the_next_run(recorded: list[RecordedSession]) -> None:
+    torch.manual_seed(0)
+    module = Block()
+    compiled = torch.compile(module.forward, backend=backend_of())
+    first, second = torch.randn(2, 2, 3, 5)
+    expected = [gradients(module, module, x) for x in (first, second)]
+    module.zero_grad()
+    # both forward passes before the backward passes: what the first saved must still be there
+    results = [compiled(x) for x in (first, second)]
+    for result, numbers in zip(reversed(results), reversed(expected), strict=True):
+        module.zero_grad()
+        result.square().sum().backward()
+        got = [result.detach(), *(p.grad for p in module.parameters())]
+        torch.testing.assert_close(got, numbers, rtol=1e-4, atol=1e-5)
+    assert recorded
+
+
+def test_a_parameter_that_moves(recorded: list[RecordedSession]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(module.forward, backend=backend_of())
+    x = torch.randn(3, 4)
+    recordings = []
+    for _ in range(5):
+        torch.testing.assert_close(gradients(compiled, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-5)
+        recordings.append(max(session._recordings for session in recorded))
+        module[0].weight.data = torch.randn(4, 4)
+    # copied from its first move on: no recording for each place
+    assert recordings[1] == recordings[-1] == recordings[0] + 1
+
+
+def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch, recorded: list[RecordedSession]) -> None:
+    monkeypatch.setattr(placement, "measure", MEASURE)
+    monkeypatch.setattr(
+        RecordedSession, "__call__", lambda self, *args: (_ for _ in ()).throw(RuntimeError("operation not permitted"))
+    )
+    module, backend = Block(), backend_of()
+    x = torch.randn(2, 3, 5)
+    compiled = torch.compile(module.forward, backend=backend)
+    torch.testing.assert_close(gradients(compiled, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-5)
+    assert backend.report.ort_runs == 2
+    assert not backend.report.fallbacks
+    assert {note.reason.type for note in backend.report.notes} == {ReasonType.NOT_RECORDED}
+    assert "operation not permitted" in backend.report.to_text()
+    assert not any(region.cuda_graph for graph in backend.report.graphs for region in graph.regions)
+
+
+def test_on_the_cpu_the_report_says_that_nothing_is_recorded() -> None:
+    module, backend = Block(), backend_of()
+    x = torch.randn(2, 3, 5)
+    compiled = torch.compile(module.forward, backend=backend)
+    torch.testing.assert_close(gradients(compiled, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-5)
+    assert backend.report.ort_runs == 2
+    (note,) = backend.report.notes
+    assert (note.where, note.reason.type) == ("cuda_graphs", ReasonType.NOT_RECORDED)
+    assert "cpu" in note.reason.text
+
+
+def test_sizes_that_vary_are_not_recorded() -> None:
+    from torch import fx
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = 3
+    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
+    x.meta["val"] = torch.empty(3)
+    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
+    x.meta["val"] = torch.empty(3, device="meta")
+    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
