@@ -120,7 +120,7 @@ def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[f
     for node in support:
         level = max((levels.get(source, 0) for source in node.all_input_nodes), default=0)
         if node not in floating:
-            impure = node.is_impure() or _is_random(node)
+            impure = node.is_impure() or is_random(node)
             if impure:
                 level = max(level, last_impure)
             # access to a tuple stays with the op that made it
@@ -135,7 +135,8 @@ def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[f
     return [regions[level] for level in sorted(regions)]
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from a generator."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

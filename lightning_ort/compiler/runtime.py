@@ -15,7 +15,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from lightning_ort.compiler import masks, openmp
 from lightning_ort.compiler.conversion.graph import dtype_of, element_type
-from lightning_ort.compiler.partitioning import Region
+from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
 
@@ -179,17 +179,42 @@ class TorchRegion:
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        found = region.module.graph.find_nodes(op="call_function", target=aten.bernoulli.p)
-        draws = [node for node in found if "generator" not in node.kwargs]
-        for node in draws:
-            node.target = masks.bernoulli
-        if draws:
-            region.module.recompile()
+        self._masks = _draw_together(region.module)
         self._forward = region.module.forward
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the region."""
-        return self._forward(*args)
+        return self._forward(*args) if self._masks is None else self._forward(*args, *self._masks())
+
+
+def _draw_together(module: fx.GraphModule) -> masks.Masks | None:
+    """Have the masks of a region drawn by our own functions.
+
+    Returns:
+        What draws them, if the region has come to take them as inputs after its own; else the region does.
+
+    """
+    graph = module.graph
+    random = [node for node in graph.nodes if is_random(node)]
+    draws = [node for node in random if node.target is aten.bernoulli.p and "generator" not in node.kwargs]
+    if not draws:
+        return None
+    together = len(draws) == len(random) and all(
+        node.args[0].target is aten.empty.memory_format and _is_static(node) for node in draws
+    )
+    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
+        for node in draws:
+            node.target = masks.bernoulli
+        module.recompile()
+        return None
+    kinds = [(tuple(node.meta["val"].shape), node.meta["val"].dtype, float(node.args[1])) for node in draws]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for index, node in enumerate(draws):
+            node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return masks.Masks(kinds)
 
 
 class OrtRegion:
