@@ -15,6 +15,7 @@ from torch._decomp import core_aten_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import OpOverload
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from lightning_ort.compiler.conversion import CONVERTERS
 from lightning_ort.compiler.partitioning import is_view
@@ -67,9 +68,62 @@ def split_joint(
     joint.graph.lint()
     joint.recompile()
     if recompute == 0:
-        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    with functorch_config.patch(_RECOMPUTE[recompute]):
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        halves = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    else:
+        with functorch_config.patch(_RECOMPUTE[recompute]):
+            halves = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    save_contiguous(*halves, num_fwd_outputs)
+    return halves
+
+
+def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Save contiguous tensors for the backward pass, which is what ONNX Runtime makes and reads.
+
+    What is computed of a transposed tensor, such as an attention's scaled queries, is transposed in memory as well: it
+    would be copied to that layout in the one pass, and from it in the other.
+    """
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    transposed = [
+        (index, node)
+        for index, node in enumerate(results)
+        if index >= num_fwd_outputs and isinstance(node, fx.Node) and node.name in placeholders and _is_transposed(node)
+    ]
+    values = [node.meta["val"] for node in placeholders.values()]
+    if not transposed or not all(isinstance(val, torch.Tensor) and _is_static(val) for val in values):
+        return
+    saved = {}
+    for _, node in transposed:
+        with node.meta["val"].fake_mode:
+            saved[node.name] = node.meta["val"].clone(memory_format=torch.contiguous_format)
+    mode = next(iter(saved.values())).fake_mode
+    try:
+        new = [saved.get(name, val) for name, val in zip(placeholders, values, strict=True)]
+        FakeTensorProp(backward, mode).propagate_dont_convert_inputs(*new)
+    except Exception as error:  # it relies on the layout that a tensor had
+        log.debug("saved as they are: %s", error)
+        FakeTensorProp(backward, mode).propagate_dont_convert_inputs(*values)
+        return
+    for index, node in transposed:
+        with forward.graph.inserting_after(node):
+            results[index] = forward.graph.call_function(
+                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+        results[index].meta["val"] = saved[node.name]
+    forward.graph.output_node().args = (tuple(results),)
+    forward.recompile()
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether a node computes a tensor that is not contiguous."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or is_view(node) or not isinstance(val, torch.Tensor):
+        return False
+    return _is_static(val) and not val.is_contiguous()
+
+
+def _is_static(val: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in val.shape)
 
 
 def lower(gm: fx.GraphModule) -> None:

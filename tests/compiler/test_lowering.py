@@ -197,3 +197,51 @@ def test_attention_stacks_its_gradients():
     ops = backend.report.graphs[1].regions[0].ops
     assert "aten.stack.default" in ops
     assert "aten.select_backward.default" not in ops
+
+
+def saved_layouts(monkeypatch, function, *args, torch_ops=()):
+    """How the tensors that are saved between the passes of a compiled function lie in memory."""
+    halves = []
+    save_contiguous = lowering.save_contiguous
+
+    def note(forward, backward, num_fwd_outputs):
+        save_contiguous(forward, backward, num_fwd_outputs)
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        results = forward.graph.output_node().args[0][num_fwd_outputs:]
+        halves.append(
+            [(a.meta["val"].stride(), b.meta["val"].stride()) for a, b in zip(results, placeholders, strict=False)]
+        )
+
+    monkeypatch.setattr(lowering, "save_contiguous", note)
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": torch_ops})
+    expected = torch.autograd.grad(function(*args).sum(), args)
+    for _ in range(2):
+        got = torch.autograd.grad(torch.compile(function, backend=backend)(*args).sum(), args)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+    assert all(forward == backward for forward, backward in halves[0])
+    return [forward for forward, _ in halves[0]]
+
+
+@pytest.mark.parametrize("torch_ops", [(), ("aten.bmm", "aten.exp")])
+def test_what_is_computed_of_a_transposed_tensor_is_saved_contiguous(monkeypatch, torch_ops):
+    def function(x, w):
+        heads = torch.exp(x.transpose(1, 2)) * 2
+        return (torch.tanh(heads @ w)).square()
+
+    x, w = torch.randn(3, 5, 4, requires_grad=True), torch.randn(3, 5, 6, requires_grad=True)
+    strides = saved_layouts(monkeypatch, function, x, w, torch_ops=torch_ops)
+    assert (20, 1, 4) not in strides
+    assert strides.count((20, 5, 1)) >= 1
+
+
+def test_what_relies_on_its_layout_is_saved_as_it_is(monkeypatch):
+    def function(x, w):
+        y = torch.exp(x.t())
+        return torch.tanh(y).t().reshape(-1) * torch.sigmoid(y.t().view(-1) * w)
+
+    x, w = torch.randn(5, 4, requires_grad=True), torch.randn(20, requires_grad=True)
+    strides = saved_layouts(monkeypatch, function, x, w)
+    assert (1, 4) in strides
