@@ -189,8 +189,9 @@ class ORTBackend:
             self._note("cuda_graphs", Reason(ReasonType.NOT_RECORDED, obstacle))
         built: dict[tuple[fx.Node, ...], OrtRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
+        parts = None
         while True:
-            parts = partition(gm, supported, self.config.min_region_nodes)
+            parts = partition(gm, supported, self.config.min_region_nodes, parts)
             new = [region for region in parts.regions if region.on_ort and tuple(region.nodes) not in built]
             if not new:
                 break

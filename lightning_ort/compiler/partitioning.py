@@ -10,15 +10,36 @@ boundary (ONNX Runtime would have to materialize it), and views at the end of th
 cost nothing.
 """
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import VIEWS, Support, is_compute, values_of
+
+
+class RegionModule:
+    """A region as torch runs it; its code is made when it is asked for, which it seldom is of an ORT region.
+
+    Args:
+        graph: Same inputs as the region, a tuple of its outputs.
+        name: The region's.
+
+    """
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self.graph = graph
+        self._name = name
+
+    @functools.cached_property
+    def forward(self) -> Callable[..., Any]:
+        """The function that runs it."""
+        return fx.GraphModule(torch.nn.Module(), self.graph, class_name=self._name).forward
 
 
 @dataclass
@@ -30,7 +51,7 @@ class Region:
         nodes: The nodes it owns, in graph order.
         inputs: Values it reads, made elsewhere.
         outputs: Values of its own that others read.
-        module: The region as a torch module: same inputs, a tuple of the outputs. Set when the region is complete.
+        module: The region as torch runs it. Set when the region is complete.
 
     """
 
@@ -38,7 +59,7 @@ class Region:
     nodes: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
-    module: fx.GraphModule = field(init=False)
+    module: RegionModule = field(init=False)
 
     @property
     def on_ort(self) -> bool:
@@ -72,15 +93,19 @@ class Partition:
     floating: set[fx.Node]
 
 
-def partition(gm: fx.GraphModule, support: dict[fx.Node, Support], min_region_nodes: int) -> Partition:
+def partition(
+    gm: fx.GraphModule, support: dict[fx.Node, Support], min_region_nodes: int, before: Partition | None = None
+) -> Partition:
     """Cut a graph into regions.
 
     Args:
         gm: A functional ATen graph.
         support: The answer for each ``call_function`` node; nodes that are demoted to torch here are updated in place.
         min_region_nodes: ORT regions with fewer compute nodes go to torch.
+        before: How it was cut before some of its nodes were demoted; what has stayed the same is taken from there.
 
     """
+    complete = {} if before is None else {(region.on_ort, *region.nodes): region for region in before.regions}
     floating = {node for node in support if is_view(node) and _view_supported(node, support)}
     while True:
         regions = _assign(gm, support, floating)
@@ -91,7 +116,10 @@ def partition(gm: fx.GraphModule, support: dict[fx.Node, Support], min_region_no
             text = f"{len(region.compute_nodes)} compute nodes, min_region_nodes={min_region_nodes}"
             demote(region, support, Reason(ReasonType.TOO_SMALL, text))
     for region in regions:
-        close(region, gm, floating)
+        if (same := complete.get((region.on_ort, *region.nodes))) is not None:
+            region.inputs, region.outputs, region.module = same.inputs, same.outputs, same.module
+        else:
+            close(region, gm, floating)
     return Partition(gm, regions, floating)
 
 
@@ -166,7 +194,7 @@ def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
     for node in region.nodes:
         copy_with_views(node, graph, inner)
     graph.output(tuple(inner[node] for node in region.outputs))
-    region.module = fx.GraphModule(gm, graph, class_name=region.name)
+    region.module = RegionModule(graph, region.name)
 
 
 def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:

@@ -179,7 +179,7 @@ class TorchRegion:
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        self._masks = _draw_together(region.module)
+        self._masks = _draw_together(region.module.graph)
         self._forward = region.module.forward
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -187,14 +187,13 @@ class TorchRegion:
         return self._forward(*args) if self._masks is None else self._forward(*args, *self._masks())
 
 
-def _draw_together(module: fx.GraphModule) -> masks.Masks | None:
+def _draw_together(graph: fx.Graph) -> masks.Masks | None:
     """Have the masks of a region drawn by our own functions.
 
     Returns:
         What draws them, if the region has come to take them as inputs after its own; else the region does.
 
     """
-    graph = module.graph
     random = [node for node in graph.nodes if is_random(node)]
     draws = [node for node in random if node.target is aten.bernoulli.p and "generator" not in node.kwargs]
     if not draws:
@@ -205,7 +204,6 @@ def _draw_together(module: fx.GraphModule) -> masks.Masks | None:
     if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
         for node in draws:
             node.target = masks.bernoulli
-        module.recompile()
         return None
     kinds = [(tuple(node.meta["val"].shape), node.meta["val"].dtype, float(node.args[1])) for node in draws]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
@@ -213,7 +211,6 @@ def _draw_together(module: fx.GraphModule) -> masks.Masks | None:
             node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    module.recompile()
     return masks.Masks(kinds)
 
 
@@ -239,7 +236,7 @@ class OrtRegion:
     ) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        self._torch_forward = region.module.forward
+        self._module = region.module
         self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
         self.report = report
         self._on_failure = on_failure
@@ -247,7 +244,7 @@ class OrtRegion:
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region."""
         if self._run is None:
-            return self._torch_forward(*args)
+            return self._module.forward(*args)
         try:
             outputs = self._run(*args)
         except RegionFailed as error:
@@ -261,7 +258,7 @@ class OrtRegion:
         self._run = None
         self.report.executor, self.report.reason = "torch", reason
         self._on_failure(reason)
-        return self._torch_forward(*args)
+        return self._module.forward(*args)
 
     def rename(self, name: str) -> None:
         """Take another name in the report and in the code of the compiled graph."""
@@ -270,7 +267,7 @@ class OrtRegion:
     def _checked(self, session: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
         def run(*args: Any) -> Sequence[torch.Tensor]:
             outputs = session(*args)
-            for index, (got, expected) in enumerate(zip(outputs, self._torch_forward(*args), strict=True)):
+            for index, (got, expected) in enumerate(zip(outputs, self._module.forward(*args), strict=True)):
                 if (difference := mismatch(got, expected)) is not None:
                     raise RegionFailed(ReasonType.MISMATCH, f"output {index}: {difference}")
             self._run = session
