@@ -6,6 +6,7 @@ signature, ``(gm) -> None``, and edit in place.
 
 import functools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,11 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
     transposed = [
         (index, node)
         for index, node in enumerate(results)
-        if index >= num_fwd_outputs and isinstance(node, fx.Node) and node.name in placeholders and _is_transposed(node)
+        if index >= num_fwd_outputs
+        and isinstance(node, fx.Node)
+        and _is_transposed(node)
+        and node.name in placeholders
+        and any(user.target in CONVERTERS or is_view(user) for user in placeholders[node.name].users)
     ]
     values = [node.meta["val"] for node in placeholders.values()]
     if not transposed or not all(isinstance(val, torch.Tensor) and _is_static(val) for val in values):
@@ -115,11 +120,11 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether a node computes a tensor that is not contiguous."""
+    """Whether a node that ONNX Runtime may run computes a tensor that is not contiguous."""
     val = node.meta.get("val")
-    if node.op != "call_function" or is_view(node) or not isinstance(val, torch.Tensor):
+    if node.target not in CONVERTERS or node.target is operator.getitem or not isinstance(val, torch.Tensor):
         return False
-    return _is_static(val) and not val.is_contiguous()
+    return not is_view(node) and _is_static(val) and not val.is_contiguous()
 
 
 def _is_static(val: torch.Tensor) -> bool:

@@ -245,3 +245,14 @@ def test_what_relies_on_its_layout_is_saved_as_it_is(monkeypatch):
     x, w = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((5, 4), (20,)))
     strides = saved_layouts(monkeypatch, function, x, w)
     assert (1, 4) in strides
+
+
+def test_what_torch_makes_and_reads_is_saved_as_it_is(monkeypatch):
+    def function(q, k):
+        q, k = (x.unflatten(2, (2, 8)).transpose(1, 2) for x in (q, k))
+        return torch.tanh(F.scaled_dot_product_attention(q, k, k))
+
+    q, k = (torch.randn(3, 5, 16, requires_grad=True) for _ in range(2))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        strides = saved_layouts(monkeypatch, function, q, k)
+    assert (80, 8, 16, 1) in strides
