@@ -2,7 +2,8 @@
 
 Eager and compiled steps alternate in rounds in one process; the table shows medians and their ratio, then where a
 compiled step's time goes: the two sessions alone, and the same through the hot path (binding, allocation); the rest is
-what dynamo, AOTAutograd and autograd add.
+what dynamo, AOTAutograd and autograd add. The floor is a step through these that computes nothing: its two graphs
+return tensors that were made once.
 ``python benchmarks/hot_path.py [--rounds N]``
 """
 
@@ -10,13 +11,15 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
@@ -49,9 +52,33 @@ def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
     return list(seen.values())
 
 
+def computes_nothing(gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[[list[object]], list[object]]:
+    """Compile a graph to a function that returns inputs, and tensors of zeros that are made once."""
+    places = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    (results,) = gm.graph.output_node().args
+    with unset_fake_temporarily():
+        zeros = [None if node is None else torch.zeros(node.meta["val"].shape) for node in results]
+
+    def run(args: list[object]) -> list[object]:
+        made = [
+            args[places[node]] if node in places else None if zero is None else zero.detach()
+            for node, zero in zip(results, zeros, strict=True)
+        ]
+        args.clear()
+        return made
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def step() -> None:
     """Run one compiled forward and backward."""
     compiled(x).sum().backward()
+
+
+def floor_step() -> None:
+    """Run a compiled forward and backward that compute nothing."""
+    floor(x).sum().backward()
 
 
 def eager_step() -> None:
@@ -68,9 +95,11 @@ net = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), 
 x = torch.randn(8, 64)
 backend = ORTBackend(ORTConfig(placement="always"))
 compiled = torch.compile(net.forward, backend=backend)
+floor = torch.compile(net.forward, backend=aot_autograd(fw_compiler=computes_nothing, bw_compiler=computes_nothing))
 for _ in range(50):
     eager_step()
     step()
+    floor_step()
 regions = record_regions()
 kept: list[object] = []
 
@@ -86,7 +115,13 @@ def regions_alone() -> None:
     kept[:] = [bound(*args) for bound, args in regions]  # the sessions stay bound to these outputs
 
 
-candidates = {"eager": eager_step, "ort": step, "  both regions": regions_alone, "    both sessions": sessions_alone}
+candidates = {
+    "eager": eager_step,
+    "floor": floor_step,
+    "ort": step,
+    "  both regions": regions_alone,
+    "    both sessions": sessions_alone,
+}
 times: dict[str, list[float]] = {name: [] for name in candidates}
 for _ in range(rounds):
     for name, call in candidates.items():

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.runtime import BoundSession, run_options
+from lightning_ort.compiler.support import is_static
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -38,11 +39,8 @@ def why_none(device: torch.device) -> str | None:
 
 def can_record(region: Region) -> bool:
     """Whether a region's tensors are all on a GPU, and of sizes that do not vary."""
-    values = [node.meta["val"] for node in (*region.inputs, *region.outputs)]
-    return all(
-        isinstance(value, torch.Tensor) and value.is_cuda and all(isinstance(size, int) for size in value.shape)
-        for value in values
-    )
+    nodes = (*region.inputs, *region.outputs)
+    return all(is_static(node) and getattr(node.meta["val"], "is_cuda", False) for node in nodes)
 
 
 class RecordedSession:

@@ -21,6 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from lightning_ort.compiler.conversion import CONVERTERS
 from lightning_ort.compiler.partitioning import is_view
 from lightning_ort.compiler.runtime import memory_order
+from lightning_ort.compiler.support import is_static
 from lightning_ort.config import Recompute
 
 log = logging.getLogger(__name__)
@@ -94,20 +95,22 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
         and node.name in placeholders
         and any(user.target in CONVERTERS or is_view(user) for user in placeholders[node.name].users)
     ]
-    values = [node.meta["val"] for node in placeholders.values()]
-    if not transposed or not all(isinstance(val, torch.Tensor) and _is_static(val) for val in values):
+    metas = {node: node.meta for node in backward.graph.nodes}
+    if not transposed or not all(is_static(node) for node in metas):
         return
     saved = {}
     for _, node in transposed:
         with node.meta["val"].fake_mode:
             saved[node.name] = node.meta["val"].clone(memory_format=torch.contiguous_format)
-    mode = next(iter(saved.values())).fake_mode
+    values = [saved.get(name, node.meta["val"]) for name, node in placeholders.items()]
+    for node, meta in metas.items():
+        node.meta = dict(meta)
     try:
-        new = [saved.get(name, val) for name, val in zip(placeholders, values, strict=True)]
-        FakeTensorProp(backward, mode).propagate_dont_convert_inputs(*new)
+        FakeTensorProp(backward, values[0].fake_mode).propagate_dont_convert_inputs(*values)
     except Exception as error:  # it relies on the layout that a tensor had
         log.debug("saved as they are: %s", error)
-        FakeTensorProp(backward, mode).propagate_dont_convert_inputs(*values)
+        for node, meta in metas.items():
+            node.meta = meta
         return
     for index, node in transposed:
         with forward.graph.inserting_after(node):
@@ -124,11 +127,7 @@ def _is_transposed(node: fx.Node) -> bool:
     val = node.meta.get("val")
     if node.target not in CONVERTERS or node.target is operator.getitem or not isinstance(val, torch.Tensor):
         return False
-    return not is_view(node) and _is_static(val) and not val.is_contiguous()
-
-
-def _is_static(val: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in val.shape)
+    return not is_view(node) and is_static(node) and not val.is_contiguous()
 
 
 def lower(gm: fx.GraphModule) -> None:

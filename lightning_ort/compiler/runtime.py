@@ -18,6 +18,7 @@ from lightning_ort.compiler.conversion.graph import dtype_of, element_type
 from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
+from lightning_ort.compiler.support import is_static
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -199,7 +200,7 @@ def _draw_together(graph: fx.Graph) -> masks.Masks | None:
     if not draws:
         return None
     together = len(draws) == len(random) and all(
-        node.args[0].target is aten.empty.memory_format and _is_static(node) for node in draws
+        node.args[0].target is aten.empty.memory_format and is_static(node) for node in draws
     )
     if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
         for node in draws:
@@ -298,7 +299,7 @@ def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:
     """A function from sizes to newly allocated contiguous tensors."""
     dtypes = [node.meta["val"].dtype for node in outputs]
-    if device.type == "cpu" and _empty_strided_cpu is not None and all(_is_static(node) for node in outputs):
+    if device.type == "cpu" and _empty_strided_cpu is not None and all(is_static(node) for node in outputs):
         specs = [
             (tuple(node.meta["val"].shape), _contiguous_strides(node.meta["val"].shape), dtype)
             for node, dtype in zip(outputs, dtypes, strict=True)
@@ -312,10 +313,6 @@ def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[An
 def _on_host(node: fx.Node) -> bool:
     value = node.meta["val"]
     return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
-
-
-def _is_static(node: fx.Node) -> bool:
-    return all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

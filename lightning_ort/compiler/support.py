@@ -90,6 +90,12 @@ def values_of(node: fx.Node) -> list[object]:
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
+def is_static(node: fx.Node) -> bool:
+    """Whether no size of what a node yields is symbolic."""
+    shapes = (value.shape if isinstance(value, torch.Tensor) else [value] for value in values_of(node))
+    return not any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+
+
 def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support:
     """Decide whether ONNX Runtime can run a node by converting it alone.
 
