@@ -16,6 +16,7 @@ from torch._decomp import core_aten_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from lightning_ort.compiler.conversion import CONVERTERS
@@ -44,6 +45,12 @@ _WHOLE = {
     aten.upsample_nearest2d.vec,
 }
 
+_BATCH_NORMS = (
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+)
+
 # what `stack_selections` replaces
 _SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
 
@@ -54,11 +61,23 @@ _RECOMPUTE = {1: {"ban_recompute_materialized_backward": False}, 2: {"aggressive
 @functools.cache
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen, without the ops that have a converter or run well whole."""
-    return {
+    needed = {
         op: decomposition
         for op, decomposition in core_aten_decompositions().items()
         if op not in CONVERTERS and op not in _WHOLE
     }
+    return needed | {op: functools.partial(_as_eager_lays_out, op) for op in _BATCH_NORMS}
+
+
+def _as_eager_lays_out(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A batch norm whose result lies as eager's does: contiguous, or channels_last. When traced, it lies as its input.
+
+    In which order a dropout that follows fills its mask depends on it (torch 2.13).
+    """
+    memory_format = suggest_memory_format(x)
+    if x.device.type != "cpu" or x.is_contiguous(memory_format=memory_format):
+        return NotImplemented  # as it is
+    return op(x.contiguous(memory_format=memory_format), *args, **kwargs)
 
 
 def split_joint(

@@ -140,6 +140,24 @@ def test_dropout_of_a_view_draws_the_mask_of_eager(change, dynamic):
     assert_same_training_step(Net(), (torch.randn(5, 6, 7),), always(dynamic=dynamic))
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 5, 3, 8)])
+@pytest.mark.parametrize("train", [True, False])
+def test_dropout_of_a_transposed_batch_norm_draws_the_mask_of_eager(shape, train):
+    """Eager's result is contiguous, where torch's trace says that it lies as the transposed input."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm2d)(5 if len(shape) == 2 else 8)
+            self.norm.train(train)
+
+        def forward(self, x):
+            x = x.t() if x.dim() == 2 else x.movedim(-1, 1)  # of four dimensions: channels_last
+            return F.dropout(F.relu(self.norm(x)), 0.5)
+
+    assert_same_training_step(Net(), (torch.randn(shape),), always(min_region_nodes=1))
+
+
 def test_random_ops_keep_their_order():
     def f(x):
         a = torch.rand_like(x) + x  # depends on nothing
