@@ -138,9 +138,7 @@ class ORTBackend:
 
     def _note(self, where: str, reason: Reason) -> None:
         """Report a choice that the config asked for otherwise, once."""
-        note = FallbackReport(where, reason)
-        if note not in self.report.notes:
-            self.report.notes.append(note)
+        if self.report.note(where, reason):
             log.info("%s: %s", where, reason)
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
@@ -289,14 +287,14 @@ class ORTBackend:
 
         def bind(setup: Setup) -> BoundSession | RecordedSession:
             if setup not in bound:
-                if setup.cuda_graph:
-                    stream = cuda_graphs.stream_of(device)
-                    recorded = session.build(model, region, providers, setup.threads, device, stream)
-                    bound[setup] = RecordedSession(region, recorded, device)
-                else:
-                    inference_session = session.build(model, region, providers, setup.threads, device)
-                    rest = device.type == "cpu" and placement.worth_resting(region, setup.threads)
-                    bound[setup] = BoundSession(region, inference_session, device, rest=rest)
+                stream = cuda_graphs.stream_of(device) if setup.cuda_graph else None
+                inference_session = session.build(model, region, providers, setup.threads, device, stream)
+                rest = device.type == "cpu" and placement.worth_resting(region, setup.threads)
+                bound[setup] = (
+                    RecordedSession(region, inference_session, device)
+                    if setup.cuda_graph
+                    else BoundSession(region, inference_session, device, rest=rest)
+                )
             return bound[setup]
 
         timing = known or self._time(region, candidates, bind, name)

@@ -117,11 +117,13 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
     metas = {node: node.meta for node in backward.graph.nodes}
     if not transposed or not all(is_static(node) for node in metas):
         return
-    saved = {}
-    for _, node in transposed:
-        with node.meta["val"].fake_mode:
-            saved[node.name] = node.meta["val"].clone(memory_format=torch.contiguous_format)
-    values = [saved.get(name, node.meta["val"]) for name, node in placeholders.items()]
+    copies: dict[str, fx.Node] = {}
+    for index, node in transposed:
+        with forward.graph.inserting_after(node):
+            copies[node.name] = results[index] = _call(
+                forward, aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+    values = [copies.get(name, node).meta["val"] for name, node in placeholders.items()]
     for node, meta in metas.items():
         node.meta = dict(meta)
     try:
@@ -130,13 +132,9 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
         log.debug("saved as they are: %s", error)
         for node, meta in metas.items():
             node.meta = meta
+        for copy in copies.values():
+            forward.graph.erase_node(copy)
         return
-    for index, node in transposed:
-        with forward.graph.inserting_after(node):
-            results[index] = forward.graph.call_function(
-                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-            )
-        results[index].meta["val"] = saved[node.name]
     forward.graph.output_node().args = (tuple(results),)
     forward.recompile()
 

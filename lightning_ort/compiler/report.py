@@ -229,6 +229,14 @@ class CompileReport:
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
 
+    def note(self, where: str, reason: Reason) -> bool:
+        """Add a choice to the notes; return whether it was not among them."""
+        note = FallbackReport(where, reason)
+        if note in self.notes:
+            return False
+        self.notes.append(note)
+        return True
+
     @property
     def ort_runs(self) -> int:
         """How often ONNX Runtime ran a region."""

@@ -159,10 +159,9 @@ class CapturedModule:
 
     def note(self, where: str, kind: ReasonType, text: str) -> None:
         """Report a choice that was made for the user, once."""
-        note = FallbackReport(where, Reason(kind, text))
-        if note not in self.backend.report.notes:
-            self.backend.report.notes.append(note)
-            rank_zero_info("lightning-ort: %s: %s", where, note.reason)
+        reason = Reason(kind, text)
+        if self.backend.report.note(where, reason):
+            rank_zero_info("lightning-ort: %s: %s", where, reason)
 
     def _on_closure(self) -> None:
         self.closure_seen = self.watch.dirty = True

@@ -3,7 +3,6 @@
 On a GPU: ``tests/strategies/test_gpu.py``.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cuda_graphs, placement, session
+from lightning_ort.compiler import cuda_graphs, placement
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cuda_graphs import RecordedSession
 from lightning_ort.compiler.report import ReasonType
 
-BUILD, MEASURE = session.build, placement.measure
+MEASURE = placement.measure
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedSession]:
+def recorded(monkeypatch: pytest.MonkeyPatch, recordings_win: None) -> list[RecordedSession]:
     """Pretend that the CPU can record, and that a recording is always faster; the sessions that were made."""
     made: list[RecordedSession] = []
     init = RecordedSession.__init__
@@ -30,15 +29,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedSession]:
         init(self, *args)
         made.append(self)
 
-    def prefer(sessions: Any, *args: Any) -> Any:
-        (fastest,) = (setup for setup in sessions if setup.cuda_graph)
-        return dataclasses.replace(MEASURE(sessions, *args), threads=fastest.threads, cuda_graph=True)
-
     monkeypatch.setattr(RecordedSession, "__init__", note)
     monkeypatch.setattr(cuda_graphs, "why_none", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "can_record", lambda region: True)
     monkeypatch.setattr(cuda_graphs, "stream_of", lambda device: None)
-    monkeypatch.setattr(placement, "measure", prefer)
     return made
 
 

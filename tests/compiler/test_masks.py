@@ -109,6 +109,16 @@ def agree(ours: masks.Masks) -> None:
     assert torch.equal(torch.get_rng_state(), left)
 
 
+def after_three_steps() -> masks.Masks:
+    """Masks of which the next ones are there."""
+    ours = masks.Masks(KINDS)
+    torch.manual_seed(2)
+    for _ in range(3):
+        agree(ours)
+    ours._ahead[1].result()
+    return ours
+
+
 def test_masks_of_the_next_step_are_drawn_while_this_one_computes(threads: list[str]) -> None:
     ours = masks.Masks(KINDS)
     torch.manual_seed(2)
@@ -119,11 +129,7 @@ def test_masks_of_the_next_step_are_drawn_while_this_one_computes(threads: list[
 
 
 def test_what_others_draw_between_is_noticed(threads: list[str]) -> None:
-    ours = masks.Masks(KINDS)
-    torch.manual_seed(2)
-    for _ in range(3):
-        agree(ours)
-    ours._ahead[1].result()
+    ours = after_three_steps()
     threads.clear()
     torch.rand(1)
     agree(ours)
@@ -160,11 +166,7 @@ def test_few_elements_or_one_thread_are_drawn_now(threads: list[str], monkeypatc
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_draws_by_itself(threads: list[str]) -> None:
-    ours = masks.Masks(KINDS)
-    torch.manual_seed(2)
-    for _ in range(3):
-        agree(ours)
-    ours._ahead[1].result()
+    ours = after_three_steps()
     child = os.fork()
     if child == 0:  # whatever happens, no test goes on here
         status = 1

@@ -1,10 +1,8 @@
 """One GPU: the same losses as the stock strategy's, with ONNX Runtime on torch's memory and stream."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from small_modules import Small, loader
 from torch import nn
 
 from lightning_ort import ORTDDPStrategy, ORTMatmulPrecision, ORTStrategy, ORTZeRO1Strategy
-from lightning_ort.compiler import kernels, placement
+from lightning_ort.compiler import kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,20 +58,13 @@ def test_by_name_it_takes_the_gpu(make_trainer: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_cuda_graphs(model: type[Base], make_trainer: Callable[..., Any]) -> None:
+def test_cuda_graphs(model: type[Base], make_trainer: Callable[..., Any], recordings_win: None) -> None:
     """Each region recorded where it can be: the samples of its timing first, then the training."""
     if model.__name__ == "BERT":
         pytest.importorskip("transformers")
-    measure = placement.measure
-
-    def recorded(sessions: Any, *args: Any) -> Any:
-        fastest = max(sessions, key=lambda setup: setup.cuda_graph)
-        return dataclasses.replace(measure(sessions, *args), threads=fastest.threads, cuda_graph=fastest.cuda_graph)
-
     stock, _ = train(model(), "auto", make_trainer, max_steps=STEPS)
-    with mock.patch.object(placement, "measure", recorded):
-        strategy = ORTStrategy(config={**ALWAYS, "cuda_graphs": True, "cache_dir": None})
-        ours, trainer = train(model(), strategy, make_trainer, max_steps=STEPS)
+    strategy = ORTStrategy(config={**ALWAYS, "cuda_graphs": True, "cache_dir": None})
+    ours, trainer = train(model(), strategy, make_trainer, max_steps=STEPS)
     assert ours == pytest.approx(stock, rel=1e-3)
     regions = [region for graph in trainer.strategy.report.graphs for region in graph.regions]
     assert any(region.cuda_graph and region.runs for region in regions)
