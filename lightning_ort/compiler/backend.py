@@ -25,6 +25,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lightning_ort.compiler import cuda_graphs, forms, kernels, lowering, placement, session, support
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.cuda_graphs import RecordedSession
+from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
 from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
 from lightning_ort.compiler.placement import Setup
 from lightning_ort.compiler.report import (
@@ -40,10 +41,6 @@ from lightning_ort.compiler.session import RegionFailed
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
-
-
-class ORTFallbackError(RuntimeError):
-    """Something could not run on ONNX Runtime, under ``ORTConfig(fallback="raise")``."""
 
 
 class ORTBackend:
@@ -100,9 +97,10 @@ class ORTBackend:
         prefix, number = f"{self.label}/" if self.label else "", self._calls
         self._calls += 1
         compiled = len(self.report.graphs)
+        watch = PassWatch(len(example_inputs))
 
         def compiler(kind: str) -> Callable[..., Any]:
-            return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}")
+            return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", watch)
 
         aot = aot_autograd(
             fw_compiler=compiler("forward"),
@@ -122,7 +120,13 @@ class ORTBackend:
         graphs = self.report.graphs[compiled:]
         if not any(region.executor == "ort" for graph in graphs for region in graph.regions):
             return gm.forward  # nothing for ONNX Runtime: eager is faster than AOTAutograd's wrapper
-        return run
+
+        def eager(*args: Any) -> Any:
+            assert gm.code  # makes a module that was left for later: else fx would print what the user's data raises
+            return gm.forward(*args)
+
+        give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
+        return GuardedGraph(run, eager, watch, give_up)
 
     def fall_back(self, where: str, reason: Reason) -> None:
         """Report that something runs in torch because it failed elsewhere: one warning, or an error.
@@ -136,15 +140,24 @@ class ORTBackend:
             raise ORTFallbackError(f"{where} cannot run on ONNX Runtime: {reason}")
         log.warning("%s runs in torch: %s", where, reason)
 
+    def _give_up(self, where: str, graphs: Sequence[GraphReport], error: Exception) -> None:
+        """Report that a captured graph has failed while it ran, and is left to eager."""
+        reason = RegionFailed(ReasonType.RUN_FAILED, error).reason
+        for region in (region for graph in graphs for region in graph.regions):
+            region.executor, region.reason = "torch", reason
+        self.fall_back(where, reason)
+
     def _note(self, where: str, reason: Reason) -> None:
         """Report a choice that the config asked for otherwise, once."""
         if self.report.note(where, reason):
             log.info("%s: %s", where, reason)
 
-    def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
+    def _compile(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, watch: PassWatch
+    ) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower, check support, cut, place, link."""
         start = time.perf_counter()
-        _keep_saved_tensors()
+        _exchange_metadata(watch)
         graph = GraphReport(name)
         self.report.graphs.append(graph)
         # the fake tensors of tracing are left behind: regions are built and timed on real ones
@@ -175,7 +188,7 @@ class ORTBackend:
             len(graph.regions),
             graph.seconds,
         )
-        return run
+        return watch.watch(run)
 
     def _place(self, gm: fx.GraphModule, device: torch.device, graph: GraphReport) -> "Placed":
         """Cut the graph and build its ORT regions; what fails or loses goes to torch, until every ORT region stands."""
@@ -219,7 +232,7 @@ class ORTBackend:
     def _support(
         self, gm: fx.GraphModule, providers: tuple[str, ...] | None, device: torch.device, name: str
     ) -> dict[fx.Node, support.Support]:
-        """Ask for every node whether ONNX Runtime can run it; ops that nobody converts are reported once each."""
+        """Ask for every node whether ONNX Runtime can run it; a converter that fails is reported once for its op."""
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         if providers is None:
             reason = Reason(ReasonType.DEVICE, f"no execution provider for {device} in this onnxruntime")
@@ -240,7 +253,7 @@ class ORTBackend:
         answers = self._cache.support(gm, providers, ask)
         refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and support.is_compute(n)}
         for op, reason in refused.items():
-            if support.is_loss(reason) and op not in self._reported_ops:
+            if reason.type.is_failure and op not in self._reported_ops:
                 self._reported_ops.add(op)
                 self.fall_back(f"{name}/{op}", reason)
         return answers
@@ -368,12 +381,22 @@ class ORTBackend:
                     sessions[setup] = bind(setup)
                 except Exception as error:  # it goes on without
                     self._note(name, RegionFailed(ReasonType.NOT_RECORDED, error).reason)
-            forward = region.module.forward if self.config.placement == "measured" else None
-            return placement.measure(sessions, forward, args)
+            return placement.measure(sessions, self._torch_side(region, args, name), args)
         except RegionFailed:
             raise
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
             raise RegionFailed(ReasonType.RUN_FAILED, error) from error
+
+    def _torch_side(self, region: Region, args: Sequence[Any], name: str) -> Callable[..., Any] | None:
+        """What to time the sessions of a region against: nothing, where torch cannot run it on what is made up."""
+        if self.config.placement != "measured":
+            return None
+        try:
+            region.module.forward(*args)
+        except Exception as error:
+            self._note(name, RegionFailed(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}").reason)
+            return None
+        return region.module.forward
 
 
 @dataclasses.dataclass
@@ -401,14 +424,8 @@ def link(placed: Placed) -> Callable[[list[Any]], Any]:
     for node in output.all_input_nodes:
         copy_with_views(node, graph, outer)
     graph.output(fx.map_arg(output.args[0], outer.__getitem__))
-    linked = fx.GraphModule(gm, graph).forward
     log.debug("%s", graph)
-
-    def run(args: list[Any]) -> Any:
-        return linked(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return fx.GraphModule(gm, graph).forward
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:
@@ -417,10 +434,14 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _keep_saved_tensors() -> None:
-    """Tell AOTAutograd that no backward graph writes to what was saved for it: else it refuses `retain_graph=True`."""
+def _exchange_metadata(watch: PassWatch) -> None:
+    """Learn from AOTAutograd what the graph does with its inputs, and tell it that no pass writes to saved tensors.
+
+    Else it refuses `retain_graph=True`.
+    """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
+        watch.describe(context.fw_metadata)
         context.fw_metadata.bw_donated_idxs = []
 
 

@@ -19,12 +19,13 @@ from lightning_ort.compiler import openmp, partitioning, placement, session
 from lightning_ort.compiler.cache import Cache, describe
 from lightning_ort.compiler.conversion.graph import FORM, forms_of
 from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.placement import TORCH
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.runtime import BoundSession, int_hint
+from lightning_ort.compiler.runtime import BoundSession
 from lightning_ort.compiler.session import RegionFailed
-from lightning_ort.compiler.support import Support, values_of
+from lightning_ort.compiler.support import Support, is_view, values_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Forms:
             support: The answer for each ``call_function`` node; updated in place.
 
         """
-        views = {node for node in support if partitioning.is_view(node)}
+        views = {node for node in support if is_view(node)}
         for node in [node for node, answer in support.items() if answer.ok and _is_large(node)]:
             forms = forms_of(node, self.kernels)
             if not forms:

@@ -20,9 +20,8 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from lightning_ort.compiler.conversion import CONVERTERS
-from lightning_ort.compiler.partitioning import is_view
-from lightning_ort.compiler.runtime import memory_order
-from lightning_ort.compiler.support import is_static
+from lightning_ort.compiler.layouts import memory_order
+from lightning_ort.compiler.support import is_static, is_view
 from lightning_ort.config import Recompute
 
 log = logging.getLogger(__name__)
@@ -149,7 +148,14 @@ def _is_transposed(node: fx.Node) -> bool:
 
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
-    for graph_pass in (draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims, stack_selections):
+    for graph_pass in (
+        draw_masks_first,
+        drop_casts,
+        cancel_transposes,
+        drop_kept_dims,
+        stack_selections,
+        trust_no_view,
+    ):
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()
@@ -331,6 +337,13 @@ def stack_selections(gm: fx.GraphModule) -> None:
             stacked = _call(gm, aten.stack.default, ([parts[index] for index in sorted(parts)], dim))
         node.replace_all_uses_with(stacked)
     gm.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target not in _SELECTIONS)
+
+
+def trust_no_view(gm: fx.GraphModule) -> None:
+    """Write ``reshape`` for ``view``: it is one where it can be, and copies where a layout is not as it was traced."""
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in gm.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
 
 
 def _added_selections(node: fx.Node, root: bool = True) -> list[Any]:

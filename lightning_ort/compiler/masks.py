@@ -10,6 +10,7 @@ It remains the work of one core. So the masks of the next step are drawn while t
 import functools
 import math
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -23,6 +24,7 @@ _WORTH_IT = 4096
 _BITS = 53
 # fewer are drawn in half a millisecond
 _WORTH_A_THREAD = 2**17
+_one_at_a_time = threading.Lock()
 
 
 def bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
@@ -72,6 +74,10 @@ class Masks:
         generator = torch.default_generator
         if not self._worth_a_thread:
             return self._draw(generator)
+        with _one_at_a_time:  # no other thread's masks between reading the generator's state and moving it on
+            return self._draw_or_take(generator)
+
+    def _draw_or_take(self, generator: torch.Generator) -> list[torch.Tensor]:
         state = generator.get_state()
         alone = self._left is not None and torch.equal(state, self._left)
         ahead, self._ahead = self._ahead, None
@@ -103,8 +109,15 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "lightning_ort_masks")
 
 
+def _start_anew() -> None:
+    """In a forked process: its parent's other threads are not there, nor will they give the lock back."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+    _thread.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_thread.cache_clear)
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 def _fill(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:

@@ -10,36 +10,16 @@ boundary (ONNX Runtime would have to materialize it), and views at the end of th
 cost nothing.
 """
 
-import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
+from lightning_ort.compiler.layouts import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.support import VIEWS, Support, is_compute, values_of
-
-
-class RegionModule:
-    """A region as torch runs it; its code is made when it is asked for, which it seldom is of an ORT region.
-
-    Args:
-        graph: Same inputs as the region, a tuple of its outputs.
-        name: The region's.
-
-    """
-
-    def __init__(self, graph: fx.Graph, name: str) -> None:
-        self.graph = graph
-        self._name = name
-
-    @functools.cached_property
-    def forward(self) -> Callable[..., Any]:
-        """The function that runs it."""
-        return fx.GraphModule(torch.nn.Module(), self.graph, class_name=self._name).forward
+from lightning_ort.compiler.support import Support, is_compute, is_view, values_of
 
 
 @dataclass
@@ -127,13 +107,6 @@ def demote(region: Region, support: dict[fx.Node, Support], reason: Reason) -> N
     """Send the nodes of a region to torch."""
     for node in region.nodes:
         support[node] = Support(False, reason)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at a tensor differently (a tuple of views, and access to it, included)."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
-    return node.op == "call_function" and node.target in VIEWS
 
 
 def _view_supported(node: fx.Node, support: dict[fx.Node, Support]) -> bool:

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_ort.compiler.cache import Timing
+from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.partitioning import Region
-from lightning_ort.compiler.runtime import int_hint
 
 # below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us
 ONE_THREAD_FLOPS = 2e6

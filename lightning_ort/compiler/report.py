@@ -13,6 +13,7 @@ class ReasonType(enum.Enum):
     """Why something runs in torch and not on ONNX Runtime."""
 
     NO_CONVERTER = "no converter"
+    BETTER_IN_TORCH = "better in torch"
     UNSUPPORTED_ARGUMENTS = "unsupported arguments"
     DTYPE = "dtype"
     NO_KERNEL = "no kernel in this onnxruntime"

@@ -4,17 +4,19 @@ A call compares addresses, rebinds what moved, allocates the outputs and runs. P
 activations stay where they are, so in steady state little is rebound.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._sympy.printers import PythonPrinter
 
 from lightning_ort.compiler import masks, openmp
 from lightning_ort.compiler.conversion.graph import dtype_of, element_type
+from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
@@ -34,6 +36,24 @@ _empty_strided_cpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_
 
 # onnxruntime takes no null pointer, which is where torch has a tensor of no elements
 _EMPTY = torch.zeros(1)
+
+
+class _Binding(threading.local):
+    """What a session is bound to, for each thread its own: a run lets other threads go on, which bind their tensors.
+
+    Args:
+        session: The session.
+        region: Its region.
+
+    """
+
+    def __init__(self, session: "onnxruntime.InferenceSession", region: Region) -> None:
+        inputs: list[Any] = [None] * len(region.inputs)
+        outputs: list[Any] = [None] * len(region.outputs)
+        sizes = [index for index, node in enumerate(region.inputs) if not isinstance(node.meta["val"], torch.Tensor)]
+        integers = {index: torch.zeros((), dtype=torch.int64) for index in sizes}
+        # in one attribute, since each access takes time
+        self.parts = session.io_binding()._iobinding, inputs, outputs, integers
 
 
 class BoundSession:
@@ -61,7 +81,7 @@ class BoundSession:
         self.session = session
         self._rest = rest
         host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
-        self._binding = session.io_binding()._iobinding
+        self._bound = _Binding(session, region)
         self.run_options = run_options(device)
         self._place = host
         if device.type == "cuda":
@@ -74,15 +94,8 @@ class BoundSession:
             for node, name in ((node, f"i{index}") for index, node in enumerate(region.inputs))
         ]
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
-        self._bound_inputs: list[Any] = [None] * len(region.inputs)
-        self._bound_outputs: list[Any] = [None] * len(region.outputs)
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
-        self._integers = {
-            index: torch.zeros((), dtype=torch.int64)
-            for index, node in enumerate(region.inputs)
-            if not isinstance(node.meta["val"], torch.Tensor)
-        }
         sizes = _size_program(region)
         self._static_sizes = sizes if isinstance(sizes, tuple) else None
         self._input_sizes = [tuple(getattr(node.meta["val"], "shape", ())) for node in region.inputs]
@@ -98,44 +111,44 @@ class BoundSession:
             The region's outputs, newly allocated.
 
         """
-        kept: Any = None
-        bound = self._bound_inputs
+        kept: Any = None  # what has to live until the run is over
+        binding, bound, bound_outputs, integers = self._bound.parts
         if self._static_sizes is not None:
             sizes = self._static_sizes
             for index, tensor in enumerate(args):
-                if not tensor.is_contiguous():
-                    tensor = tensor.contiguous()
-                    kept = (kept, tensor)  # alive until the run is over
+                if not tensor.is_contiguous() or (type(tensor) is not nn.Parameter and tensor.is_neg()):
+                    kept = (kept, tensor := _in_memory(tensor))
                 address = tensor.data_ptr()
                 if address != bound[index]:
-                    self._bind_input(index, self._input_sizes[index], address)
+                    if not address and tensor.numel():
+                        kept = (kept, tensor := _in_memory(tensor))
+                        address = tensor.data_ptr()
+                    self._bind_input(binding, index, self._input_sizes[index], address)
                     bound[index] = address
         else:
             sizes = self._sizes_of(*args)  # type: ignore[misc]
             for index, value in enumerate(args):
                 tensor = value
-                if index in self._integers:
-                    tensor = self._integers[index].fill_(value)
-                elif not tensor.is_contiguous():
-                    tensor = tensor.contiguous()
-                    kept = (kept, tensor)
+                if index in integers:
+                    tensor = integers[index].fill_(value)
+                elif not tensor.is_contiguous() or tensor.is_neg() or (not tensor.data_ptr() and tensor.numel()):
+                    kept = (kept, tensor := _in_memory(tensor))
                 where = (tensor.data_ptr(), tensor.shape)
                 if where != bound[index]:
-                    self._bind_input(index, tuple(tensor.shape), where[0])
+                    self._bind_input(binding, index, tuple(tensor.shape), where[0])
                     bound[index] = where
         outputs = self._allocate(sizes)
-        bound = self._bound_outputs
         for index, tensor in enumerate(outputs):
             size, address = sizes[index], tensor.data_ptr()
-            if (address, size) != bound[index]:
+            if (address, size) != bound_outputs[index]:
                 name, dtype = self._outputs[index]
-                self._binding.bind_output(name, self._place, dtype, size, address or _EMPTY.data_ptr())
-                bound[index] = (address, size)
+                binding.bind_output(name, self._place, dtype, size, address or _EMPTY.data_ptr())
+                bound_outputs[index] = (address, size)
         if self._rest:
             openmp.rest()
-        self.session._sess.run_with_iobinding(self._binding, self.run_options)
-        for index, node in self._restride:
-            outputs[index] = _like_meta(outputs[index], node)
+        self.session._sess.run_with_iobinding(binding, self.run_options)
+        for index, order in self._restride:
+            outputs[index] = in_order(outputs[index], order)
         return outputs
 
     def keep_outputs(self) -> None:
@@ -144,10 +157,28 @@ class BoundSession:
         kept = self._allocate(self._static_sizes)
         self._allocate = lambda sizes: list(kept)
 
-    def _bind_input(self, index: int, size: tuple[int, ...], address: int) -> None:
+    def _bind_input(self, binding: Any, index: int, size: tuple[int, ...], address: int) -> None:
         name, place, dtype = self._inputs[index]
         if name is not None:
-            self._binding.bind_input(name, place, dtype, size, address or _EMPTY.data_ptr())
+            binding.bind_input(name, place, dtype, size, address or _EMPTY.data_ptr())
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as they are read from memory: contiguous, and with nothing left to be done to them.
+
+    Torch negates some tensors (``x.conj().imag``) when they are read, and has others that are known to be zero without
+    memory (tangents of forward-mode derivatives).
+
+    Raises:
+        ValueError: If its values are in no memory of its own, such as those of a wrapper.
+
+    """
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    tensor = tensor.resolve_neg().contiguous()
+    if not tensor.data_ptr() and tensor.numel():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no memory")
+    return tensor
 
 
 def run_options(device: torch.device, recording: int | None = None) -> "onnxruntime.RunOptions":
@@ -181,11 +212,11 @@ class TorchRegion:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
         self._masks = _draw_together(region.module.graph)
-        self._forward = region.module.forward
+        self._module = region.module
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the region."""
-        return self._forward(*args) if self._masks is None else self._forward(*args, *self._masks())
+        return self._module.forward(*args) if self._masks is None else self._module.forward(*args, *self._masks())
 
 
 def _draw_together(graph: fx.Graph) -> masks.Masks | None:
@@ -323,29 +354,10 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, fx.Node]]:
-    """Outputs that later nodes expect in another memory layout, such as channels_last, with their index."""
-    return [(index, node) for index, node in enumerate(outputs) if not is_contiguous_or_false(node.meta["val"])]
-
-
-def _like_meta(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """The tensor in the dense layout that its node had when it was traced."""
-    order = memory_order(node.meta["val"])
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(inverse)
-
-
-def memory_order(x: torch.Tensor) -> list[int]:
-    """The dimensions of a dense tensor from the slowest to the fastest."""
-    if is_contiguous_or_false(x):
-        return list(range(x.dim()))
-    steps = [(int_hint(stride), int_hint(size)) for stride, size in zip(x.stride(), x.shape, strict=True)]
-    return sorted(range(x.dim()), key=steps.__getitem__, reverse=True)
-
-
-def int_hint(size: Any) -> int:
-    """A size as a number: of a symbolic one, that which it had when the graph was traced."""
-    return size if isinstance(size, int) else int(size.node.hint)
+def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, list[int]]]:
+    """Outputs that later nodes expect in another memory layout, such as channels_last: index, order of dimensions."""
+    values = [(index, node.meta["val"]) for index, node in enumerate(outputs)]
+    return [(index, memory_order(val)) for index, val in values if not is_contiguous_or_false(val)]
 
 
 def _size_program(region: Region) -> Any:

@@ -45,12 +45,12 @@ _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.ms
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# torch's own kernels are the better ones: no loss to report
-_TORCH_IS_BETTER = {
-    "aten.convolution_backward.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
-    "aten.embedding_dense_backward.default",
+# torch's own kernels are the better ones
+_BETTER_IN_TORCH = {
+    torch.ops.aten.convolution_backward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    torch.ops.aten.embedding_dense_backward.default,
 }
 
 
@@ -84,6 +84,13 @@ def is_compute(node: fx.Node) -> bool:
     )
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at a tensor differently (a tuple of views, and access to it, included)."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
+    return node.op == "call_function" and node.target in VIEWS
+
+
 def values_of(node: fx.Node) -> list[object]:
     """The values (fake tensors, symbolic integers) that a node yields."""
     val = node.meta.get("val")
@@ -113,6 +120,8 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
         return Support(False, Reason(ReasonType.USER, str(node.target)))
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return Support(False, Reason(ReasonType.RANDOM, str(node.target)))
+    if node.target in _BETTER_IN_TORCH:
+        return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPES:
@@ -135,9 +144,3 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
         return Support(False, Reason(ReasonType.CONVERSION_FAILED, text))
     return Support(error is None, None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}"))
 
-
-def is_loss(reason: Reason) -> bool:
-    """Whether a user should hear of it: an op that ORT should have run, and that nobody chose to keep in torch."""
-    if reason.type in (ReasonType.NO_CONVERTER, ReasonType.NO_KERNEL):
-        return reason.text.split(":")[0] not in _TORCH_IS_BETTER
-    return reason.type is ReasonType.CONVERSION_FAILED

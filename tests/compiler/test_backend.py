@@ -370,7 +370,24 @@ def test_unsupported_op(caplog):
         def forward(self, x):
             return torch.erfinv(torch.tanh(self.linear(x)) * 0.5)
 
-    assert_falls_back(ReasonType.NO_CONVERTER, "erfinv", caplog, Erfinv())
+    backend, module, x = always(fallback="raise"), Erfinv(), torch.randn(4, 8)
+    with caplog.at_level(logging.INFO, logger="lightning_ort"):
+        assert_same_training_step(module, (x,), backend)
+    # a choice, and torch runs it as fast as ever: no warning, no error, a line in the report
+    assert not backend.report.fallbacks
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    reasons = {op: why for g in backend.report.graphs for r in g.regions for op, why in r.node_reasons.items()}
+    assert reasons["aten.erfinv.default"].type is ReasonType.NO_CONVERTER
+    assert "no converter: aten.erfinv" in backend.report.to_text()
+
+
+def test_transformer_encoder_in_evaluation_under_raise():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
+    backend = always(fallback="raise")
+    with torch.no_grad():  # one op for a whole layer
+        torch.testing.assert_close(torch.compile(encoder, backend=backend)(x), encoder(x))
+    assert not backend.report.fallbacks
 
 
 def test_converter_that_raises(monkeypatch, caplog):

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import kernels
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
-from lightning_ort.compiler.support import is_loss
 from tests.models.zoo import MODELS, Batch, Made, Model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"
@@ -152,8 +151,6 @@ class Row:
 def _why(reason: Reason | None) -> str:
     """The kind of a reason."""
     assert reason is not None
-    if reason.type is ReasonType.NO_CONVERTER and not is_loss(reason):
-        return BETTER
     return reason.type.value
 
 

@@ -1,0 +1,249 @@
+"""What happens when a compiled graph fails while it runs: eager does its work, and the graph is given up.
+
+A failure in the forward pass is simple: the graph as dynamo captured it runs instead, on the same inputs, and from the
+same random numbers. It has no side effects before its end, so nothing happens twice. If eager raises as well, the error
+was in the user's program or data, and is the user's to see.
+
+A failure in the backward pass comes when the forward pass is long over. So until a graph has been through one backward
+pass, its forward pass keeps what eager would need: inputs, the state of torch's generators, and copies of the buffers
+that the graph writes to.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+# calls after which a graph that has not seen a backward pass is no longer watched for one
+_PATIENCE = 100
+
+
+class ORTFallbackError(RuntimeError):
+    """Something could not run on ONNX Runtime, under ``ORTConfig(fallback="raise")``."""
+
+
+class PassWatch:
+    """What one captured graph's compiled passes tell the guard.
+
+    Args:
+        num_inputs: Of the captured graph.
+
+    Attributes:
+        error: What a pass failed with, until the guard has seen it.
+        mutated: Indices of the inputs that the graph writes to.
+        separate: Whether its outputs share no memory with its inputs, and no input that it writes to takes a gradient.
+
+    """
+
+    def __init__(self, num_inputs: int) -> None:
+        self._num_inputs = num_inputs
+        self.error: Exception | None = None
+        self.mutated: list[int] = []
+        self.separate = True
+
+    def describe(self, metadata: ViewAndMutationMeta) -> None:
+        """Read what AOTAutograd has found out about the graph (torch 2.13)."""
+        self.mutated = [index for index, info in enumerate(metadata.input_info) if info.mutates_data]
+        if len(metadata.input_info) != self._num_inputs:  # some are one tensor, or parts of one
+            self.separate = False
+            return
+        aliases = (OutputType.alias_of_input, OutputType.is_input)
+        self.separate = not any(info.output_type in aliases for info in metadata.output_info) and not any(
+            info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in metadata.input_info
+        )
+
+    def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return a pass that remembers what it failed with."""
+
+        def watched(args: list[Any]) -> Any:
+            try:
+                return run(args)
+            except ORTFallbackError:
+                raise
+            except Exception as error:
+                self.error = error
+                raise
+
+        watched._boxed_call = True  # type: ignore[attr-defined]
+        return watched
+
+    def saw(self, error: Exception) -> bool:
+        """Whether an error came from one of the passes, and not from what surrounds them; asked once for each."""
+        seen, self.error = self.error, None
+        return seen is error
+
+
+class GuardedGraph:
+    """A compiled graph, and eager in its place once it has failed.
+
+    Args:
+        compiled: Runs it, with a backward pass of its own.
+        eager: Runs it as it was captured.
+        watch: What its passes tell.
+        give_up: Called with what a pass failed with; may raise to refuse eager.
+
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        eager: Callable[..., Any],
+        watch: PassWatch,
+        give_up: Callable[[Exception], None],
+    ) -> None:
+        self.run = compiled
+        self.eager = eager
+        self.watch = watch
+        self._give_up = give_up
+        self.trusted = False
+        self._calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
+        state = None if self.trusted else _State(args)
+        try:
+            if state is None:
+                return self.run(*args)
+            return self._run_first(args, state)
+        except Exception as error:
+            if self.run is self.eager or not self.watch.saw(error):
+                raise
+            failure = error
+        if state is not None:
+            state.restore_random_numbers()
+        outputs = self.eager(*args)  # what it raises is the user's
+        self.give_up(failure)
+        return outputs
+
+    def _run_first(self, args: Sequence[Any], state: "_State") -> Any:
+        self._calls += 1
+        backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        if backward and self.watch.separate and self._calls <= _PATIENCE:
+            return _FirstBackward.apply(self, state, *args)
+        outputs = self.run(*args)
+        self.trusted = True
+        return outputs
+
+    def give_up(self, error: Exception) -> None:
+        """Go on in eager from now on."""
+        self.run, self.trusted = self.eager, True
+        self._give_up(error)
+
+
+class _State:
+    """What a graph depends on besides its inputs: the states of torch's generators, and autocast.
+
+    Args:
+        args: Its inputs.
+
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
+        self._cpu = torch.get_rng_state()
+        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", "cuda")[: 1 + bool(self._devices)]
+        ]
+
+    def restore_random_numbers(self) -> None:
+        """Set the generators to where they were."""
+        torch.set_rng_state(self._cpu)
+        for device, state in zip(self._devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within the block all is as it was, and gradients are recorded; after it the generators are where they are."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices))
+            stack.enter_context(torch.enable_grad())
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            self.restore_random_numbers()
+            yield
+
+
+class _FirstBackward(torch.autograd.Function):
+    """A graph that has not been through a backward pass: where that fails, eager does both passes again."""
+
+    @staticmethod
+    def forward(ctx: Any, guard: GuardedGraph, state: _State, *args: Any) -> Any:
+        ctx.guard, ctx.state, ctx.args = guard, state, args
+        ctx.written = {index: args[index].detach().clone() for index in guard.watch.mutated}
+        ctx.inner = _leaves(args)
+        with torch.enable_grad():
+            ctx.outputs = guard.run(*ctx.inner)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in ctx.outputs)
+        pairs = zip(ctx.outputs, outputs, strict=True)
+        ctx.mark_non_differentiable(
+            *[mine for out, mine in pairs if isinstance(out, torch.Tensor) and not out.requires_grad]
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        guard: GuardedGraph = ctx.guard
+        inner, outputs, ctx.inner, ctx.outputs = ctx.inner, ctx.outputs, None, None
+        failure = None
+        if outputs is not None:
+            try:
+                found = _gradients(outputs, inner, gradients)
+            except Exception as error:
+                if not guard.watch.saw(error):
+                    raise
+                failure = error
+        if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
+            inner = _leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])
+            with ctx.state.again():
+                outputs = guard.eager(*inner)
+            found = _gradients(outputs, inner, gradients)
+        if failure is not None:
+            guard.give_up(failure)
+        guard.trusted = True
+        if torch.is_grad_enabled():  # `create_graph=True`
+            found = _GradientsOnce.apply(len(found), *found, *ctx.args)
+        return None, None, *found
+
+
+class _GradientsOnce(torch.autograd.Function):
+    """Gradients that cannot be differentiated again, which AOTAutograd's say of themselves as well."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *gradients_and_inputs: Any) -> Any:
+        return tuple(None if gradient is None else gradient.detach() for gradient in gradients_and_inputs[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
+
+
+def _leaves(args: Sequence[Any]) -> list[Any]:
+    """The same values as leaves of another autograd graph, parameters as parameters."""
+    return [_leaf(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _gradients(outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """The gradient of each input; ``None`` for one that has none."""
+    pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+    wanted = [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = torch.autograd.grad(
+        [out for out, _ in pairs],
+        [inputs[index] for index in wanted],
+        [gradient.detach() for _, gradient in pairs],
+        create_graph=False,
+        allow_unused=True,
+    )
+    by_index = dict(zip(wanted, found, strict=True))
+    return [by_index.get(index) for index in range(len(inputs))]

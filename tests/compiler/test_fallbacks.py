@@ -1,0 +1,174 @@
+"""A compiled graph that fails while it runs: eager takes its place, and nothing else changes."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
+from lightning_ort.compiler.report import ReasonType
+from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
+
+
+class Net(nn.Module):
+    """Dropout shows the random numbers, the batch norm its running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.4), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def train(module, call, change=None, steps=4):
+    """Losses, and the parameters and buffers at the end, of steps from a seed."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 6)
+        optimizer.zero_grad()
+        out = call(x)
+        loss = out.square().mean()
+        loss /= 2
+        loss.backward() if change is None else change(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def compiled(module, **options):
+    backend = ORTBackend(ORTConfig(cache_dir=None, **{"placement": "always", **options}))
+    return torch.compile(module, backend=backend), backend
+
+
+@pytest.mark.parametrize("where", [FORWARD, BACKWARD])
+def test_a_failing_pass_changes_no_number(where, monkeypatch, caplog):
+    module = Net()
+    stock = copy.deepcopy(module)
+    failed = inject(monkeypatch, where)
+    call, backend = compiled(module)
+    caplog.set_level(logging.WARNING, "lightning_ort")
+    got, expected = train(module, call), train(stock, stock)
+    assert failed == [where]  # once, then it is given up
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=1e-7)
+    assert backend.report.ort_runs > 0
+    assert backend.report.ort_node_fraction == 0
+    (fallback,) = backend.report.fallbacks
+    assert (fallback.where, fallback.reason.type) == ("graph_0", ReasonType.RUN_FAILED)
+    (warning,) = caplog.messages
+    assert f"injected into {where}" in warning
+
+
+def test_a_region_that_torch_cannot_time_stays_on_onnxruntime(monkeypatch, caplog):
+    module = Net().eval()
+    stock = copy.deepcopy(module)
+    failed = inject(monkeypatch, TRIAL)
+    call, backend = compiled(module, placement="measured")
+    got, expected = train(module, call), train(stock, stock)
+    assert len(failed) == 2  # forward and backward
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+    assert "injected into trial" in str(backend.report.notes)
+
+
+@pytest.mark.parametrize("where", [FORWARD, BACKWARD])
+def test_raises_where_fallbacks_are_refused(where, monkeypatch):
+    inject(monkeypatch, where)
+    call, _ = compiled(Net(), fallback="raise")
+    with pytest.raises(ORTFallbackError, match=f"graph_0 cannot run on ONNX Runtime: .*injected into {where}"):
+        call(torch.randn(4, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("where", ["", BACKWARD])
+def test_the_first_backward_pass_may_be_repeated(where, monkeypatch):
+    module = Net().eval()
+    x = torch.randn(4, 6)
+    if where:
+        inject(monkeypatch, where)
+    call, backend = compiled(module)
+    loss = call(x).square().sum()
+    first = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(module.parameters()))
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected)
+    assert backend.report.ort_runs > 0
+
+
+def test_a_second_gradient_is_refused_and_not_left_out():
+    call, backend = compiled(lambda x: x.sin().exp() * 2)
+    for _ in range(2):  # of a graph that has not been through a backward pass, and of one that has
+        x = torch.randn(5, requires_grad=True)
+        (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            gradient.square().sum().backward()
+    assert backend.report.ort_runs > 0
+
+
+@pytest.mark.parametrize("where", ["", BACKWARD])
+def test_accumulated_gradients_and_hooks(where, monkeypatch):
+    seen = {}
+    results = []
+    for name in ("ours", "stock"):
+        torch.manual_seed(0)
+        module = Net().eval()
+        call = module
+        if name == "ours":
+            if where:
+                inject(monkeypatch, where)
+            call, backend = compiled(module)
+        weight = module.layers[0].weight
+        calls = seen.setdefault(name, [])
+        weight.register_hook(lambda g, calls=calls: calls.append(g.clone()))
+        for k in range(3):
+            call(torch.full((4, 6), 1.0 + k)).square().sum().backward()
+        results.append({key: p.grad for key, p in module.named_parameters()})
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen["ours"], seen["stock"], rtol=1e-4, atol=1e-5)
+    assert len(seen["ours"]) == 3
+    assert backend.report.ort_runs > 0
+
+
+def test_autocast_is_as_it_was_when_eager_repeats_a_pass(monkeypatch):
+    inject(monkeypatch, BACKWARD)
+    module, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def f(x):
+        x = module(x)
+        return x.softmax(-1) * x.float().exp()
+
+    call, backend = compiled(f)
+    results = []
+    for step in (f, call):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(x).square().sum()
+        loss.backward()  # outside of autocast, as Lightning's
+        results.append({key: p.grad for key, p in module.named_parameters()})
+    assert len(backend.report.fallbacks) == 1
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_inputs_that_are_written_to_and_returned():
+    def f(x, state):
+        state.mul_(2)
+        return x * state, x.view(-1), state
+
+    call, backend = compiled(f, min_region_nodes=1)
+    for _ in range(2):
+        results = []
+        for function in (f, call):
+            x, state = torch.arange(4.0).requires_grad_(), torch.full((4,), 3.0)
+            product, view, same = function(x, state)
+            (product.sum() + view.sum()).backward()
+            results.append((product.detach(), view.detach(), state, x.grad))
+            assert same is state
+        torch.testing.assert_close(results[0], results[1])
+    assert backend.report.ort_runs > 0
