@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import backend, layouts
+from lightning_ort.compiler import backend
 
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 
@@ -17,9 +17,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
 
     """
     failed: list[str] = []
-    link, forward = backend.link, layouts.RegionModule.forward
+    link, torch_side = backend.link, backend.ORTBackend._torch_side
 
-    def fail() -> None:
+    def fail(*args: Any) -> None:
         failed.append(where)
         raise RuntimeError(f"injected into {where}")
 
@@ -36,12 +36,13 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
 
         return run_and_fail
 
-    def failing_forward(self: layouts.RegionModule, *args: Any) -> Any:
-        fail()
-        return forward(self, *args)
+    def failing_side(self: backend.ORTBackend, region: Any, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(region.module, "forward", fail)
+            return torch_side(self, region, *args)
 
     if where == TRIAL:
-        monkeypatch.setattr(layouts.RegionModule, "forward", failing_forward)
+        monkeypatch.setattr(backend.ORTBackend, "_torch_side", failing_side)
     else:
         monkeypatch.setattr(backend, "link", failing_link)
     return failed
