@@ -1,20 +1,10 @@
-"""Memory layouts of tensors: those that a graph was traced with, and those that torch's kernels give.
+"""Memory layouts of strided tensors: in which order their dimensions lie in memory."""
 
-A graph is traced with torch's fake kernels, and some of them give a result other strides than the real kernels do
-(torch 2.13 on the CPU: the gradients of batch, layer and group norm, of ``log_softmax`` and of several losses). Eager
-goes by what it gets, but a traced graph does not: a ``view`` or a kernel that was traced for one layout fails on
-another, and ``as_strided`` reads the wrong elements. So the first run of a region in torch compares every result with
-its trace, and from then on the few that differ are brought to the traced layout.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._prims_common import is_contiguous_or_false
-
-from lightning_ort.compiler.support import is_view
 
 
 def int_hint(size: Any) -> int:
@@ -42,73 +32,7 @@ def in_order(x: torch.Tensor, order: list[int]) -> torch.Tensor:
     return x.permute(order).contiguous().permute(inverse)
 
 
-class RegionModule:
-    """A region as torch runs it; its code is made at the first call, and an ORT region is seldom called so.
-
-    Args:
-        graph: Same inputs as the region, a tuple of its outputs.
-        name: The region's.
-
-    """
-
-    def __init__(self, graph: fx.Graph, name: str) -> None:
-        self.graph = graph
-        self._name = name
-        self._run: Callable[..., Any] | None = None
-
-    def forward(self, *args: Any) -> Any:
-        """Run it."""
-        if self._run is not None:
-            return self._run(*args)
-        first = _FirstRun(fx.GraphModule(torch.nn.Module(), self.graph, class_name=self._name))
-        outputs = first.run(*args)
-        self._run = _with_layouts(self.graph, first.moved, self._name)
-        return outputs
-
-
-class _FirstRun(fx.Interpreter):
-    """Runs a graph node by node, each on tensors in the layout that was traced.
-
-    Attributes:
-        moved: Nodes whose result came in another layout, and the order of dimensions that was traced.
-
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.moved: dict[fx.Node, list[int]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        traced = n.meta.get("val")
-        if n.op != "call_function" or is_view(n) or not isinstance(value, torch.Tensor):
-            return value
-        _check_kind(n, value, traced)
-        order = _traced_order(traced)
-        if order is None or _is_in_order(value, order):
-            return value
-        self.moved[n] = order
-        return in_order(value, order)
-
-
-def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
-    """Refuse a result that is not what was traced, as by a custom op whose fake kernel is wrong.
-
-    Raises:
-        TypeError: If its dtype or shape differs.
-
-    """
-    if not isinstance(traced, torch.Tensor):
-        return
-    fixed = [size if isinstance(size, int) else None for size in traced.shape]
-    alike = len(fixed) == value.dim() and all(a in (None, b) for a, b in zip(fixed, value.shape, strict=True))
-    if value.dtype is not traced.dtype or not alike:
-        raise TypeError(
-            f"{node.target} gave {value.dtype} {list(value.shape)}, and {traced.dtype} {list(traced.shape)} when traced"
-        )
-
-
-def _traced_order(traced: Any) -> list[int] | None:
+def traced_order(traced: Any) -> list[int] | None:
     """The order of a traced tensor's dimensions in memory; ``None`` if it is not known, or has gaps or overlaps."""
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return None
@@ -120,7 +44,8 @@ def _traced_order(traced: Any) -> list[int] | None:
     return order if _is_dense(sizes, strides, order) else None
 
 
-def _is_in_order(x: torch.Tensor, order: Sequence[int]) -> bool:
+def is_in_order(x: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether a tensor is dense with its dimensions in this order, or of another kind or rank."""
     return x.layout is not torch.strided or x.dim() != len(order) or _is_dense(x.shape, x.stride(), order)
 
 
@@ -135,14 +60,8 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int], order: Sequence[int]
     return True
 
 
-def _with_layouts(graph: fx.Graph, moved: dict[fx.Node, list[int]], name: str) -> Callable[..., Any]:
-    """The function of a graph in which some results are brought to a layout."""
-    if moved:
-        inner: dict[fx.Node, fx.Node] = {}
-        copy = fx.Graph()
-        for node in graph.nodes:
-            inner[node] = copy.node_copy(node, inner.__getitem__)
-            if node in moved:
-                inner[node] = copy.call_function(in_order, (inner[node], moved[node]))
-        graph = copy
-    return fx.GraphModule(torch.nn.Module(), graph, class_name=name).forward
+# the same as an op, for graphs: ONNX Runtime knows one layout alone, and takes it for a view
+_LIBRARY = torch.library.Library("lightning_ort", "FRAGMENT")
+_LIBRARY.define("in_order(Tensor x, int[] order) -> Tensor")
+_LIBRARY.impl("in_order", in_order, "CompositeExplicitAutograd")
+IN_ORDER = torch.ops.lightning_ort.in_order.default

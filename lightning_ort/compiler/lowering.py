@@ -5,7 +5,6 @@ signature, ``(gm) -> None``, and edit in place.
 """
 
 import functools
-import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +16,12 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from lightning_ort.compiler.conversion import CONVERTERS
-from lightning_ort.compiler.layouts import memory_order
+from lightning_ort.compiler.layouts import IN_ORDER, memory_order
 from lightning_ort.compiler.support import is_static, is_view
 from lightning_ort.config import Recompute
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 # torch runs these whole and well; taken apart they would be slower there and no better on ORT
@@ -100,7 +97,8 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
     """Save contiguous tensors for the backward pass, which is what ONNX Runtime makes and reads.
 
     What is computed of a transposed tensor, such as an attention's scaled queries, is transposed in memory as well: it
-    would be copied to that layout in the one pass, and from it in the other.
+    would be copied to that layout in the one pass, and from it in the other. Torch, where it reads one, reads it as it
+    was traced: its group norm gives wrong gradients for tensors of different layouts (2.13, CPU).
     """
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
@@ -113,29 +111,19 @@ def save_contiguous(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_o
         and node.name in placeholders
         and any(user.target in CONVERTERS or is_view(user) for user in placeholders[node.name].users)
     ]
-    metas = {node: node.meta for node in backward.graph.nodes}
-    if not transposed or not all(is_static(node) for node in metas):
-        return
-    copies: dict[str, fx.Node] = {}
+    border = next(node for node in backward.graph.nodes if node.op != "placeholder")
     for index, node in transposed:
         with forward.graph.inserting_after(node):
-            copies[node.name] = results[index] = _call(
-                forward, aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-            )
-    values = [copies.get(name, node).meta["val"] for name, node in placeholders.items()]
-    for node, meta in metas.items():
-        node.meta = dict(meta)
-    try:
-        FakeTensorProp(backward, values[0].fake_mode).propagate_dont_convert_inputs(*values)
-    except Exception as error:  # it relies on the layout that a tensor had
-        log.debug("saved as they are: %s", error)
-        for node, meta in metas.items():
-            node.meta = meta
-        for copy in copies.values():
-            forward.graph.erase_node(copy)
-        return
+            results[index] = _call(forward, aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        saved = placeholders[node.name]
+        with backward.graph.inserting_before(border):
+            as_before = backward.graph.call_function(IN_ORDER, (saved, memory_order(node.meta["val"])))
+        as_before.meta = dict(saved.meta)
+        saved.replace_all_uses_with(as_before, delete_user_cb=lambda user, mine=as_before: user is not mine)
+        saved.meta["val"] = results[index].meta["val"]
     forward.graph.output_node().args = (tuple(results),)
     forward.recompile()
+    backward.recompile()
 
 
 def _is_transposed(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lightning_ort.compiler.layouts import RegionModule
+from lightning_ort.compiler.region_module import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import Support, is_compute, is_view, values_of
 

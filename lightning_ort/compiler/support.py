@@ -13,6 +13,7 @@ from torch import fx
 from lightning_ort.compiler.conversion.graph import DTYPES, GraphBuilder
 from lightning_ort.compiler.conversion.registry import Unsupported
 from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.layouts import IN_ORDER
 from lightning_ort.compiler.report import Reason, ReasonType
 
 # views: ONNX Runtime runs them inside a region, none is a reason to make one
@@ -34,6 +35,7 @@ VIEWS = {
     torch.ops.aten.unbind.int,
     torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
+    IN_ORDER,
 }
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -143,4 +145,3 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
         text = f"{node.target}: {type(error).__name__}: {error}"
         return Support(False, Reason(ReasonType.CONVERSION_FAILED, text))
     return Support(error is None, None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}"))
-

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import kernels
-from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
+from lightning_ort.compiler.report import CompileReport, Reason
 from tests.models.zoo import MODELS, Batch, Made, Model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from processes import START, Recorded, fit
-from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTStrategy, ORTZeRO1Strategy
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject

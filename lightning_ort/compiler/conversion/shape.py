@@ -18,6 +18,7 @@ from lightning_ort.compiler.conversion.graph import (
     static,
 )
 from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported, converts
+from lightning_ort.compiler.layouts import IN_ORDER
 from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
@@ -38,6 +39,12 @@ CONVERTERS[operator.getitem] = getitem  # type: ignore[index]
 def view(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size]) -> ir.Value:
     """view(Tensor(a) self, SymInt[] size) -> Tensor(a)"""
     return ctx.reshape_like(ctx.value(x), node, size)
+
+
+@converts(IN_ORDER)
+def in_order(ctx: GraphBuilder, node: fx.Node, x: fx.Node, order: Sequence[int]) -> ir.Value:
+    """lightning_ort::in_order(Tensor x, int[] order) -> Tensor"""
+    return ctx.value(x)
 
 
 @converts(aten.t.default)
