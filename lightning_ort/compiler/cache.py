@@ -34,7 +34,7 @@ import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import FORM
+from lightning_ort.compiler.conversion.graph import ANY_BYTE, FORM
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import Support, values_of
 
@@ -242,7 +242,9 @@ def describe(graph: fx.Graph) -> str:
         called = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Named(numbers[source]))
         made = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made} {node.meta.get(FORM, '')}")
+        lines.append(
+            f"{numbers[node]} {node.op} {called} {arguments} {made} {node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
+        )
     return "\n".join(lines)
 
 

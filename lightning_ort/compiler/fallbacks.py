@@ -194,9 +194,9 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is not None:
             try:
                 found = _gradients(outputs, inner, gradients)
-            except Exception as error:
-                if not guard.watch.saw(error):
-                    raise
+            except ORTFallbackError:
+                raise
+            except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
             inner = _leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from lightning_ort.compiler.conversion import CONVERTERS
+from lightning_ort.compiler.conversion.graph import ANY_BYTE
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
 from lightning_ort.compiler.support import is_static, is_view
 from lightning_ort.config import Recompute
@@ -143,6 +144,7 @@ def lower(gm: fx.GraphModule) -> None:
         drop_kept_dims,
         stack_selections,
         trust_no_view,
+        mark_foreign_booleans,
     ):
         graph_pass(gm)
     gm.graph.lint()
@@ -332,6 +334,15 @@ def trust_no_view(gm: fx.GraphModule) -> None:
     for view in (aten.view.default, aten._unsafe_view.default):
         for node in gm.graph.find_nodes(op="call_function", target=view):
             node.target = aten.reshape.default
+
+
+def mark_foreign_booleans(gm: fx.GraphModule) -> None:
+    """Mark booleans that were not computed here: ``bytes.view(torch.bool)`` is true wherever a byte is not 0."""
+    for node in gm.graph.nodes:
+        given = node.op == "placeholder" and node.name.startswith(("primals", "arg"))
+        val = node.meta.get("val")
+        if (given or node.target is aten.view.dtype) and isinstance(val, torch.Tensor) and val.dtype is torch.bool:
+            node.meta[ANY_BYTE] = True
 
 
 def _added_selections(node: fx.Node, root: bool = True) -> list[Any]:

@@ -15,7 +15,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.utils._sympy.printers import PythonPrinter
 
 from lightning_ort.compiler import masks, openmp
-from lightning_ort.compiler.conversion.graph import dtype_of, element_type
+from lightning_ort.compiler.conversion.graph import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
@@ -90,7 +90,7 @@ class BoundSession:
         used = {value.name for value in session.get_inputs()}
         self._inputs = [
             # sizes, and scalars that take part in a graph on an accelerator, are on the CPU
-            (name if name in used else None, host if _on_host(node) else self._place, element_type(dtype_of(node)))
+            (name if name in used else None, host if _on_host(node) else self._place, element_type(input_dtype(node)))
             for node, name in ((node, f"i{index}") for index, node in enumerate(region.inputs))
         ]
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]

@@ -21,6 +21,8 @@ IR_VERSION = 10
 MICROSOFT = "com.microsoft"
 # in the meta of an FX node: the form that it was found to be fastest in
 FORM = "onnx_form"
+# in the meta of an FX node of booleans: true may be any number but 0 in memory, where onnxruntime expects 1
+ANY_BYTE = "any_byte"
 
 Scalar = bool | int | float
 Arg = fx.Node | Scalar
@@ -55,6 +57,11 @@ def dtype_of(arg: Arg) -> torch.dtype:
     if isinstance(arg, bool):
         return torch.bool
     return torch.int64 if isinstance(arg, int) else torch.float32
+
+
+def input_dtype(node: fx.Node) -> torch.dtype:
+    """What a region's input is declared as and bound as: its dtype, or bytes for booleans that may be any byte."""
+    return torch.uint8 if node.meta.get(ANY_BYTE) else dtype_of(node)
 
 
 def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
@@ -118,13 +125,13 @@ class GraphBuilder:
         if isinstance(val, torch.Tensor):
             if val.dtype not in DTYPES:
                 raise Unsupported(f"{val.dtype} has no ONNX counterpart here", ReasonType.DTYPE)
-            value = ir.Value(name=name, type=ir.TensorType(DTYPES[val.dtype]), shape=onnx_shape(val.shape))
+            value = ir.Value(name=name, type=ir.TensorType(DTYPES[input_dtype(node)]), shape=onnx_shape(val.shape))
         elif isinstance(val, (int, torch.SymInt)):
             value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
         else:
             raise Unsupported(f"an input of type {type(val).__name__}", ReasonType.DTYPE)
         self.inputs.append(value)
-        self.values[node] = value
+        self.values[node] = self.cast(value, torch.bool) if node.meta.get(ANY_BYTE) else value
 
     def convert(self, node: fx.Node) -> None:
         """Emit one FX node.
