@@ -110,6 +110,11 @@ class GraphBuilder:
         self._casts: dict[tuple[ir.Value, torch.dtype], ir.Value] = {}
         self._count = 0
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether onnxruntime's CPU kernels run it."""
+        return self.kernels.providers[0] == "CPUExecutionProvider"
+
     # what a region is made of
 
     def add_input(self, node: fx.Node, name: str) -> None:
@@ -212,7 +217,10 @@ class GraphBuilder:
         """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
         if dtype is torch.bfloat16 or dtype not in DTYPES:
             raise Unsupported(f"a constant of {dtype}", ReasonType.DTYPE)
-        array = np.asarray(value, dtype=DTYPES[dtype].numpy())
+        try:
+            array = np.asarray(value, dtype=DTYPES[dtype].numpy())
+        except (OverflowError, ValueError) as error:  # -1 as uint8, an infinity as int64
+            raise Unsupported(f"{value} as {dtype}") from error
         key = (dtype, array.shape, array.tobytes())
         if key not in self._initializers:
             name = f"c{len(self._initializers)}"
@@ -240,6 +248,15 @@ class GraphBuilder:
             return self.const(arg, dtype or dtype_of(arg))
         value = self.values[arg]
         return value if dtype is None or dtype_of(arg) == dtype else self.cast(value, dtype)
+
+    def product(self, dtype: torch.dtype, *args: Arg) -> ir.Value:
+        """The product of scalars: a constant, but for symbolic ones."""
+        numbers = [arg for arg in args if not isinstance(arg, fx.Node)]
+        result = self.const(math.prod(numbers), dtype)
+        for arg in args:
+            if isinstance(arg, fx.Node):
+                result = self.op("Mul", result, self.value(arg, dtype))
+        return result
 
     def cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
         """A value in another dtype; the same cast is emitted once."""

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import count, reduce
@@ -85,7 +86,7 @@ def native_layer_norm(
     mean = reduce(ctx, "ReduceMean", x, value, axes, keepdim=True)
     centered = ctx.op("Sub", value, mean)
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), axes, keepdim=True)
-    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", ctx.op("Add", variance, ctx.const(eps, work))))
+    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
     result = ctx.op("Mul", centered, rstd)
     if weight is not None:
         result = ctx.op("Mul", result, ctx.value(weight, work))
@@ -110,7 +111,7 @@ def fused_rms_norm(
     axes = list(range(-len(normalized_shape), 0))
     power = reduce(ctx, "ReduceMean", x, ctx.op("Mul", value, value), axes, keepdim=True)
     lifted = ctx.op("Add", power, ctx.const(torch.finfo(dtype).eps if eps is None else eps, work))
-    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", lifted))
+    rstd = elementary.rsqrt(ctx, lifted, work)
     result = ctx.op("Mul", value, rstd)
     if weight is not None:
         result = ctx.op("Mul", result, ctx.value(weight, work))
@@ -147,7 +148,7 @@ def native_group_norm(
     mean = reduce(ctx, "ReduceMean", x, value, 2, keepdim=True)
     centered = ctx.op("Sub", value, mean)
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), 2, keepdim=True)
-    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", ctx.op("Add", variance, ctx.const(eps, work))))
+    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
     result = ctx.op("Reshape", ctx.op("Mul", centered, rstd), ctx.shape_tensor(x))
     if weight is not None:
         result = ctx.op("Mul", result, per_channel(ctx, ctx.value(weight, work), x))
@@ -195,7 +196,7 @@ def _batch_norm_eval(
     eps: float,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     work = work_dtype(dtype_of(x))
-    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work))))
+    rstd = elementary.rsqrt(ctx, ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work)), work)
     centered = ctx.op("Sub", ctx.value(x, work), per_channel(ctx, ctx.value(running_mean, work), x))
     return _normalize(ctx, x, centered, rstd, weight, bias), _empty(ctx, work), _empty(ctx, work)
 
@@ -211,7 +212,7 @@ def _batch_norm_train(
     mean = reduce(ctx, "ReduceMean", x, value, axes)
     centered = ctx.op("Sub", value, per_channel(ctx, mean, x))
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), axes)
-    rstd = ctx.op("Reciprocal", ctx.op("Sqrt", ctx.op("Add", variance, ctx.const(eps, work))))
+    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
     return _normalize(ctx, x, centered, rstd, weight, bias), mean, rstd, variance
 
 

@@ -9,10 +9,14 @@ import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
+
+# onnxruntime has few kernels for these
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def result_dtype(*args: Arg) -> torch.dtype:
@@ -81,29 +85,41 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
     if rounding_mode is None:
         return div(ctx, node, x, y)
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
-    dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
-    if rounding_mode == "floor" and not dtype.is_floating_point:  # ONNX truncates; its rest has the divisor's sign
-        return ctx.op("Div", ctx.op("Sub", dividend, ctx.op("Mod", dividend, divisor)), divisor)
-    quotient = ctx.op("Div", dividend, divisor)
     if not dtype.is_floating_point:
-        return quotient
+        return _divide_integers(ctx, x, y, dtype)[rounding_mode]
+    dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
     if rounding_mode == "floor":
-        return ctx.op("Floor", quotient)
+        return elementary.floor_divide(ctx, dividend, divisor, dtype)
+    quotient = ctx.op("Div", dividend, divisor)
     return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
 
 
-def _refuse_integer_divisor(divisor: Arg, dtype: torch.dtype) -> None:
-    """Refuse a divisor that may be the integer 0: onnxruntime 1.19 ends the process there (SIGFPE), torch raises."""
-    if not dtype.is_floating_point and (isinstance(divisor, fx.Node) or divisor == 0):
+def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
+    """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
+    if isinstance(y, fx.Node) or y == 0:
+        # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
+    work = torch.int32 if dtype in _NARROW else dtype
+    dividend, divisor = ctx.value(x, work), ctx.value(y, work)
+    # the smallest integer divided by -1 ends the process too
+    trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
+    rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
+    opposed = ctx.cast(ctx.op("Less" if y > 0 else "Greater", rest, ctx.const(0, work)), work)
+    results = {
+        "trunc": trunc,
+        "fmod": rest,
+        "floor": ctx.op("Sub", trunc, opposed),
+        "remainder": ctx.op("Add", rest, ctx.op("Mul", opposed, divisor)),
+    }
+    return results if work == dtype else {name: ctx.cast(value, dtype) for name, value in results.items()}
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
 def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
+    if not dtype.is_floating_point:
+        return _divide_integers(ctx, x, y, dtype)["fmod"]
     return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
 
 
@@ -111,14 +127,12 @@ def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
 def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
-    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
     if not dtype.is_floating_point:
-        return ctx.op("Mod", a, b)  # the sign of the divisor, as in Python
+        return _divide_integers(ctx, x, y, dtype)["remainder"]
+    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
     rest = ctx.op("Mod", a, b, fmod=1)  # the sign of the dividend
-    zero = ctx.const(0, dtype)
-    differs = ctx.op("Less", ctx.op("Mul", rest, ctx.op("Sign", b)), zero)
-    return ctx.op("Where", differs, ctx.op("Add", rest, b), rest)
+    opposed = ctx.op("Less", ctx.op("Mul", ctx.op("Sign", rest), ctx.op("Sign", b)), ctx.const(0, dtype))
+    return ctx.op("Where", opposed, ctx.op("Add", rest, b), rest)
 
 
 @converts(aten.pow.Tensor_Scalar)
@@ -131,9 +145,9 @@ def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -
     if exponent == 3:
         return ctx.op("Mul", ctx.op("Mul", value, value), value)
     if exponent == 0.5 and dtype.is_floating_point:
-        return ctx.op("Sqrt", value)
+        return elementary.sqrt(ctx, value, dtype)
     if exponent == -0.5 and dtype.is_floating_point:
-        return ctx.op("Reciprocal", ctx.op("Sqrt", value))
+        return elementary.rsqrt(ctx, value, dtype)
     _refuse_integer_power(dtype)
     return ctx.op("Pow", value, ctx.const(exponent, dtype))
 
@@ -246,15 +260,12 @@ for _overload, _onnx_op in {
     aten.ceil.default: "Ceil",
     aten.cos.default: "Cos",
     aten.cosh.default: "Cosh",
-    aten.exp.default: "Exp",
     aten.floor.default: "Floor",
-    aten.log.default: "Log",
     aten.neg.default: "Neg",
     aten.reciprocal.default: "Reciprocal",
     aten.round.default: "Round",
     aten.sin.default: "Sin",
     aten.sinh.default: "Sinh",
-    aten.sqrt.default: "Sqrt",
     aten.tan.default: "Tan",
     aten.tanh.default: "Tanh",
     aten.relu.default: "Relu",
@@ -272,28 +283,31 @@ def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return ctx.op("Where", ctx.op("IsNaN", value), ctx.const(0, dtype), ctx.op("Sign", value))
 
 
-@converts(aten.rsqrt.default)
-def rsqrt(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """rsqrt(Tensor self) -> Tensor"""
-    return ctx.op("Reciprocal", ctx.op("Sqrt", ctx.value(x, dtype_of(node))))
+# those that take care at the edges
+
+
+def _elementary(function: Callable[[GraphBuilder, ir.Value, torch.dtype], ir.Value]) -> Callable[..., ir.Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+        dtype = dtype_of(node)
+        return function(ctx, ctx.value(x, dtype), dtype)
+
+    convert.__doc__ = f"{function.__name__}(Tensor self) -> Tensor"
+    convert.__qualname__ = f"elementary_{function.__name__}"
+    return convert
+
+
+converts(aten.exp.default)(_elementary(elementary.exp))
+converts(aten.expm1.default)(_elementary(elementary.expm1))
+converts(aten.log.default)(_elementary(elementary.log))
+converts(aten.log1p.default)(_elementary(elementary.log1p))
+converts(aten.sqrt.default)(_elementary(elementary.sqrt))
+converts(aten.rsqrt.default)(_elementary(elementary.rsqrt))
 
 
 @converts(aten.erf.default)
 def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """erf(Tensor self) -> Tensor"""
-    # onnxruntime 1.19's kernel makes 1 of a NaN
-    value = ctx.value(x, dtype_of(node))
-    return ctx.op("Where", ctx.op("IsNaN", value), value, ctx.op("Erf", value))
-
-
-@converts(aten.expm1.default)
-def expm1(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """expm1(Tensor self) -> Tensor"""
-    # tanh(x / 2) (exp(x) + 1) keeps the digits of a small x, which exp(x) - 1 loses
-    dtype = dtype_of(node)
-    value = ctx.value(x, dtype)
-    half = ctx.op("Tanh", ctx.op("Mul", value, ctx.const(0.5, dtype)))
-    return ctx.op("Mul", half, ctx.op("Add", ctx.op("Exp", value), ctx.const(1, dtype)))
+    return elementary.erf(ctx, ctx.value(x, dtype_of(node)))
 
 
 @converts(aten.trunc.default)
@@ -319,7 +333,7 @@ def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> ir.Value:
     dtype = dtype_of(node)
-    return ctx.op("Mul", ctx.op("Log", ctx.value(x, dtype)), ctx.const(1 / math.log(base), dtype))
+    return ctx.op("Mul", elementary.log(ctx, ctx.value(x, dtype), dtype), ctx.const(1 / math.log(base), dtype))
 
 
 @converts(aten.atan2.default)
@@ -352,24 +366,7 @@ def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.V
     return ctx.op("Or", ctx.op("Less", value, zero), ctx.op("And", ctx.op("Equal", value, zero), reciprocal))
 
 
-@converts(aten.log1p.default)
-def log1p(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """log1p(Tensor self) -> Tensor"""
-    # log(1 + x) loses all digits of a small x; x * log(u) / (u - 1) with u = 1 + x does not (Goldberg 1991, theorem 4)
-    dtype = dtype_of(node)
-    value, one = ctx.value(x, dtype), ctx.const(1, dtype)
-    lifted = ctx.op("Add", value, one)
-    offset = ctx.op("Sub", lifted, one)
-    exact = ctx.op("Div", ctx.op("Mul", value, ctx.op("Log", lifted)), offset)
-    # offset is 0 for a tiny x (answer x), infinite for an infinite one (answer the log itself)
-    is_tiny = ctx.op("Equal", offset, ctx.const(0, dtype))
-    is_huge = ctx.op("IsInf", offset)
-    return ctx.op("Where", is_tiny, value, ctx.op("Where", is_huge, ctx.op("Log", lifted), exact))
-
-
 # comparison and logic
-
-_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
@@ -267,7 +268,7 @@ def var(
 @converts(aten.std.correction)
 def std(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, **kwargs: Any) -> ir.Value:
     """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
-    return ctx.op("Sqrt", var(ctx, node, x, dim, **kwargs))
+    return elementary.sqrt(ctx, var(ctx, node, x, dim, **kwargs), dtype_of(node))
 
 
 @converts(aten.var_mean.correction)
