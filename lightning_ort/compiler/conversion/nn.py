@@ -376,5 +376,5 @@ def embedding(
 ) -> ir.Value:
     """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq, bool sparse) -> Tensor"""  # noqa: E501
     # the last three matter in the backward pass only
-    rows = refusing_negative(ctx, ctx.value(indices, torch.int64), shape_of(weight)[0])
+    rows = refusing_negative(ctx, ctx.value(indices, torch.int64), weight, 0)
     return ctx.op("Gather", ctx.value(weight), rows, axis=0)
