@@ -80,7 +80,7 @@ class BoundSession:
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
         self._integers = {
-            index: torch.zeros((), dtype=torch.int64)
+            index: torch.zeros((), dtype=dtype_of(node))
             for index, node in enumerate(region.inputs)
             if not isinstance(node.meta["val"], torch.Tensor)
         }

@@ -42,6 +42,7 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_permuted.default,
     torch.ops.aten.empty_strided.default,
 }
+_SIZES = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default}
 _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 # an empty tensor takes part in these by design: statistics that evaluation has none of, the first of what is joined
 _EMPTY_AT_TIMES = {
@@ -89,6 +90,7 @@ def is_compute(node: fx.Node) -> bool:
         and node.target not in VIEWS
         and node.target not in _ALLOCATIONS
         and node.target not in _CHECKS
+        and node.target not in _SIZES
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
 
