@@ -5,7 +5,7 @@ In reading order:
 1. :mod:`registry`: which overload is converted by which function, and how one refuses.
 2. :mod:`graph`: the ONNX graph under construction, what converters write to.
 3. :mod:`elementary`: exp, log, sqrt and their kin, right at the edges too.
-4. :mod:`pointwise`: arithmetic, comparison, logic, casts; :mod:`activations`.
+4. :mod:`pointwise`: arithmetic, casts; :mod:`logic`: comparison and choice; :mod:`activations`.
 5. :mod:`linalg`: matrix products.
 6. :mod:`shape`: views, layout, tensors made from sizes.
 7. :mod:`reduction`: sums, extrema, variance, norms, sorting.
@@ -22,6 +22,7 @@ from lightning_ort.compiler.conversion import (  # noqa: F401  (they register th
     gradients,
     indexing,
     linalg,
+    logic,
     loss,
     nn,
     piecewise,

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, converts
