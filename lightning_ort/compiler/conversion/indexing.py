@@ -62,6 +62,7 @@ def _front(dims: Sequence[int], rank: int) -> list[int]:
 
 
 def inverse(perm: Sequence[int]) -> list[int]:
+    """The permutation that undoes another."""
     return [list(perm).index(dim) for dim in range(len(perm))]
 
 

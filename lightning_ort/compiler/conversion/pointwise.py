@@ -97,8 +97,8 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
 def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
     x, y = wrapped(x, dtype), wrapped(y, dtype)
-    is_size = isinstance(y, fx.Node) and _is_positive(y)
-    if y == 0 or (isinstance(y, fx.Node) and not is_size):
+    always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
+    if y == 0 or (isinstance(y, fx.Node) and not always_positive):
         # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
     work = torch.int32 if dtype in NARROW else dtype
@@ -106,7 +106,7 @@ def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> d
     # the smallest integer divided by -1 ends the process too
     trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
     rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
-    opposed = ctx.cast(ctx.op("Less" if is_size or y > 0 else "Greater", rest, ctx.const(0, work)), work)
+    opposed = ctx.cast(ctx.op("Less" if always_positive else "Greater", rest, ctx.const(0, work)), work)
     results = {
         "trunc": trunc,
         "fmod": rest,

@@ -305,7 +305,7 @@ def var_mean(
     """var_mean.correction(Tensor self, int[1]? dim, *, Scalar? correction, bool keepdim) -> (Tensor, Tensor)"""
     dtype = dtype_of(x)
     *both, work = _moments(ctx, x, dim, correction, dtype)
-    return tuple(_rounded(ctx, _without(ctx, value, x, dim, keepdim), work, dtype) for value in both)  # type: ignore
+    return tuple(_rounded(ctx, _without(ctx, value, x, dim, keepdim), work, dtype) for value in both)
 
 
 # norms
