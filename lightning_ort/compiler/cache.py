@@ -242,9 +242,8 @@ def describe(graph: fx.Graph) -> str:
         called = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Named(numbers[source]))
         made = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        lines.append(
-            f"{numbers[node]} {node.op} {called} {arguments} {made} {node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
-        )
+        ways = f"{node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
+        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made} {ways}")
     return "\n".join(lines)
 
 

@@ -4,9 +4,11 @@ Passes over the joint graph (before it is split into forward and backward) and o
 signature, ``(gm) -> None``, and edit in place.
 """
 
+import contextlib
 import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +50,9 @@ _BATCH_NORMS = (
     aten._native_batch_norm_legit.no_stats,
 )
 
+_SHRINKAGES = (aten.hardshrink.default, aten.softshrink.default)
+_SHRINKAGE_GRADIENTS = (aten.hardshrink_backward.default, aten.softshrink_backward.default)
+
 # what `stack_selections` replaces
 _SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
 
@@ -75,6 +80,33 @@ def _as_eager_lays_out(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: An
     if x.device.type != "cpu" or x.is_contiguous(memory_format=memory_format):
         return NotImplemented  # as it is
     return op(x.contiguous(memory_format=memory_format), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def whole_shrinkages() -> Iterator[None]:
+    """Trace ``hardshrink`` and ``softshrink`` as they are.
+
+    torch (2.13) takes them apart above autograd, whatever the table of decompositions says, and the gradients of the
+    parts are not eager's at a NaN. It knows the shape of those gradients only where no size is symbolic.
+    """
+    keys = torch._C.DispatchKey
+    taken = [(op, keys.Autograd, None) for op in _SHRINKAGES]
+    known = [(op, keys.Meta, lambda grad, x, lambd: torch.empty_like(x)) for op in _SHRINKAGE_GRADIENTS]
+    before = [(op, key, op.py_kernels.get(key)) for op, key, _ in (*taken, *known)]
+    try:
+        for op, key, kernel in (*taken, *known):
+            _set_kernel(op, key, kernel)
+        yield
+    finally:
+        for op, key, kernel in before:
+            _set_kernel(op, key, kernel)
+
+
+def _set_kernel(op: OpOverload, key: Any, kernel: Callable[..., Any] | None) -> None:
+    op.py_kernels.pop(key, None)
+    if kernel is not None:
+        op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
 
 
 def split_joint(
@@ -138,6 +170,7 @@ def _is_transposed(node: fx.Node) -> bool:
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
     for graph_pass in (
+        divide_as_eager,
         draw_masks_first,
         drop_casts,
         cancel_transposes,
@@ -149,6 +182,22 @@ def lower(gm: fx.GraphModule) -> None:
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()
+
+
+def divide_as_eager(gm: fx.GraphModule) -> None:
+    """Divide symbolic numbers as C++ does in eager's gradients, where a division by 0 is no error.
+
+    The gradient of a variance of n numbers divides by n less the correction.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=operator.truediv):
+        node.target = quotient
+
+
+def quotient(x: Any, y: Any) -> Any:
+    """``x / y``, infinite or NaN where ``y`` is 0."""
+    if isinstance(y, (int, float)) and y == 0:
+        return math.copysign(math.inf, x) * math.copysign(1.0, y) if x else math.nan
+    return x / y
 
 
 def drop_detach(gm: fx.GraphModule) -> None:

@@ -21,6 +21,7 @@ from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
 from lightning_ort.compiler.support import is_static
+from lightning_ort.compiler.vanishing import emptied
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -50,10 +51,13 @@ class _Binding(threading.local):
     def __init__(self, session: "onnxruntime.InferenceSession", region: Region) -> None:
         inputs: list[Any] = [None] * len(region.inputs)
         outputs: list[Any] = [None] * len(region.outputs)
-        sizes = [index for index, node in enumerate(region.inputs) if not isinstance(node.meta["val"], torch.Tensor)]
-        integers = {index: torch.zeros((), dtype=torch.int64) for index in sizes}
+        numbers = {
+            index: torch.zeros((), dtype=dtype_of(node))
+            for index, node in enumerate(region.inputs)
+            if not isinstance(node.meta["val"], torch.Tensor)
+        }
         # in one attribute, since each access takes time
-        self.parts = session.io_binding()._iobinding, inputs, outputs, integers
+        self.parts = session.io_binding()._iobinding, inputs, outputs, numbers
 
 
 class BoundSession:
@@ -112,7 +116,7 @@ class BoundSession:
 
         """
         kept: Any = None  # what has to live until the run is over
-        binding, bound, bound_outputs, integers = self._bound.parts
+        binding, bound, bound_outputs, numbers = self._bound.parts
         if self._static_sizes is not None:
             sizes = self._static_sizes
             for index, tensor in enumerate(args):
@@ -129,8 +133,8 @@ class BoundSession:
             sizes = self._sizes_of(*args)  # type: ignore[misc]
             for index, value in enumerate(args):
                 tensor = value
-                if index in integers:
-                    tensor = integers[index].fill_(value)
+                if index in numbers:
+                    tensor = numbers[index].fill_(value)
                 elif not tensor.is_contiguous() or tensor.is_neg() or (not tensor.data_ptr() and tensor.numel()):
                     kept = (kept, tensor := _in_memory(tensor))
                 where = (tensor.data_ptr(), tensor.shape)
@@ -270,12 +274,13 @@ class OrtRegion:
         self.__name__, self.__module__ = region.name, __name__
         self._module = region.module
         self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
+        self._emptied = emptied(region)
         self.report = report
         self._on_failure = on_failure
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region."""
-        if self._run is None:
+        if self._run is None or (self._emptied is not None and self._emptied(*args)):
             return self._module.forward(*args)
         try:
             outputs = self._run(*args)
@@ -286,11 +291,13 @@ class OrtRegion:
         else:
             self.report.runs += 1
             return outputs
-        # a region has no side effects, so torch can do it again
+        # a region has no side effects, so torch can do it again; where torch raises too, as at a label that is out of
+        # range, the error is the user's, and the region stays as it is
+        outputs = self._module.forward(*args)
         self._run = None
         self.report.executor, self.report.reason = "torch", reason
         self._on_failure(reason)
-        return self._module.forward(*args)
+        return outputs
 
     def rename(self, name: str) -> None:
         """Take another name in the report and in the code of the compiled graph."""

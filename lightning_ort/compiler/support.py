@@ -43,6 +43,7 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_permuted.default,
     torch.ops.aten.empty_strided.default,
 }
+_SIZES = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default}
 _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -52,7 +53,6 @@ _BETTER_IN_TORCH = {
     torch.ops.aten.convolution_backward.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    torch.ops.aten.embedding_dense_backward.default,
 }
 
 
@@ -82,6 +82,7 @@ def is_compute(node: fx.Node) -> bool:
         and node.target not in VIEWS
         and node.target not in _ALLOCATIONS
         and node.target not in _CHECKS
+        and node.target not in _SIZES
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
 

@@ -86,6 +86,22 @@ def test_raises_where_fallbacks_are_refused(where, monkeypatch):
         call(torch.randn(4, 6)).sum().backward()
 
 
+def test_an_error_of_the_user_is_eagers(caplog):
+    def f(table, index):
+        return (table.exp() * 2)[index]
+
+    call, backend = compiled(f)
+    index = torch.tensor([1, 9])
+    with pytest.raises(IndexError, match="out of bounds") as caught:
+        call(torch.randn(3, 4, requires_grad=True), index)
+    assert not backend.report.fallbacks
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert caught.value.__context__ is None
+    index[1] = 2
+    call(torch.randn(3, 4, requires_grad=True), index).sum().backward()  # it was not given up
+    assert backend.report.ort_runs > 0
+
+
 @pytest.mark.parametrize("where", ["", BACKWARD])
 def test_the_first_backward_pass_may_be_repeated(where, monkeypatch):
     module = Net().eval()

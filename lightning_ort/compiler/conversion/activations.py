@@ -6,9 +6,11 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion import elementary
+from lightning_ort.compiler.conversion.elementary import logistic
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of
 from lightning_ort.compiler.conversion.pointwise import clamp
-from lightning_ort.compiler.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.conversion.registry import converts
 
 aten = torch.ops.aten
 
@@ -41,12 +43,6 @@ def sigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return logistic(ctx, ctx.value(x, dtype), dtype)
 
 
-def logistic(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
-    """1 / (1 + exp(-x)): onnxruntime's Sigmoid is 17 % off at -15 and 0 from -18 on, so that its log is -inf (1.19)."""
-    exp = ctx.op("Exp", ctx.op("Neg", value))
-    return ctx.op("Reciprocal", ctx.op("Add", exp, ctx.const(1, dtype)))
-
-
 @converts(aten.silu.default)
 def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """silu(Tensor self) -> Tensor"""
@@ -58,9 +54,9 @@ def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 def leaky_relu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, negative_slope: Scalar = 0.01) -> ir.Value:
     """leaky_relu(Tensor self, Scalar negative_slope=0.01) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
-    if dtype is torch.float64:  # ONNX attributes are float32
+    if dtype is torch.float64 or isinstance(negative_slope, fx.Node):  # ONNX attributes are float32 constants
         positive = ctx.op("Greater", value, ctx.const(0, dtype))
-        return ctx.op("Where", positive, value, ctx.op("Mul", value, ctx.const(negative_slope, dtype)))
+        return ctx.op("Where", positive, value, ctx.op("Mul", value, ctx.value(negative_slope, dtype)))
     return ctx.op("LeakyRelu", value, alpha=float(negative_slope))
 
 
@@ -69,26 +65,28 @@ def elu(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1
 ) -> ir.Value:
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
-    if input_scale != 1:
-        raise Unsupported(f"elu with input_scale={input_scale}")
     dtype, value = dtype_of(x), ctx.value(x)
-    if dtype is torch.float64:  # ONNX attributes are float32
-        negative = ctx.op("Mul", ctx.op("Elu", value), ctx.const(alpha, dtype))
-        value = ctx.op("Where", ctx.op("Greater", value, ctx.const(0, dtype)), value, negative)
-    else:
-        value = ctx.op("Elu", value, alpha=float(alpha))
-    return value if scale == 1 else ctx.op("Mul", value, ctx.const(scale, dtype))
+    # not Elu, which loses the digits of a small x (onnxruntime 1.19)
+    zero = ctx.const(0, dtype)
+    right, left = ctx.op("Max", value, zero), ctx.op("Min", value, zero)
+    if input_scale != 1:
+        left = ctx.op("Mul", left, ctx.value(input_scale, dtype))
+    left = elementary.expm1(ctx, left, dtype)
+    if alpha != 1:
+        left = ctx.op("Mul", left, ctx.value(alpha, dtype))
+    result = ctx.op("Add", right, left)
+    return result if scale == 1 else ctx.op("Mul", result, ctx.value(scale, dtype))
 
 
 @converts(aten.softplus.default)
 def softplus(ctx: GraphBuilder, node: fx.Node, x: fx.Node, beta: Scalar = 1, threshold: Scalar = 20) -> ir.Value:
     """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
-    scaled = value if beta == 1 else ctx.op("Mul", value, ctx.const(beta, dtype))
-    smooth = ctx.op("Softplus", scaled)
+    scaled = value if beta == 1 else ctx.op("Mul", value, ctx.value(beta, dtype))
+    smooth = elementary.softplus(ctx, scaled, dtype)
     if beta != 1:
-        smooth = ctx.op("Mul", smooth, ctx.const(1 / beta, dtype))
-    return ctx.op("Where", ctx.op("Greater", scaled, ctx.const(threshold, dtype)), value, smooth)
+        smooth = ctx.op("Div", smooth, ctx.value(beta, dtype))
+    return ctx.op("Where", ctx.op("Greater", scaled, ctx.value(threshold, dtype)), value, smooth)
 
 
 @converts(aten.hardtanh.default)
@@ -110,4 +108,28 @@ def hardsigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @converts(aten.hardswish.default)
 def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """hardswish(Tensor self) -> Tensor"""
-    return ctx.op("Mul", ctx.value(x), hardsigmoid(ctx, node, x))
+    dtype, value = dtype_of(x), ctx.value(x)
+    if dtype is torch.float64:  # ONNX attributes are float32
+        gate = ctx.op("Clip", ctx.op("Add", value, ctx.const(3, dtype)), ctx.const(0, dtype), ctx.const(6, dtype))
+        return ctx.op("Div", ctx.op("Mul", value, gate), ctx.const(6, dtype))
+    return ctx.op("Mul", value, hardsigmoid(ctx, node, x))
+
+
+# these two for their gradients, which are not those of torch's decompositions at a NaN
+
+
+@converts(aten.hardshrink.default)
+def hardshrink(ctx: GraphBuilder, node: fx.Node, x: fx.Node, lambd: Scalar = 0.5) -> ir.Value:
+    """hardshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    dtype, value = dtype_of(x), ctx.value(x)
+    is_small = ctx.op("LessOrEqual", ctx.op("Abs", value), ctx.value(lambd, dtype))
+    return ctx.op("Where", is_small, ctx.const(0, dtype), value)
+
+
+@converts(aten.softshrink.default)
+def softshrink(ctx: GraphBuilder, node: fx.Node, x: fx.Node, lambd: Scalar = 0.5) -> ir.Value:
+    """softshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    dtype, value = dtype_of(x), ctx.value(x)
+    # x - min(max(x, -lambd), lambd); 0 in the middle, and inf - lambd = inf
+    high = ctx.value(lambd, dtype)
+    return ctx.op("Sub", value, ctx.op("Min", ctx.op("Max", value, ctx.op("Neg", high)), high))

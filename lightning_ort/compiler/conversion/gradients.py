@@ -11,9 +11,17 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.activations import logistic
+from lightning_ort.compiler.conversion import elementary
+from lightning_ort.compiler.conversion.elementary import logistic
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
+from lightning_ort.compiler.conversion.nn import (
+    channel_axes,
+    grouped,
+    per_channel,
+    refuse_empty,
+    static_sizes,
+    work_dtype,
+)
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, Unsupported, converts
 
@@ -34,7 +42,7 @@ def threshold_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.No
     """threshold_backward(Tensor grad_output, Tensor self, Scalar threshold) -> Tensor"""
     dtype = dtype_of(node)
     # LessOrEqual and not Greater: the gradient of a NaN is passed on, as in torch
-    closed = ctx.op("LessOrEqual", ctx.value(x), ctx.const(threshold, dtype_of(x)))
+    closed = ctx.op("LessOrEqual", ctx.value(x), ctx.value(threshold, dtype_of(x)))
     return ctx.op("Where", closed, ctx.const(0, dtype), ctx.value(grad))
 
 
@@ -70,7 +78,7 @@ def _gelu_slope(ctx: GraphBuilder, x: ir.Value, dtype: torch.dtype) -> ir.Value:
     erf = ctx.op("Erf", ctx.op("Mul", x, ctx.const(math.sqrt(0.5), dtype)))
     cumulative = ctx.op("Add", ctx.op("Mul", erf, half), half)
     exponent = ctx.op("Mul", ctx.op("Mul", x, x), ctx.const(-0.5, dtype))
-    density = ctx.op("Mul", ctx.op("Exp", exponent), ctx.const(1 / math.sqrt(2 * math.pi), dtype))
+    density = ctx.op("Mul", elementary.exp(ctx, exponent, dtype), ctx.const(1 / math.sqrt(2 * math.pi), dtype))
     return ctx.op("Add", cumulative, ctx.op("Mul", x, density))
 
 
@@ -103,30 +111,8 @@ def leaky_relu_backward(
     """leaky_relu_backward(Tensor grad_output, Tensor self, Scalar negative_slope, bool self_is_result) -> Tensor"""
     dtype = dtype_of(node)
     is_open = ctx.op("Greater", ctx.value(x), ctx.const(0, dtype_of(x)))
-    slope = ctx.op("Where", is_open, ctx.const(1, dtype), ctx.const(negative_slope, dtype))
+    slope = ctx.op("Where", is_open, ctx.const(1, dtype), ctx.value(negative_slope, dtype))
     return ctx.op("Mul", ctx.value(grad), slope)
-
-
-@converts(aten.elu_backward.default)
-def elu_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    alpha: Scalar,
-    scale: Scalar,
-    input_scale: Scalar,
-    is_result: bool,
-    self_or_result: fx.Node,
-) -> ir.Value:
-    """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""  # noqa: E501
-    dtype, value = dtype_of(node), ctx.value(self_or_result)
-    if is_result:
-        left = ctx.op("Mul", ctx.op("Add", value, ctx.const(alpha * scale, dtype)), ctx.const(input_scale, dtype))
-    else:
-        exp = ctx.op("Exp", value if input_scale == 1 else ctx.op("Mul", value, ctx.const(input_scale, dtype)))
-        left = ctx.op("Mul", exp, ctx.const(input_scale * alpha * scale, dtype))
-    is_left = ctx.op("LessOrEqual", value, ctx.const(0, dtype))
-    return ctx.op("Mul", ctx.value(grad), ctx.op("Where", is_left, left, ctx.const(scale, dtype)))
 
 
 @converts(aten.softplus_backward.default)
@@ -135,41 +121,10 @@ def softplus_backward(
 ) -> ir.Value:
     """softplus_backward(Tensor grad_output, Tensor self, Scalar beta, Scalar threshold) -> Tensor"""
     dtype, value = dtype_of(node), ctx.value(x)
-    scaled = value if beta == 1 else ctx.op("Mul", value, ctx.const(beta, dtype))
-    is_linear = ctx.op("Greater", scaled, ctx.const(threshold, dtype))
+    scaled = value if beta == 1 else ctx.op("Mul", value, ctx.value(beta, dtype))
+    is_linear = ctx.op("Greater", scaled, ctx.value(threshold, dtype))
     slope = ctx.op("Where", is_linear, ctx.const(1, dtype), logistic(ctx, scaled, dtype))
     return ctx.op("Mul", ctx.value(grad), slope)
-
-
-@converts(aten.hardswish_backward.default)
-def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
-    """hardswish_backward(Tensor grad_output, Tensor self) -> Tensor"""
-    dtype, value, grads = dtype_of(node), ctx.value(x), ctx.value(grad)
-    line = ctx.op("Add", ctx.op("Mul", value, ctx.const(1 / 3, dtype)), ctx.const(0.5, dtype))
-    right = ctx.op("Where", ctx.op("Less", value, ctx.const(3, dtype)), ctx.op("Mul", grads, line), grads)
-    return ctx.op("Where", ctx.op("LessOrEqual", value, ctx.const(-3, dtype)), ctx.const(0, dtype), right)
-
-
-def _inside(ctx: GraphBuilder, grad: ir.Value, x: fx.Node, low: Scalar, high: Scalar) -> ir.Value:
-    """The gradient where low < x < high, else 0."""
-    dtype, value = dtype_of(x), ctx.value(x)
-    above = ctx.op("Greater", value, ctx.const(low, dtype))
-    below = ctx.op("Less", value, ctx.const(high, dtype))
-    return ctx.op("Where", ctx.op("And", above, below), grad, ctx.const(0, dtype))
-
-
-@converts(aten.hardsigmoid_backward.default)
-def hardsigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
-    """hardsigmoid_backward(Tensor grad_output, Tensor self) -> Tensor"""
-    return _inside(ctx, ctx.op("Mul", ctx.value(grad), ctx.const(1 / 6, dtype_of(x))), x, -3, 3)
-
-
-@converts(aten.hardtanh_backward.default)
-def hardtanh_backward(
-    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, min_val: Scalar, max_val: Scalar
-) -> ir.Value:
-    """hardtanh_backward(Tensor grad_output, Tensor self, Scalar min_val, Scalar max_val) -> Tensor"""
-    return _inside(ctx, ctx.value(grad), x, min_val, max_val)
 
 
 @converts(aten.native_dropout_backward.default)
@@ -186,6 +141,7 @@ def softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    refuse_empty(output, "the gradient of a softmax")
     dtype = dtype_of(output)
     grads, y = ctx.value(grad, dtype), ctx.value(output)
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "SoftmaxGrad_13":
@@ -202,13 +158,14 @@ def log_softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    refuse_empty(output, "the gradient of a softmax")
     dtype = dtype_of(output)
     grads, y = ctx.value(grad, dtype), ctx.value(output)
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "LogSoftmaxGrad_13":
         result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
     else:
         total = reduce(ctx, "ReduceSum", output, grads, dim, keepdim=True)
-        result = ctx.op("Sub", grads, ctx.op("Mul", ctx.op("Exp", y), total))
+        result = ctx.op("Sub", grads, ctx.op("Mul", elementary.exp(ctx, y, dtype), total))
     return result if dtype_of(node) == dtype else ctx.cast(result, dtype_of(node))
 
 
@@ -405,7 +362,7 @@ def batch_norm_backward(
     elif not train and running_mean is not None and running_var is not None:
         mean = ctx.value(running_mean, work)
         lifted = ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work))
-        rstd = ctx.op("Reciprocal", ctx.op("Sqrt", lifted))
+        rstd = elementary.rsqrt(ctx, lifted, work)
     else:
         raise Unsupported("the gradient of a batch norm without statistics")
     grads, axes = ctx.value(grad, work), channel_axes(x)

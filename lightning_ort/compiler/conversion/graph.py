@@ -48,12 +48,12 @@ def element_type(dtype: torch.dtype) -> Any:
 
 
 def dtype_of(arg: Arg) -> torch.dtype:
-    """The dtype of an argument's value; a symbolic or plain integer counts as int64, a float as float32."""
+    """The dtype of an argument's value; an integer counts as int64, a float as float32, a symbolic one as float64."""
     if isinstance(arg, fx.Node):
         val = arg.meta["val"]
         if isinstance(val, torch.Tensor):
             return val.dtype
-        return torch.bool if isinstance(val, torch.SymBool) else torch.int64
+        return {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}.get(type(val), torch.int64)
     if isinstance(arg, bool):
         return torch.bool
     return torch.int64 if isinstance(arg, int) else torch.float32
@@ -117,17 +117,22 @@ class GraphBuilder:
         self._casts: dict[tuple[ir.Value, torch.dtype], ir.Value] = {}
         self._count = 0
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether onnxruntime's CPU kernels run it."""
+        return self.kernels.providers[0] == "CPUExecutionProvider"
+
     # what a region is made of
 
     def add_input(self, node: fx.Node, name: str) -> None:
-        """Declare a graph input for an FX node: a tensor, or a symbolic integer as an int64 scalar."""
+        """Declare a graph input for an FX node: a tensor, or a symbolic number as an int64 or float64 scalar."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
             if val.dtype not in DTYPES:
                 raise Unsupported(f"{val.dtype} has no ONNX counterpart here", ReasonType.DTYPE)
             value = ir.Value(name=name, type=ir.TensorType(DTYPES[input_dtype(node)]), shape=onnx_shape(val.shape))
-        elif isinstance(val, (int, torch.SymInt)):
-            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+        elif isinstance(val, (int, torch.SymInt, torch.SymFloat)):
+            value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype_of(node)]), shape=ir.Shape([]))
         else:
             raise Unsupported(f"an input of type {type(val).__name__}", ReasonType.DTYPE)
         self.inputs.append(value)
@@ -217,9 +222,14 @@ class GraphBuilder:
 
     def const(self, value: Any, dtype: torch.dtype) -> ir.Value:
         """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
+        if isinstance(value, fx.Node):
+            raise Unsupported(f"a symbolic number where a constant is needed: {value}")
         if dtype is torch.bfloat16 or dtype not in DTYPES:
             raise Unsupported(f"a constant of {dtype}", ReasonType.DTYPE)
-        array = np.asarray(value, dtype=DTYPES[dtype].numpy())
+        try:
+            array = np.asarray(value, dtype=DTYPES[dtype].numpy())
+        except (OverflowError, ValueError) as error:  # -1 as uint8, an infinity as int64
+            raise Unsupported(f"{value} as {dtype}") from error
         key = (dtype, array.shape, array.tobytes())
         if key not in self._initializers:
             name = f"c{len(self._initializers)}"
@@ -247,6 +257,15 @@ class GraphBuilder:
             return self.const(arg, dtype or dtype_of(arg))
         value = self.values[arg]
         return value if dtype is None or dtype_of(arg) == dtype else self.cast(value, dtype)
+
+    def product(self, dtype: torch.dtype, *args: Arg) -> ir.Value:
+        """The product of scalars: a constant, but for symbolic ones."""
+        numbers = [arg for arg in args if not isinstance(arg, fx.Node)]
+        result = self.const(math.prod(numbers), dtype)
+        for arg in args:
+            if isinstance(arg, fx.Node):
+                result = self.op("Mul", result, self.value(arg, dtype))
+        return result
 
     def cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
         """A value in another dtype; the same cast is emitted once."""

@@ -1,4 +1,4 @@
-"""Reading and writing by index: gather, scatter, slices written to, triangles."""
+"""Reading and writing by index: gather, scatter and their kin."""
 
 import functools
 import math
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion.graph import (
+    Arg,
     GraphBuilder,
     Scalar,
     dtype_of,
@@ -26,15 +27,18 @@ aten = torch.ops.aten
 Indices = Sequence[fx.Node | None]
 
 
-def refusing_negative(ctx: GraphBuilder, index: ir.Value, size: Any) -> ir.Value:
-    """The index with its negative entries out of range.
+def refusing_negative(ctx: GraphBuilder, index: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+    """The index along a dimension of ``x`` with its negative entries out of range.
 
     ONNX counts them from the end, torch takes them for the errors that they are; now both refuse them.
     """
-    if not isinstance(size, int):
-        return index
-    is_negative = ctx.op("Less", index, ctx.const(0, torch.int64))
-    return ctx.op("Where", is_negative, ctx.const(size, torch.int64), index)
+    axis = dim % rank_of(x)
+    size = shape_of(x)[axis]
+    if isinstance(size, int):
+        beyond = ctx.const(size, torch.int64)
+    else:
+        beyond = ctx.op("Shape", ctx.value(x), start=axis, end=axis + 1)
+    return ctx.op("Where", ctx.op("Less", index, ctx.const(0, torch.int64)), beyond, index)
 
 
 # reading
@@ -57,7 +61,8 @@ def _front(dims: Sequence[int], rank: int) -> list[int]:
     return [*dims, *(dim for dim in range(rank) if dim not in dims)]
 
 
-def _inverse(perm: Sequence[int]) -> list[int]:
+def inverse(perm: Sequence[int]) -> list[int]:
+    """The permutation that undoes another."""
     return [list(perm).index(dim) for dim in range(len(perm))]
 
 
@@ -98,7 +103,8 @@ def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: 
     """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
     if rank_of(x) == 0 or rank_of(index) == 0:
         raise Unsupported("index_select of or by a scalar")
-    return ctx.op("Gather", ctx.value(x), ctx.value(index), axis=dim)
+    rows = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("Gather", ctx.value(x), rows, axis=dim)
 
 
 @converts(aten.gather.default)
@@ -107,7 +113,8 @@ def gather(
 ) -> ir.Value:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
     _check_ranks("gather", x, index)
-    return ctx.op("GatherElements", ctx.value(x), ctx.value(index, torch.int64), axis=dim)
+    places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("GatherElements", ctx.value(x), places, axis=dim)
 
 
 def _refuse_scalars(name: str, *nodes: fx.Node) -> None:
@@ -127,7 +134,8 @@ def _check_ranks(name: str, x: fx.Node, index: fx.Node) -> None:
 def _scatter(
     ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: ir.Value, reduction: str | None
 ) -> ir.Value:
-    return ctx.op("ScatterElements", ctx.value(x), ctx.value(index, torch.int64), source, axis=dim, reduction=reduction)
+    places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("ScatterElements", ctx.value(x), places, source, axis=dim, reduction=reduction)
 
 
 def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
@@ -150,7 +158,7 @@ def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.No
 def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> ir.Value:
     """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     _check_ranks("scatter", x, index)
-    return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.const(value, dtype_of(x)), ctx.shape_tensor(index)), None)
+    return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.value(value, dtype_of(x)), ctx.shape_tensor(index)), None)
 
 
 @converts(aten.scatter_add.default)
@@ -188,7 +196,8 @@ def scatter_reduce(
     if not dtype.is_floating_point:
         raise Unsupported(f"scatter_reduce of {dtype}")
     onnx_reduction, start = _REDUCTIONS[reduce]
-    ids, base, source = ctx.value(index, torch.int64), ctx.value(x), _source_like_index(ctx, src, index, dtype)
+    ids = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    base, source = ctx.value(x), _source_like_index(ctx, src, index, dtype)
 
     def scatter_to(target: ir.Value, updates: ir.Value, reduction: str | None) -> ir.Value:
         return ctx.op("ScatterElements", target, ids, updates, axis=dim, reduction=reduction)
@@ -245,9 +254,9 @@ def index_put(
     updates = ctx.value(values, dtype_of(x))
     if back != list(range(len(back))):
         shape = ctx.op("Gather", shape, ctx.ints(back))
-    updates = ctx.transpose(ctx.op("Expand", updates, shape), _inverse(back))
+    updates = ctx.transpose(ctx.op("Expand", updates, shape), inverse(back))
     written = ctx.op("ScatterND", moved, rows, updates, reduction="add" if accumulate else None)
-    return ctx.transpose(written, _inverse(front))
+    return ctx.transpose(written, inverse(front))
 
 
 @converts(aten.index_add.default)
@@ -256,21 +265,49 @@ def index_add(
 ) -> ir.Value:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     _refuse_scalars("index_add", x, index, source)
-    dtype, rank = dtype_of(x), rank_of(x)
+    dtype = dtype_of(x)
     updates = ctx.value(source, dtype)
     if alpha != 1:
-        updates = ctx.op("Mul", updates, ctx.const(alpha, dtype))
-    rows = ctx.op("Unsqueeze", ctx.value(index, torch.int64), ctx.ints([1]))
-    return _write_rows(ctx, ctx.value(x), rows, updates, dim % rank, rank, "add")
+        updates = ctx.op("Mul", updates, ctx.value(alpha, dtype))
+    return write_rows(ctx, ctx.value(x), _rows(ctx, index, x, dim), updates, dim % rank_of(x), rank_of(x), "add")
 
 
-def _write_rows(
+@converts(aten.index_copy.default)
+def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> ir.Value:
+    """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
+    # torch's decomposition is an index_put, to which a negative index is none of its errors
+    _refuse_scalars("index_copy", x, index, source)
+    updates = ctx.value(source, dtype_of(x))
+    return write_rows(ctx, ctx.value(x), _rows(ctx, index, x, dim), updates, dim % rank_of(x), rank_of(x), None)
+
+
+@converts(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Arg) -> ir.Value:
+    """index_fill.int_Scalar(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
+    # a negative index counts from the end here
+    _refuse_scalars("index_fill", x)
+    dtype, size = dtype_of(x), shape_of(x)[dim]
+    if dtype is torch.bool or not isinstance(size, int):
+        raise Unsupported("index_fill of booleans, or along a symbolic size")
+    rows = ctx.op("Reshape", ctx.value(index, torch.int64), ctx.ints([-1, 1]))
+    ones = ctx.op("Expand", ctx.const(1, torch.float32), ctx.op("Shape", rows, end=1))
+    written = ctx.op("ScatterND", zeros_of(ctx, ctx.ints([size]), torch.float32), rows, ones)
+    places = ctx.op("Unsqueeze", written, ctx.ints(list(range(1, rank_of(x) - dim % rank_of(x)))))
+    return ctx.op("Where", ctx.cast(places, torch.bool), ctx.value(value, dtype), ctx.value(x))
+
+
+def _rows(ctx: GraphBuilder, index: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+    """The index [k] of entries of a dimension of ``x`` as the rows [k, 1] that ScatterND takes."""
+    return ctx.op("Unsqueeze", refusing_negative(ctx, ctx.value(index, torch.int64), x, dim), ctx.ints([1]))
+
+
+def write_rows(
     ctx: GraphBuilder, x: ir.Value, rows: ir.Value, updates: ir.Value, axis: int, rank: int, reduction: str | None
 ) -> ir.Value:
     """Write to the entries of one dimension that ``rows`` [k, 1] lists."""
     perm = _front([axis], rank)
     moved, updates = ctx.transpose(x, perm), ctx.transpose(updates, perm)
-    return ctx.transpose(ctx.op("ScatterND", moved, rows, updates, reduction=reduction), _inverse(perm))
+    return ctx.transpose(ctx.op("ScatterND", moved, rows, updates, reduction=reduction), inverse(perm))
 
 
 @converts(aten.embedding_dense_backward.default, forms=(EXPANDED,))
@@ -284,13 +321,15 @@ def embedding_dense_backward(
     scale_grad_by_freq: bool,
 ) -> ir.Value:
     """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"""  # noqa: E501
+    if isinstance(padding_idx, fx.Node):
+        raise Unsupported("a symbolic padding_idx")
     if scale_grad_by_freq:
         raise Unsupported("embedding gradient scaled by frequency")
     shape = shape_of(node)
     if not static(shape):
         raise Unsupported("the gradient of an embedding of symbolic size", ReasonType.DYNAMIC_SHAPE)
     dtype = dtype_of(node)
-    ids, grads = ctx.value(indices, torch.int64), ctx.value(grad)
+    ids, grads = ctx.value(indices, torch.int64), ctx.value(grad)  # the forward pass has refused negative ones
     if padding_idx >= 0:
         is_padding = ctx.op("Equal", ids, ctx.const(padding_idx, torch.int64))
         grads = ctx.op("Where", ctx.op("Unsqueeze", is_padding, ctx.ints([-1])), ctx.const(0, dtype), grads)
@@ -302,167 +341,3 @@ def embedding_dense_backward(
 def zeros_of(ctx: GraphBuilder, shape: ir.Value, dtype: torch.dtype) -> ir.Value:
     """Zeros of a shape that is a 1-D int64 value."""
     return ctx.op("ConstantOfShape", shape, value=ir.tensor(ctx.const([0], dtype).const_value.numpy()))  # type: ignore[union-attr]
-
-
-# slices
-
-
-def _clamp_bound(bound: Any, size: int, default: int) -> int:
-    """A slice bound as torch reads it: from the end if negative, then within the dimension."""
-    if bound is None:
-        return default
-    return min(max(bound + size if bound < 0 else bound, 0), size)
-
-
-def _static_slice(sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> tuple[int, int, int, int]:
-    """The dimension as a positive number, its size, and the bounds of the slice."""
-    axis = dim % len(sizes)
-    if not static([sizes[axis], step, *(bound for bound in (start, end) if bound is not None)]):
-        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    size = sizes[axis]
-    first = _clamp_bound(start, size, 0)
-    return axis, size, first, max(_clamp_bound(end, size, size), first)
-
-
-def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, after: int) -> ir.Value:
-    """Add zeros along one dimension."""
-    if before == 0 and after == 0:
-        return value
-    # all dimensions, not the `axes` input: onnxruntime's transpose optimizer (1.19) permutes the pads as if they were
-    # all there ("indices element out of data bounds"); without a value it pads with zeros
-    pads = [0] * (2 * rank)
-    pads[axis], pads[rank + axis] = before, after
-    return ctx.op("Pad", value, ctx.ints(pads))
-
-
-@converts(aten.slice_backward.default)
-def slice_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    input_sizes: Sequence[Any],
-    dim: int,
-    start: Any,
-    end: Any,
-    step: Any,
-) -> ir.Value:
-    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
-    axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
-    value, rank = ctx.value(grad), rank_of(grad)
-    length = shape_of(grad)[axis]
-    if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
-        value = _pad(ctx, ctx.op("Unsqueeze", value, ctx.ints([axis + 1])), rank + 1, axis + 1, 0, step - 1)
-        if not static(shape_of(grad)):
-            raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-        spread = list(shape_of(grad))
-        spread[axis] = length * step
-        value = ctx.op("Reshape", value, ctx.ints(spread))  # type: ignore[arg-type]
-        length = min(length * step, size - first)
-        value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))
-    if not isinstance(length, int):
-        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    return _pad(ctx, value, rank, axis, first, size - first - length)
-
-
-@converts(aten.select_backward.default)
-def select_backward(
-    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
-) -> ir.Value:
-    """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
-    axis = dim % rank_of(node)
-    size = shape_of(node)[axis]
-    if not isinstance(size, int) or not isinstance(index, int):
-        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    position = index % size
-    value = ctx.op("Unsqueeze", ctx.value(grad), ctx.ints([axis]))
-    return _pad(ctx, value, rank_of(node), axis, position, size - position - 1)
-
-
-def _replace(ctx: GraphBuilder, x: ir.Value, source: ir.Value, axis: int, size: int, first: int, last: int) -> ir.Value:
-    """``x`` with what lies between two positions of a dimension replaced."""
-    parts = [source]
-    if first > 0:
-        parts.insert(0, ctx.op("Slice", x, ctx.ints([0]), ctx.ints([first]), ctx.ints([axis])))
-    if last < size:
-        parts.append(ctx.op("Slice", x, ctx.ints([last]), ctx.ints([size]), ctx.ints([axis])))
-    return source if len(parts) == 1 else ctx.op("Concat", *parts, axis=axis)
-
-
-@converts(aten.slice_scatter.default)
-def slice_scatter(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    src: fx.Node,
-    dim: int = 0,
-    start: Any = None,
-    end: Any = None,
-    step: Any = 1,
-) -> ir.Value:
-    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
-    axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)
-    if step != 1:
-        rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
-        return _write_rows(ctx, ctx.value(x), rows, ctx.value(src, dtype_of(x)), axis, rank_of(x), None)
-    return _replace(ctx, ctx.value(x), ctx.value(src, dtype_of(x)), axis, size, first, last)
-
-
-@converts(aten.select_scatter.default)
-def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> ir.Value:
-    """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
-    axis = dim % rank_of(x)
-    size = shape_of(x)[axis]
-    if not isinstance(size, int) or not isinstance(index, int):
-        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    position = index % size
-    source = ctx.op("Unsqueeze", ctx.value(src, dtype_of(x)), ctx.ints([axis]))
-    return _replace(ctx, ctx.value(x), source, axis, size, position, position + 1)
-
-
-# diagonals and triangles
-
-
-def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[list[int], list[int], int]:
-    """The permutation that brings both dimensions to the end, where the diagonal is in their product, and its size."""
-    rank = rank_of(x)
-    axes = [dim1 % rank, dim2 % rank]
-    height, width = (shape_of(x)[axis] for axis in axes)
-    if not isinstance(height, int) or not isinstance(width, int):
-        raise Unsupported("a diagonal of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    places = [row * width + row + offset for row in range(height) if 0 <= row + offset < width]
-    if not places:
-        raise Unsupported("a diagonal outside of its matrix")
-    return [*(dim for dim in range(rank) if dim not in axes), *axes], places, height * width
-
-
-@converts(aten.diagonal.default)
-def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
-    """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
-    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    flat = ctx.op("Reshape", ctx.transpose(ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
-    return ctx.op("Gather", flat, ctx.ints(places), axis=-1)
-
-
-@converts(aten.diagonal_scatter.default)
-def diagonal_scatter(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> ir.Value:
-    """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
-    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    moved = ctx.transpose(ctx.value(x), perm)
-    flat = ctx.op("Reshape", moved, ctx.ints([0] * (len(perm) - 2) + [size]))
-    rows = ctx.const([[place] for place in places], torch.int64)
-    written = _write_rows(ctx, flat, rows, ctx.value(src, dtype_of(x)), len(perm) - 2, len(perm) - 1, None)
-    return ctx.transpose(ctx.op("Reshape", written, ctx.op("Shape", moved)), _inverse(perm))
-
-
-@converts(aten.tril.default)
-def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
-    """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
-    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=0)
-
-
-@converts(aten.triu.default)
-def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
-    """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
-    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=1)

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, converts
@@ -24,8 +24,8 @@ def _class_axis(x: fx.Node) -> int:
 def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) -> tuple[ir.Value, ir.Value]:
     """Where a target counts, and the targets with 0 where they do not."""
     labels = ctx.value(target, torch.int64)
-    ignored = ctx.op("Equal", labels, ctx.const(ignore_index, torch.int64))
-    labels = refusing_negative(ctx, labels, shape_of(x)[_class_axis(x)])
+    ignored = ctx.op("Equal", labels, ctx.value(ignore_index, torch.int64))
+    labels = refusing_negative(ctx, labels, x, _class_axis(x))
     return ctx.op("Not", ignored), ctx.op("Where", ignored, ctx.const(0, torch.int64), labels)
 
 

@@ -9,10 +9,14 @@ import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
+
+# onnxruntime has few kernels for these
+NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def result_dtype(*args: Arg) -> torch.dtype:
@@ -81,29 +85,57 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
     if rounding_mode is None:
         return div(ctx, node, x, y)
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
-    dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
-    if rounding_mode == "floor" and not dtype.is_floating_point:  # ONNX truncates; its rest has the divisor's sign
-        return ctx.op("Div", ctx.op("Sub", dividend, ctx.op("Mod", dividend, divisor)), divisor)
-    quotient = ctx.op("Div", dividend, divisor)
     if not dtype.is_floating_point:
-        return quotient
+        return _divide_integers(ctx, x, y, dtype)[rounding_mode]
+    dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
     if rounding_mode == "floor":
-        return ctx.op("Floor", quotient)
+        return elementary.floor_divide(ctx, dividend, divisor, dtype)
+    quotient = ctx.op("Div", dividend, divisor)
     return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
 
 
-def _refuse_integer_divisor(divisor: Arg, dtype: torch.dtype) -> None:
-    """Refuse a divisor that may be the integer 0: onnxruntime 1.19 ends the process there (SIGFPE), torch raises."""
-    if not dtype.is_floating_point and (isinstance(divisor, fx.Node) or divisor == 0):
+def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
+    """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
+    x, y = wrapped(x, dtype), wrapped(y, dtype)
+    always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
+    if y == 0 or (isinstance(y, fx.Node) and not always_positive):
+        # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
+    work = torch.int32 if dtype in NARROW else dtype
+    dividend, divisor = ctx.value(x, work), ctx.value(y, work)
+    # the smallest integer divided by -1 ends the process too
+    trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
+    rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
+    opposed = ctx.cast(ctx.op("Less" if always_positive else "Greater", rest, ctx.const(0, work)), work)
+    results = {
+        "trunc": trunc,
+        "fmod": rest,
+        "floor": ctx.op("Sub", trunc, opposed),
+        "remainder": ctx.op("Add", rest, ctx.op("Mul", opposed, divisor)),
+    }
+    return results if work == dtype else {name: ctx.cast(value, dtype) for name, value in results.items()}
+
+
+def wrapped(arg: Arg, dtype: torch.dtype) -> Arg:
+    """A Python integer as torch converts it to a dtype that has no room for it: -1 is 255 as a byte."""
+    if isinstance(arg, (bool, float, fx.Node)) or dtype is torch.bool:
+        return arg
+    info = torch.iinfo(dtype)
+    return (arg - info.min) % (info.max - info.min + 1) + info.min
+
+
+def _is_positive(node: fx.Node) -> bool:
+    """Whether a symbolic integer, such as a size, is always above 0."""
+    val = node.meta["val"]
+    return isinstance(val, torch.SymInt) and bool(val.node.shape_env.bound_sympy(val.node.expr).lower > 0)
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
 def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
+    if not dtype.is_floating_point:
+        return _divide_integers(ctx, x, y, dtype)["fmod"]
     return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
 
 
@@ -111,14 +143,12 @@ def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
 def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
-    _refuse_integer_divisor(y, dtype)
-    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
     if not dtype.is_floating_point:
-        return ctx.op("Mod", a, b)  # the sign of the divisor, as in Python
+        return _divide_integers(ctx, x, y, dtype)["remainder"]
+    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
     rest = ctx.op("Mod", a, b, fmod=1)  # the sign of the dividend
-    zero = ctx.const(0, dtype)
-    differs = ctx.op("Less", ctx.op("Mul", rest, ctx.op("Sign", b)), zero)
-    return ctx.op("Where", differs, ctx.op("Add", rest, b), rest)
+    opposed = ctx.op("Less", ctx.op("Mul", ctx.op("Sign", rest), ctx.op("Sign", b)), ctx.const(0, dtype))
+    return ctx.op("Where", opposed, ctx.op("Add", rest, b), rest)
 
 
 @converts(aten.pow.Tensor_Scalar)
@@ -131,11 +161,11 @@ def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -
     if exponent == 3:
         return ctx.op("Mul", ctx.op("Mul", value, value), value)
     if exponent == 0.5 and dtype.is_floating_point:
-        return ctx.op("Sqrt", value)
+        return elementary.sqrt(ctx, value, dtype)
     if exponent == -0.5 and dtype.is_floating_point:
-        return ctx.op("Reciprocal", ctx.op("Sqrt", value))
+        return elementary.rsqrt(ctx, value, dtype)
     _refuse_integer_power(dtype)
-    return ctx.op("Pow", value, ctx.const(exponent, dtype))
+    return ctx.op("Pow", value, ctx.value(exponent, dtype))
 
 
 def _refuse_integer_power(dtype: torch.dtype) -> None:
@@ -179,9 +209,9 @@ def clamp(
     value = ctx.value(x, dtype)
     # not Clip: with min > max torch gives max, ONNX Clip of opset 18 leaves it open
     if min is not None:
-        value = ctx.op("Max", value, ctx.const(min, dtype))
+        value = ctx.op("Max", value, ctx.value(min, dtype))
     if max is not None:
-        value = ctx.op("Min", value, ctx.const(max, dtype))
+        value = ctx.op("Min", value, ctx.value(max, dtype))
     return value
 
 
@@ -246,15 +276,12 @@ for _overload, _onnx_op in {
     aten.ceil.default: "Ceil",
     aten.cos.default: "Cos",
     aten.cosh.default: "Cosh",
-    aten.exp.default: "Exp",
     aten.floor.default: "Floor",
-    aten.log.default: "Log",
     aten.neg.default: "Neg",
     aten.reciprocal.default: "Reciprocal",
     aten.round.default: "Round",
     aten.sin.default: "Sin",
     aten.sinh.default: "Sinh",
-    aten.sqrt.default: "Sqrt",
     aten.tan.default: "Tan",
     aten.tanh.default: "Tanh",
     aten.relu.default: "Relu",
@@ -272,28 +299,31 @@ def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return ctx.op("Where", ctx.op("IsNaN", value), ctx.const(0, dtype), ctx.op("Sign", value))
 
 
-@converts(aten.rsqrt.default)
-def rsqrt(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """rsqrt(Tensor self) -> Tensor"""
-    return ctx.op("Reciprocal", ctx.op("Sqrt", ctx.value(x, dtype_of(node))))
+# those that take care at the edges
+
+
+def _elementary(function: Callable[[GraphBuilder, ir.Value, torch.dtype], ir.Value]) -> Callable[..., ir.Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+        dtype = dtype_of(node)
+        return function(ctx, ctx.value(x, dtype), dtype)
+
+    convert.__doc__ = f"{function.__name__}(Tensor self) -> Tensor"
+    convert.__qualname__ = f"elementary_{function.__name__}"
+    return convert
+
+
+converts(aten.exp.default)(_elementary(elementary.exp))
+converts(aten.expm1.default)(_elementary(elementary.expm1))
+converts(aten.log.default)(_elementary(elementary.log))
+converts(aten.log1p.default)(_elementary(elementary.log1p))
+converts(aten.sqrt.default)(_elementary(elementary.sqrt))
+converts(aten.rsqrt.default)(_elementary(elementary.rsqrt))
 
 
 @converts(aten.erf.default)
 def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """erf(Tensor self) -> Tensor"""
-    # onnxruntime 1.19's kernel makes 1 of a NaN
-    value = ctx.value(x, dtype_of(node))
-    return ctx.op("Where", ctx.op("IsNaN", value), value, ctx.op("Erf", value))
-
-
-@converts(aten.expm1.default)
-def expm1(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """expm1(Tensor self) -> Tensor"""
-    # tanh(x / 2) (exp(x) + 1) keeps the digits of a small x, which exp(x) - 1 loses
-    dtype = dtype_of(node)
-    value = ctx.value(x, dtype)
-    half = ctx.op("Tanh", ctx.op("Mul", value, ctx.const(0.5, dtype)))
-    return ctx.op("Mul", half, ctx.op("Add", ctx.op("Exp", value), ctx.const(1, dtype)))
+    return elementary.erf(ctx, ctx.value(x, dtype_of(node)))
 
 
 @converts(aten.trunc.default)
@@ -319,7 +349,7 @@ def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> ir.Value:
     dtype = dtype_of(node)
-    return ctx.op("Mul", ctx.op("Log", ctx.value(x, dtype)), ctx.const(1 / math.log(base), dtype))
+    return ctx.op("Mul", elementary.log(ctx, ctx.value(x, dtype), dtype), ctx.const(1 / math.log(base), dtype))
 
 
 @converts(aten.atan2.default)
@@ -350,114 +380,6 @@ def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.V
     zero = ctx.const(0, dtype)
     reciprocal = ctx.op("Less", ctx.op("Reciprocal", value), zero)
     return ctx.op("Or", ctx.op("Less", value, zero), ctx.op("And", ctx.op("Equal", value, zero), reciprocal))
-
-
-@converts(aten.log1p.default)
-def log1p(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """log1p(Tensor self) -> Tensor"""
-    # log(1 + x) loses all digits of a small x; x * log(u) / (u - 1) with u = 1 + x does not (Goldberg 1991, theorem 4)
-    dtype = dtype_of(node)
-    value, one = ctx.value(x, dtype), ctx.const(1, dtype)
-    lifted = ctx.op("Add", value, one)
-    offset = ctx.op("Sub", lifted, one)
-    exact = ctx.op("Div", ctx.op("Mul", value, ctx.op("Log", lifted)), offset)
-    # offset is 0 for a tiny x (answer x), infinite for an infinite one (answer the log itself)
-    is_tiny = ctx.op("Equal", offset, ctx.const(0, dtype))
-    is_huge = ctx.op("IsInf", offset)
-    return ctx.op("Where", is_tiny, value, ctx.op("Where", is_huge, ctx.op("Log", lifted), exact))
-
-
-# comparison and logic
-
-_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
-
-
-def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        # no kernels for narrow ones in onnxruntime; `torch.eye` compares bytes
-        dtype = torch.int32 if result_dtype(x, y) in _NARROW else None
-        result = binary(ctx, onnx_op, x, y, dtype)
-        return ctx.op("Not", result) if negate else result
-
-    convert.__doc__ = f"{'not ' if negate else ''}{onnx_op}(Tensor self, Tensor other) -> Tensor"
-    convert.__qualname__ = f"compare_{onnx_op.lower()}"
-    return convert
-
-
-converts(aten.eq.Tensor, aten.eq.Scalar)(_compare("Equal"))
-converts(aten.ne.Tensor, aten.ne.Scalar)(_compare("Equal", negate=True))
-converts(aten.lt.Tensor, aten.lt.Scalar)(_compare("Less"))
-converts(aten.le.Tensor, aten.le.Scalar)(_compare("LessOrEqual"))
-converts(aten.gt.Tensor, aten.gt.Scalar)(_compare("Greater"))
-converts(aten.ge.Tensor, aten.ge.Scalar)(_compare("GreaterOrEqual"))
-
-
-def _logical(onnx_op: str, bitwise: bool) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        if bitwise and dtype_of(node) is not torch.bool:
-            return binary(ctx, f"Bitwise{onnx_op}", x, y)
-        return ctx.op(onnx_op, ctx.value(x, torch.bool), ctx.value(y, torch.bool))
-
-    convert.__doc__ = f"{onnx_op}(Tensor self, Tensor other) -> Tensor"
-    convert.__qualname__ = f"logical_{onnx_op.lower()}"
-    return convert
-
-
-for _name, _onnx_op in (("and", "And"), ("or", "Or"), ("xor", "Xor")):
-    converts(getattr(aten, f"logical_{_name}").default)(_logical(_onnx_op, bitwise=False))
-    _bitwise = getattr(aten, f"bitwise_{_name}")
-    converts(_bitwise.Tensor, _bitwise.Scalar)(_logical(_onnx_op, bitwise=True))
-
-
-@converts(aten.logical_not.default)
-def logical_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """logical_not(Tensor self) -> Tensor"""
-    return ctx.op("Not", ctx.value(x, torch.bool))
-
-
-@converts(aten.bitwise_not.default)
-def bitwise_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """bitwise_not(Tensor self) -> Tensor"""
-    return ctx.op("Not" if dtype_of(x) is torch.bool else "BitwiseNot", ctx.value(x))
-
-
-@converts(aten.isnan.default)
-def isnan(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """isnan(Tensor self) -> Tensor"""
-    return ctx.op("IsNaN", ctx.value(x))
-
-
-@converts(aten.isinf.default)
-def isinf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """isinf(Tensor self) -> Tensor"""
-    return ctx.op("IsInf", ctx.value(x))
-
-
-@converts(aten.where.self)
-def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
-    """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
-    chosen, x_value, y_value = ctx.value(condition, torch.bool), ctx.value(x, dtype), ctx.value(y, dtype)
-    if dtype is torch.bool:  # no kernel of Where in onnxruntime 1.19 to 1.31
-        kept = ctx.op("And", chosen, x_value)
-        return ctx.op("Or", kept, ctx.op("And", ctx.op("Not", chosen), y_value))
-    return ctx.op("Where", chosen, x_value, y_value)
-
-
-@converts(aten.masked_fill.Scalar)
-def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> ir.Value:
-    """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
-    filled, dtype = ctx.value(mask, torch.bool), dtype_of(node)
-    if dtype is torch.bool:
-        chosen = ctx.op("And", filled, ctx.value(value, dtype))
-        return ctx.op("Or", chosen, ctx.op("And", ctx.op("Not", filled), ctx.value(x)))
-    return ctx.op("Where", filled, ctx.value(value, dtype), ctx.value(x))
-
-
-@converts(aten.masked_fill.Tensor)
-def masked_fill_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: fx.Node) -> ir.Value:
-    """masked_fill.Tensor(Tensor self, Tensor mask, Tensor value) -> Tensor"""
-    return masked_fill(ctx, node, x, mask, value)
 
 
 # copies and casts
