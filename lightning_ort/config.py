@@ -12,6 +12,7 @@ Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
 Capture = Literal["auto", "step", "modules", "off"]
+MAX_THREADS = 1024  # of a session; each is made at once
 
 
 @dataclass(frozen=True, kw_only=True)
