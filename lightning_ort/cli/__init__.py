@@ -15,15 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
+    ("--trust",),
+    {"action": "store_true", "help": "call the functions and classes that the checkpoint names; it may do anything"},
+)
 # arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
 # switch, a short form, a list without brackets
 _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "path of what makes the LightningModule"})],
+    "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
         (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
         (("--output", "-o"), {"type": Path, "required": True, "help": "the file to write"}),
         (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the one float32 input, batch first"}),
+        _TRUST,
     ],
     "report": [(("-o", "--output"), {"type": Path | None, "help": "the page; beside the report if left out"})],
 }

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.filesize import decimal
 
+from lightning_ort._text import say
 from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.cache import default_folder
 
@@ -24,7 +24,7 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
         kept, partial = cache_folder.entries(folder), cache_folder.partial_files(folder)
         if action == "clear":
             room = sum(_delete(path) for path in (*kept, *partial))
-            Console().print(f"{folder}: {len(kept) + len(partial)} files deleted, {decimal(room)}", soft_wrap=True)
+            say(f"{folder}: {len(kept) + len(partial)} files deleted, {decimal(room)}")
             return
         obstacle = cache_folder.why_not_trusted(folder) if kept else None
         room = sum(map(_size, kept))
@@ -34,9 +34,9 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
         sys.exit(f"{folder}: nothing is kept here.")
     graphs = sum(path.name.startswith("graph-") for path in kept)
     models = sum(path.suffix == ".onnx" for path in kept)
-    Console().print(f"{folder}: {graphs} graphs and {models} regions, {decimal(room)}", soft_wrap=True)
+    say(f"{folder}: {graphs} graphs and {models} regions, {decimal(room)}")
     if obstacle is not None:
-        Console().print(f"It is not used: {obstacle}", soft_wrap=True)
+        say(f"It is not used: {obstacle}")
 
 
 def _delete(path: Path) -> int:

@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from lightning_ort._imports import FLAVORS
+from lightning_ort._text import say
 from lightning_ort.compiler import kernels
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
@@ -64,9 +65,9 @@ def doctor(json: bool = False) -> None:
     """
     findings = examine()
     if json:
-        print(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        say(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        print("\n".join(map(str, findings)))
+        say("\n".join(map(str, findings)))
     if any(finding.state == "failed" for finding in findings):
         sys.exit(1)
 

@@ -1,18 +1,20 @@
 """``lightning-ort export``: the module in a checkpoint as an ONNX model."""
 
+import inspect
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
+from lightning_ort._text import say
 from lightning_ort.cli.load import load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.quantize import Quantize
+from lightning_ort.optim.shard_files import NotTrusted
+from lightning_ort.optim.shard_files import load as load_file
 
 
 def export(
@@ -26,6 +28,7 @@ def export(
     dynamic_batch: bool = True,
     tolerance: float = 1e-4,
     quantize: Quantize | None = None,
+    trust: bool = False,
 ) -> None:
     """Write the module of a checkpoint as an ONNX model, checked against the module.
 
@@ -42,6 +45,8 @@ def export(
         dynamic_batch: Let the size of the batch change.
         tolerance: Largest difference to the module's results.
         quantize: Make the weights smaller.
+        trust: Read a checkpoint that names functions and classes to call, too, as one with hyperparameters that are
+            objects does. Such a file may do anything on this machine: only for one that you know.
 
     """
     if output.exists():
@@ -56,6 +61,9 @@ def export(
     try:
         check_settings(tolerance, quantize)
         inputs = _inputs(sample, input_shape)
+        load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
+        if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
+            args = {**(args or {}), "weights_only": not trust}
         loaded = kind.load_from_checkpoint(checkpoint, map_location="cpu", **(args or {}))
         if inputs is None and loaded.example_input_array is None:
             sys.exit(
@@ -64,9 +72,11 @@ def export(
             )
         settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance}
         exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
-    except (ExportFailed, ModuleNotFoundError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
-        sys.exit(str(error))
-    Console().print(str(exported), soft_wrap=True, highlight=False, markup=False)
+    except NotTrusted as error:
+        sys.exit(f"{error} If you know where it comes from, pass --trust.")
+    except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
+        sys.exit(f"{checkpoint} has no {error}." if isinstance(error, KeyError) else str(error))
+    say(exported)
 
 
 def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
@@ -81,8 +91,11 @@ def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
     if not sample.is_file():
         raise ValueError(f"--sample {sample}: there is no such file.")
     if sample.suffix == ".npz":
-        with np.load(sample) as arrays:
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        try:
+            with np.load(sample) as arrays:
+                return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        except Exception as error:  # zipfile's, zlib's and numpy's own
+            raise ValueError(f"--sample {sample} is no file of arrays of numpy's: {error}") from None
     if sample.suffix == ".pt":
-        return torch.load(sample, map_location="cpu", weights_only=True)
+        return load_file(sample)
     raise ValueError(f"--sample {sample}: pass a .pt or .npz file.")

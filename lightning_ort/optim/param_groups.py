@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from lightning_ort._text import PlainTable, rendered
 from lightning_ort.optim.hooks import EMBEDDINGS
 
 
@@ -13,7 +12,7 @@ class ParamGroups(list[dict[str, Any]]):
     """Parameter groups for an optimizer; as a string, a table of what is in them."""
 
     def __str__(self) -> str:
-        table = Table("group", "weight decay", "tensors", "elements", "modules")
+        table = PlainTable("group", "weight decay", "tensors", "elements", "modules", encoding="utf-8")
         for group in self:
             table.add_row(
                 group["name"],
@@ -22,10 +21,7 @@ class ParamGroups(list[dict[str, Any]]):
                 f"{sum(parameter.numel() for parameter in group['params']):,}",
                 ", ".join(group["modules"]),
             )
-        console = Console(width=120, file=None)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get()
+        return rendered(table, width=120)
 
 
 def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:

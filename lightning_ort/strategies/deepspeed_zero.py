@@ -16,6 +16,7 @@ from lightning_ort._imports import Flavor
 from lightning_ort.compiler import kernels
 from lightning_ort.optim.flat_shards import PARAMETER_NAMES, FlatShards, read_directory, why_not_flat
 from lightning_ort.optim.registry import runs
+from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies import deepspeed_config as settings
 
 if TYPE_CHECKING:
@@ -346,7 +347,11 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: "_PATH", weights_only: bool | None = None) -> dict[str, Any]:
         """Load a plain checkpoint, or DeepSpeed's directory; both for any number of processes."""
         if Path(checkpoint_path).is_dir():
-            return read_directory(Path(checkpoint_path))
+            try:
+                return read_directory(Path(checkpoint_path), trust=weights_only is False)
+            except NotTrusted as error:
+                advice = "If you know where it comes from, pass weights_only=False to the Trainer's method."
+                raise ValueError(f"{error} {advice}") from None
         return self._ddp.load_checkpoint(checkpoint_path, weights_only)
 
     @override

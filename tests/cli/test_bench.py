@@ -232,7 +232,7 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
     ("arguments", "message"),
     [
         ([], "Nothing to train"),
-        (["nowhere.py:Small"], "No module named 'nowhere'"),
+        (["nowhere.py:Small"], "there is no file"),
         ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
         ([f"{MODULES}:Small", "--variants=[fast]"], "'fast' is no engine; allowed are stock, compile, ort"),
         ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: at least 1"),
