@@ -10,6 +10,7 @@
 - :mod:`~lightning_ort.cli.run`: any script, with the strategy names known to its Trainer
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,17 @@ def main() -> None:
         run.run(sys.argv[2:])
         return
     try:
+        try:
+            _run_command(run.SUMMARY)
+        finally:
+            sys.stdout.flush()  # here, where it can be caught
+    except BrokenPipeError:  # who reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run_command(summary_of_run: str) -> None:
+    try:
         from jsonargparse import ArgumentParser
     except ImportError:
         sys.exit("The command line needs jsonargparse: pip install 'lightning-ort[cli]'")
@@ -71,6 +83,6 @@ def main() -> None:
         by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
         own.add_function_arguments(command, as_positional=True, skip=by_hand)
         subcommands.add_subcommand(name, own, help=summary)
-    subcommands.add_subcommand("run", ArgumentParser(), help=run.SUMMARY)
+    subcommands.add_subcommand("run", ArgumentParser(), help=summary_of_run)
     arguments = parser.parse_args()
     commands[arguments.subcommand](**arguments[arguments.subcommand])

@@ -24,6 +24,7 @@ from lightning_ort._text import PlainTable, console, plain
 from lightning_ort.cli.load import load
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 from lightning_ort.compiler.kernels import installed
+from lightning_ort.config import ORTConfig
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 # told apart by the colour-blind, too
@@ -206,7 +207,8 @@ def bench(
         sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
     try:
         ways = [Variant.parse(text) for text in variants or VARIANTS]
-    except ValueError as error:
+        ORTConfig.parse(ort_config)
+    except (TypeError, ValueError) as error:
         sys.exit(str(error))
     for path, argument in ((module, "module"), (data, "data")):
         if path is not None:

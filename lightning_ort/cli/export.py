@@ -59,7 +59,7 @@ def export(
     if not hasattr(kind, "load_from_checkpoint"):
         sys.exit(f"module={module!r} is no LightningModule's class, which is what loads a checkpoint.")
     try:
-        check_settings(tolerance, quantize)
+        check_settings(output, dynamic_batch, tolerance, quantize)
         inputs = _inputs(sample, input_shape)
         load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
         if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:

@@ -34,6 +34,9 @@ def memory(
 
     """
     names = optim or list(STATES)
+    for count in ranks or ():
+        if count < 1:
+            sys.exit(f"--ranks {count}: at least 1.")
     make = load(module, "module")
     with torch.device("cpu" if measure else "meta"):
         made = call(make, module, args or {})

@@ -473,9 +473,9 @@ def _torch_report(
 
 
 @functools.cache
-def _backend_for(options: tuple[tuple[str, Any], ...]) -> ORTBackend:
+def _backend_for(config: ORTConfig) -> ORTBackend:
     # one object for all graphs of the same options: to dynamo a new callable is a new backend, and it compiles again
-    return ORTBackend(dict(options))
+    return ORTBackend(config)
 
 
 def ort(
@@ -489,5 +489,4 @@ def ort(
         options: Fields of :class:`~lightning_ort.config.ORTConfig`.
 
     """
-    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
-    return _backend_for(tuple(sorted(hashable.items())))(gm, example_inputs)
+    return _backend_for(ORTConfig.parse(options))(gm, example_inputs)

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
 
 
@@ -302,7 +303,12 @@ class CompileReport:
         Args:
             width: Width of the table in characters.
 
+        Raises:
+            TypeError: If the width is no integer.
+            ValueError: If it is not positive.
+
         """
+        check_integer("width", width, 1)
         table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
         for column in ("graph", "region", "executor", "why / ops"):
             table.add_column(column, overflow="fold")

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ort._arguments import check_number, check_type
 from lightning_ort._text import PlainTable, rendered
 from lightning_ort.optim.hooks import EMBEDDINGS
 
@@ -39,15 +40,16 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
         Two groups for any ``torch.optim`` class, fewer where one would be empty; ``print`` shows a summary.
 
     Raises:
-        ValueError: If ``weight_decay`` is negative, or no parameter is trainable.
+        ValueError: If ``weight_decay`` is negative or not finite, or no parameter is trainable.
+        TypeError: If an argument is of another type.
 
     Example::
 
         torch.optim.AdamW(lightning_ort.param_groups(self, weight_decay=0.1), lr=3e-4)
 
     """
-    if weight_decay < 0:
-        raise ValueError(f"param_groups(weight_decay={weight_decay}): must not be negative.")
+    check_type("module", module, nn.Module, "a torch.nn.Module", "param_groups")
+    check_number("weight_decay", weight_decay, "param_groups")
     decays: dict[nn.Parameter, bool] = {}
     owners: dict[nn.Parameter, str] = {}
     for submodule in module.modules():
