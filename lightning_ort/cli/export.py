@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lightning_ort._text import say
-from lightning_ort.cli.load import load
+from lightning_ort.cli.load import described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.quantize import Quantize
@@ -64,7 +64,7 @@ def export(
         load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
         if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
             args = {**(args or {}), "weights_only": not trust}
-        loaded = kind.load_from_checkpoint(checkpoint, map_location="cpu", **(args or {}))
+        loaded = _load(kind, checkpoint, args or {})
         if inputs is None and loaded.example_input_array is None:
             sys.exit(
                 f"{module} has no sample inputs: set `self.example_input_array` in it, or pass --sample FILE.pt, "
@@ -74,9 +74,16 @@ def export(
         exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
     except NotTrusted as error:
         sys.exit(f"{error} If you know where it comes from, pass --trust.")
-    except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        sys.exit(f"{checkpoint} has no {error}." if isinstance(error, KeyError) else str(error))
+    except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError) as error:
+        sys.exit(str(error))
     say(exported)
+
+
+def _load(kind: Any, checkpoint: Path, args: dict[str, Any]) -> Any:
+    try:
+        return kind.load_from_checkpoint(checkpoint, map_location="cpu", **args)
+    except Exception as error:  # the user's code is run, and Lightning's on what may be no checkpoint of its
+        raise ValueError(f"{checkpoint} cannot be loaded as a {kind.__name__}: {described(error)}") from error
 
 
 def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:

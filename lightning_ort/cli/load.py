@@ -31,7 +31,7 @@ def load(path: str, argument: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except Exception as error:  # the user's code is run
-        sys.exit(plain(f"{argument}={path!r}: {_described(error)}", "utf-8"))
+        sys.exit(plain(f"{argument}={path!r}: {described(error)}", "utf-8"))
     return found
 
 
@@ -50,7 +50,7 @@ def call(make: Any, path: str, args: dict[str, Any]) -> Any:
     try:
         return make(**args)
     except Exception as error:  # the user's code is run
-        sys.exit(plain(f"{path} cannot be made with {args}: {_described(error)}", "utf-8"))
+        sys.exit(plain(f"{path} cannot be made with {args}: {described(error)}", "utf-8"))
 
 
 def _import(name: str) -> ModuleType:
@@ -101,7 +101,7 @@ def _execute(name: str, file: Path) -> ModuleType:
     return module
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     """Return an error, and where the user's code raised it, in a line."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, (ImportError, AttributeError, FileNotFoundError)):

@@ -26,7 +26,7 @@ def report(file: Path, output: Path | None = None) -> None:
         output.write_text(render(found, file.name), encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         sys.exit(f"lightning-ort report: {error}")
-    except ValueError as error:  # JSON's and Unicode's errors too
+    except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
         sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote by ORTConfig(report=PATH).")
     say(output)
 

@@ -291,7 +291,7 @@ class CompileReport:
             raise ValueError(
                 f"no report of this version of lightning-ort: {error} is not there, or not known"
             ) from None
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, OverflowError):
             same = False
         if not same:
             raise ValueError("no report of this version of lightning-ort: it has other entries, or of other types")
