@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
@@ -115,7 +116,8 @@ class ORTConfig:
                 continue
             allowed = f"a path or None, or {word!r}" if word else "a path or None"
             object.__setattr__(self, name, path := check_path(name, value, owner, allowed))
-            check_writable(name, path, name != "report", owner)
+            if name != "report" or _is_first_process():  # which alone writes the report
+                check_writable(name, path, name != "report", owner)
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
@@ -153,6 +155,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "check_against_eager": (True, False),
     "cuda_graphs": (True, False),
 }
+
+
+def _is_first_process() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID"))
 
 
 def _check_op(name: str) -> None:

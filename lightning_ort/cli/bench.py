@@ -19,6 +19,7 @@ import torch
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_flavor
 from lightning_ort._text import PlainTable, console, plain
 from lightning_ort.cli.load import load
@@ -208,6 +209,8 @@ def bench(
     try:
         ways = [Variant.parse(text) for text in variants or VARIANTS]
         ORTConfig.parse(ort_config)
+        if output is not None:
+            check_writable("--output", str(output), is_folder=True)
     except (TypeError, ValueError) as error:
         sys.exit(str(error))
     for path, argument in ((module, "module"), (data, "data")):

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from lightning_ort._arguments import check_writable
 from lightning_ort._text import say
 from lightning_ort.optim.flat_shards import read_directory
 from lightning_ort.optim.shard_files import NotTrusted
@@ -25,6 +26,7 @@ def convert(directory: Path, output: Path, trust: bool = False) -> None:
     if output.exists():
         sys.exit(f"{output} exists already. Name a file that does not.")
     try:
+        check_writable("output", str(output), is_folder=False)  # before what may take long
         checkpoint = read_directory(directory, trust)
         save_atomically(checkpoint, output)
     except ModuleNotFoundError as error:

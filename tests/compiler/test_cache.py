@@ -311,9 +311,12 @@ def test_what_is_kept_is_a_model(kept, tmp_path):
         onnx.checker.check_model(onnx.load(path))
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, caplog):
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch, chosen):
+    """Since the run began, or without having been chosen for it; another one is an error."""
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    backend = ORTBackend({"placement": "always", "cache_dir": tmp_path / "file" / "cache" if chosen else "auto"})
     (tmp_path / "file").write_text("")
-    backend = ORTBackend({"placement": "always", "cache_dir": tmp_path / "file" / "cache"})
     with caplog.at_level(logging.WARNING):
         train(backend, mlp(), torch.randn(4, 8))
     assert backend.report.ort_runs == 2
