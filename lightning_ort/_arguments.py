@@ -114,6 +114,8 @@ def check_path(name: str, value: Any, owner: str = "", allowed: str = "a path") 
 def check_writable(name: str, path: str, is_folder: bool, owner: str = "") -> None:
     """Refuse a path where nothing can be written, before there is something to write.
 
+    The first process of a run asks: some things it alone writes, to a disk that the others may not have.
+
     Args:
         name: Of the argument.
         path: The path; its folders need not be there.
@@ -124,6 +126,8 @@ def check_writable(name: str, path: str, is_folder: bool, owner: str = "") -> No
         ValueError: If it cannot be written.
 
     """
+    if any(os.environ.get(variable, "0") != "0" for variable in ("RANK", "SLURM_PROCID")):
+        return
     if (obstacle := _why_not_writable(Path(path).absolute(), is_folder)) is not None:
         kind = "a folder" if is_folder else "a file"
         raise ValueError(f"{passed(name, path, owner)}: {obstacle}. Pass {kind} that can be written.")
@@ -148,7 +152,7 @@ def _why_not_writable(path: Path, is_folder: bool) -> str | None:
     return None
 
 
-def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str]) -> None:
+def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str], what: str = "argument") -> None:
     """Refuse a keyword argument that there is not.
 
     Raises:
@@ -157,7 +161,7 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str]) -
     """
     for name in given:
         if name not in allowed:
-            raise TypeError(f"{owner} has no argument {name!r}: {closest(name, allowed, 'arguments')}")
+            raise TypeError(f"{owner} has no {what} {name!r}: {closest(name, allowed, f'{what}s')}")
 
 
 def check_device(name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
@@ -116,8 +115,7 @@ class ORTConfig:
                 continue
             allowed = f"a path or None, or {word!r}" if word else "a path or None"
             object.__setattr__(self, name, path := check_path(name, value, owner, allowed))
-            if name != "report" or _is_first_process():  # which alone writes the report
-                check_writable(name, path, name != "report", owner)
+            check_writable(name, path, name != "report", owner)
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
@@ -155,10 +153,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "check_against_eager": (True, False),
     "cuda_graphs": (True, False),
 }
-
-
-def _is_first_process() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID"))
 
 
 def _check_op(name: str) -> None:
@@ -202,7 +196,7 @@ def _with_keywords_checked(kind: type[ORTConfig]) -> None:
     def checked(self: ORTConfig, *args: Any, **kwargs: Any) -> None:
         if args:
             raise TypeError(f"ORTConfig takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
-        check_keywords("ORTConfig", kwargs, fields)
+        check_keywords("ORTConfig", kwargs, fields, "field")
         init(self, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ CONFIG: list[Case] = [
     (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "None, True, False")),
     (ORTConfig, {"engine": None}, ValueError, ("engine=None", "'ort', 'auto'")),
     (ORTConfig, {"placment": "always"}, TypeError, ("'placment'", "did you mean 'placement'?")),
-    (ORTConfig, {"xyzzy": 1}, TypeError, ("'xyzzy'", "the arguments are engine, placement")),
+    (ORTConfig, {"xyzzy": 1}, TypeError, ("'xyzzy'", "the fields are engine, placement")),
     (ORTConfig.parse, {"value": {"placment": "always"}}, ValueError, ("'placment'", "did you mean 'placement'?")),
     (ORTConfig.parse, {"value": {1: 2}}, ValueError, ("field 1", "the fields are engine")),
     (ORTConfig.parse, {"value": 3}, TypeError, ("config=3", "an ORTConfig, a mapping")),
@@ -122,7 +122,7 @@ def strategy_cases(strategy: Callable[..., Any]) -> list[Case]:
         (strategy, {"optim": "adamw_torch_fuse"}, ValueError, ("optim='adamw_torch_fuse'", "'adamw_torch_fused'?")),
         (strategy, {"optim": "xyzzy"}, ValueError, ("optim='xyzzy'", names)),
         *[
-            (strategy, {"host_memory": value}, ValueError, (f"host_memory={value!r}", "'retain', 'default'"))
+            (strategy, {"host_memory": value}, ValueError, (f"host_memory={value!r}", "'retain' or 'default'"))
             for value in ("keep", None, 1, [])
         ],
         *[(strategy, {"config": value}, TypeError, (f"config={value!r}", "an ORTConfig")) for value in ("always", 3)],

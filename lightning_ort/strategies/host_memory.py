@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice
-
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy as _Strategy
@@ -50,7 +48,8 @@ class HostMemoryMixin(_Strategy):
         report: CompileReport
 
     def __init__(self, host_memory: HostMemory = "retain", **kwargs: Any) -> None:
-        check_choice("host_memory", host_memory, get_args(HostMemory))
+        if host_memory not in get_args(HostMemory):
+            raise ValueError(f"host_memory={host_memory!r}: choose 'retain' or 'default'.")
         super().__init__(**kwargs)
         self._host_memory = host_memory
         self._retains = False
