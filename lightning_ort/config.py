@@ -2,9 +2,20 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
+
+from lightning_ort._arguments import (
+    check_choice,
+    check_integer,
+    check_keywords,
+    check_path,
+    check_writable,
+    closest,
+    passed,
+)
 
 Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
@@ -12,6 +23,7 @@ Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
 Capture = Literal["auto", "step", "modules", "off"]
+MAX_THREADS = 1024  # of a session; each is made at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +50,7 @@ class ORTConfig:
             and modules where a step keeps recompiling, ``"off"`` nothing.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
             tensors (CPU or CUDA).
-        intra_op_threads: Threads of each session; ``None`` measures one thread against torch's number.
+        intra_op_threads: Threads of each session, 1024 at most; ``None`` measures one thread against torch's number.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
         cuda_graphs: On a GPU, time each region of fixed sizes recorded as a CUDA graph too, and keep that where it is
@@ -50,8 +62,8 @@ class ORTConfig:
             neither (it is always at ``trainer.strategy.report``). Both give its figures to the Trainer's loggers.
 
     Raises:
-        ValueError: If a value is not one of the allowed ones.
-        TypeError: If a value has the wrong type.
+        ValueError: If a value is not one of the allowed ones, or a path cannot be written.
+        TypeError: If a value has the wrong type, or there is no such field; the message names the closest one.
 
     """
 
@@ -73,21 +85,9 @@ class ORTConfig:
     report: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("engine", get_args(Engine)),
-            ("placement", get_args(Placement)),
-            ("kernels", get_args(Kernels)),
-            ("fallback", get_args(Fallback)),
-            ("recompute", get_args(Recompute)),
-            ("capture", get_args(Capture)),
-            ("dynamic", (None, True, False)),
-            ("check_against_eager", (True, False)),
-            ("cuda_graphs", (True, False)),
-        ):
-            value = getattr(self, name)
-            # `1 == True`: identity keeps integers out of the booleans
-            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-                raise ValueError(f"ORTConfig({name}={value!r}): choose one of {', '.join(map(repr, choices))}.")
+        owner = "ORTConfig"
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         for name in ("torch_ops", "providers"):
@@ -95,23 +95,27 @@ class ORTConfig:
             if isinstance(value, list):  # what YAML and JSON give
                 object.__setattr__(self, name, value := tuple(value))
             if value is not None and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
-                raise TypeError(f"ORTConfig({name}={value!r}): pass a list of strings.")
+                raise TypeError(f"{passed(name, value, owner)}: pass a list of strings.")
         if self.torch_ops is None:
             raise TypeError("ORTConfig(torch_ops=None): pass a list of ATen op names, or leave it out.")
-        for name, lowest in (("min_region_nodes", 1), ("intra_op_threads", 1)):
+        for op in self.torch_ops:
+            _check_op(op)
+        if self.providers is not None:
+            _check_providers(self.providers)
+        numbers = {"min_region_nodes": check_integer("min_region_nodes", self.min_region_nodes, 1, owner=owner)}
+        if self.intra_op_threads is not None:
+            numbers["intra_op_threads"] = check_integer(
+                "intra_op_threads", self.intra_op_threads, 1, MAX_THREADS, owner
+            )
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
+        for name, word in (("cache_dir", "auto"), ("save_onnx_dir", None), ("report", "log")):
             value = getattr(self, name)
-            if value is None and name == "intra_op_threads":
+            if value is None or (isinstance(value, str) and value == word):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"ORTConfig({name}={value!r}): pass an integer.")
-            if value < lowest:
-                raise ValueError(f"ORTConfig({name}={value!r}): must be at least {lowest}.")
-        for name in ("cache_dir", "save_onnx_dir", "report"):
-            value = getattr(self, name)
-            if value is not None:
-                if not isinstance(value, str) and not hasattr(value, "__fspath__"):
-                    raise TypeError(f"ORTConfig({name}={value!r}): pass a path or None.")
-                object.__setattr__(self, name, str(value))
+            allowed = f"a path or None, or {word!r}" if word else "a path or None"
+            object.__setattr__(self, name, path := check_path(name, value, owner, allowed))
+            check_writable(name, path, name != "report", owner)
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
@@ -134,7 +138,68 @@ class ORTConfig:
         fields = [field.name for field in dataclasses.fields(cls)]
         for key in value:
             if key not in fields:
-                close = difflib.get_close_matches(str(key), fields, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(fields)}."
-                raise ValueError(f"ORTConfig has no field {key!r}: {hint}")
+                raise ValueError(f"ORTConfig has no field {key!r}: {closest(key, fields, 'fields')}")
         return cls(**value)
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "engine": get_args(Engine),
+    "placement": get_args(Placement),
+    "kernels": get_args(Kernels),
+    "fallback": get_args(Fallback),
+    "recompute": get_args(Recompute),
+    "capture": get_args(Capture),
+    "dynamic": (None, True, False),
+    "check_against_eager": (True, False),
+    "cuda_graphs": (True, False),
+}
+
+
+def _check_op(name: str) -> None:
+    import torch
+
+    namespace, _, op = name.partition(".")
+    packet_name, _, overload = op.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None) if namespace == "aten" and packet_name else None
+    known = isinstance(packet, torch._ops.OpOverloadPacket)
+    if known and (overload in packet.overloads() if "." in op else True):  # type: ignore[union-attr]
+        return
+    names = [schema[6:] for schema in torch._C._dispatch_get_all_op_names() if schema.startswith("aten::")]
+    names = [f"aten.{each}" if "." in each else f"aten.{each}.default" for each in names]
+    names += [each.rpartition(".")[0] for each in names]
+    close = difflib.get_close_matches(f"aten.{name.removeprefix('aten').lstrip('.:')}", names, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"{passed('torch_ops', (name,), 'ORTConfig')}: ATen has no {name!r}. {hint}Pass names such as"
+        " 'aten.gelu.default' or, for all overloads, 'aten.gelu'."
+    )
+
+
+def _check_providers(providers: tuple[str, ...]) -> None:
+    if not providers:
+        raise ValueError("ORTConfig(providers=()): pass at least one execution provider, or None.")
+    for provider in providers:
+        # whether this onnxruntime has it is asked when onnxruntime is loaded
+        if not provider.endswith("ExecutionProvider") or providers.count(provider) > 1:
+            raise ValueError(
+                f"{passed('providers', providers, 'ORTConfig')}: pass the names of execution providers, each once, such"
+                " as 'CUDAExecutionProvider' and 'CPUExecutionProvider'."
+            )
+
+
+def _with_keywords_checked(kind: type[ORTConfig]) -> None:
+    """Have the class name the closest field where a keyword is not one; its signature stays what it is."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def checked(self: ORTConfig, *args: Any, **kwargs: Any) -> None:
+        if args:
+            raise TypeError(f"ORTConfig takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
+        check_keywords("ORTConfig", kwargs, fields, "field")
+        init(self, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+
+
+_with_keywords_checked(ORTConfig)

@@ -66,3 +66,12 @@ def test_bad_values_are_refused(field, value, error, message):
 
 def test_paths_become_strings(tmp_path):
     assert ORTConfig(cache_dir=tmp_path).cache_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_a_report_need_not_be_written_where_another_process_writes_it(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert ORTConfig(report="/proc/x/run.json").report == "/proc/x/run.json"
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ValueError, match="report="):
+        ORTConfig(report="/proc/x/run.json")

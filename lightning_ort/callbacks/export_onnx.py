@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.onnx_export.signature import bind_sample
@@ -53,7 +54,8 @@ class ExportOnnxCallback(_Callback):
         tolerance: float = 1e-4,
         quantize: Quantize | None = None,
     ) -> None:
-        check_settings(tolerance, quantize)
+        check_settings(path, dynamic_batch, tolerance, quantize)
+        check_choice("best", best, (True, False))
         self.path, self.sample, self.best = Path(path), sample, best
         self.dynamic_batch, self.tolerance, self.quantize = dynamic_batch, tolerance, quantize
         self._best: tuple[str, Any] | None = None

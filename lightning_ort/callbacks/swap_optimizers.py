@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort.optim import registry
 from lightning_ort.optim.hooks import OptimizerSwap
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin, swap_optimizers
@@ -44,6 +45,7 @@ class SwapOptimizersCallback(_Callback):
         bits: dict[str, int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
+        registry.check_name(name, "name")
         self.swap = OptimizerSwap(name, min_8bit_size=min_8bit_size, bits=bits, options=options)
 
     @override

@@ -10,20 +10,27 @@
 - :mod:`~lightning_ort.cli.run`: any script, with the strategy names known to its Trainer
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
+    ("--trust",),
+    {"action": "store_true", "help": "call the functions and classes that the checkpoint names; it may do anything"},
+)
 # arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
 # switch, a short form, a list without brackets
 _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "path of what makes the LightningModule"})],
+    "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
         (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
         (("--output", "-o"), {"type": Path, "required": True, "help": "the file to write"}),
         (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the one float32 input, batch first"}),
+        _TRUST,
     ],
     "report": [(("-o", "--output"), {"type": Path | None, "help": "the page; beside the report if left out"})],
 }
@@ -36,6 +43,17 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:  # before any parser: what follows is the script's
         run.run(sys.argv[2:])
         return
+    try:
+        try:
+            _run_command(run.SUMMARY)
+        finally:
+            sys.stdout.flush()  # here, where it can be caught
+    except BrokenPipeError:  # who reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run_command(summary_of_run: str) -> None:
     try:
         from jsonargparse import ArgumentParser
     except ImportError:
@@ -65,6 +83,6 @@ def main() -> None:
         by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
         own.add_function_arguments(command, as_positional=True, skip=by_hand)
         subcommands.add_subcommand(name, own, help=summary)
-    subcommands.add_subcommand("run", ArgumentParser(), help=run.SUMMARY)
+    subcommands.add_subcommand("run", ArgumentParser(), help=summary_of_run)
     arguments = parser.parse_args()
     commands[arguments.subcommand](**arguments[arguments.subcommand])

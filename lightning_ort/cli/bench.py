@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_flavor
+from lightning_ort._text import PlainTable, console, plain
 from lightning_ort.cli.load import load
 from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 from lightning_ort.compiler.kernels import installed
+from lightning_ort.config import ORTConfig
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 # told apart by the colour-blind, too
@@ -207,44 +208,48 @@ def bench(
         sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
     try:
         ways = [Variant.parse(text) for text in variants or VARIANTS]
-    except ValueError as error:
+        ORTConfig.parse(ort_config)
+        if output is not None:
+            check_writable("--output", str(output), is_folder=True)
+    except (TypeError, ValueError) as error:
         sys.exit(str(error))
     for path, argument in ((module, "module"), (data, "data")):
         if path is not None:
             load(path, argument)  # an error now rather than in each process, which inherits what this has imported
     __import__(preferred_flavor().package)
     job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        progress = stack.enter_context(Progress(*columns, console=console(stderr=True)))
         task = progress.add_task("", total=len(ways) * (rounds + 1), completed=-1)
         rows = measure(job, ways, rounds, steps, warm_up, folder, lambda doing: _advance(progress, task, doing))
         progress.update(task, completed=len(ways) * (rounds + 1))
     title = f"{module or config}: median of {rounds} rounds of {steps} steps"
+    if output is not None:
+        found = [row.to_dict(rows[0], warm_up) for row in rows]
+        settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
+        text = json.dumps({"machine": machine(), "settings": settings, "rows": found}, indent=2, default=str)
+        (output / "bench.json").write_text(text)
     table = to_table(rows, warm_up, title)
     # a narrow terminal wraps the lines; what rich cuts off of numbers would be lost
-    console.width = max(console.width, Measurement.get(console, console.options.update(width=1000), table).maximum)
-    console.print(table, _footnote())
+    out = console()
+    out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
+    out.print(table, plain(_footnote()))
     if output is not None:
-        plain = [row.to_dict(rows[0], warm_up) for row in rows]
-        settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
-        text = json.dumps({"machine": machine(), "settings": settings, "rows": plain}, indent=2, default=str)
-        (output / "bench.json").write_text(text)
         plot(rows, title, output / "bench.png")
     if not any(row.turns for row in rows):
         sys.exit("Nothing was measured.")
 
 
 def _advance(progress: Progress, task: Any, doing: str) -> None:
-    progress.update(task, description=doing, advance=1)
+    progress.update(task, description=plain(doing), advance=1)
 
 
-def to_table(rows: Sequence[Row], warm_up: int, title: str) -> Table:
+def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
     """Return the measurements as a table, with the first row as what the others are compared with."""
     baseline = rows[0]
-    table = Table("variant", title=title)
+    table = PlainTable("variant", title=title)
     for column in ("ms a step", "steps/s", "speed", "(spread)", "compile s", "pays after", "peak MB", "loss differs"):
         table.add_column(column, justify="right")
     table.add_column("on ORT", justify="right")
@@ -324,15 +329,17 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         axes.barh(place, statistics.median(ratios) if ratios else 0, height=0.6, color=color, alpha=0.45)
         axes.scatter(ratios, [place] * len(ratios), s=14, color=color, edgecolors="white", linewidths=0.4, zorder=3)
         # outside of the axes, where no dot can be in the way
-        axes.text(1.02, place, _plot_label(row, ratios), transform=axes.get_yaxis_transform(), va="center")
+        label = _plot_label(row, ratios)
+        axes.text(1.02, place, label, transform=axes.get_yaxis_transform(), va="center", parse_math=False)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [row.variant for row in rows])
+    axes.set_yticks(range(len(rows)), [plain(row.variant, "utf-8") for row in rows], parse_math=False)
     axes.set_xlim(left=0)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left")
-    axes.set_xlabel(f"times as fast as {rows[0].variant}, longer is faster (bar: median, dots: the rounds)")
-    figure.text(0.01, -0.01, _footnote(), fontsize="x-small", color="dimgray", va="top", wrap=True)
+    axes.set_title(plain(title, "utf-8"), loc="left", parse_math=False)
+    explanation = f"times as fast as {rows[0].variant}, longer is faster (bar: median, dots: the rounds)"
+    axes.set_xlabel(plain(explanation, "utf-8"), parse_math=False)
+    figure.text(0.01, -0.01, _footnote(), fontsize="x-small", color="dimgray", va="top", wrap=True, parse_math=False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 

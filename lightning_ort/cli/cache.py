@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.filesize import decimal
 
-from lightning_ort.compiler.cache import default_folder, files
+from lightning_ort._text import say
+from lightning_ort.compiler import cache_folder
+from lightning_ort.compiler.cache import default_folder
 
 
 def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
@@ -19,15 +20,33 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
 
     """
     folder = folder or default_folder()
-    found = files(folder)
-    room = decimal(sum(path.stat().st_size for path in found))
-    if action == "clear":
-        for path in found:
-            path.unlink(missing_ok=True)
-        Console().print(f"{folder}: {len(found)} files deleted, {room}", soft_wrap=True)
-        return
-    if not found:
+    try:
+        kept, partial = cache_folder.entries(folder), cache_folder.partial_files(folder)
+        if action == "clear":
+            room = sum(_delete(path) for path in (*kept, *partial))
+            say(f"{folder}: {len(kept) + len(partial)} files deleted, {decimal(room)}")
+            return
+        obstacle = cache_folder.why_not_trusted(folder) if kept else None
+        room = sum(map(_size, kept))
+    except OSError as error:
+        sys.exit(f"{folder}: {error}")
+    if not kept:
         sys.exit(f"{folder}: nothing is kept here.")
-    graphs = sum(path.name.startswith("graph-") for path in found)
-    models = sum(path.suffix == ".onnx" for path in found)
-    Console().print(f"{folder}: {graphs} graphs and {models} regions, {room}", soft_wrap=True)
+    graphs = sum(path.name.startswith("graph-") for path in kept)
+    models = sum(path.suffix == ".onnx" for path in kept)
+    say(f"{folder}: {graphs} graphs and {models} regions, {decimal(room)}")
+    if obstacle is not None:
+        say(f"It is not used: {obstacle}")
+
+
+def _delete(path: Path) -> int:
+    size = _size(path)
+    path.unlink(missing_ok=True)
+    return size
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # a writer has finished, or another process has cleared the folder
+        return 0

@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from lightning_ort._arguments import check_writable
+from lightning_ort._text import say
 from lightning_ort.optim.flat_shards import read_directory
+from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies.atomic_checkpoints import save_atomically
 
 
-def convert(directory: Path, output: Path) -> None:
+def convert(directory: Path, output: Path, trust: bool = False) -> None:
     """Write a checkpoint directory of DeepSpeed's ZeRO stage 1 or 2 as one plain Lightning checkpoint.
 
     The file has float32 weights, the optimizer's states for each parameter, and all else that the run had saved. Any
@@ -18,16 +19,21 @@ def convert(directory: Path, output: Path) -> None:
     Args:
         directory: What ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under a DeepSpeed strategy.
         output: The file to write.
+        trust: Read files that name functions and classes to call, too, as those of hyperparameters that are objects
+            do. Such a file may do anything on this machine: only for a checkpoint that you know.
 
     """
     if output.exists():
         sys.exit(f"{output} exists already. Name a file that does not.")
     try:
-        checkpoint = read_directory(directory)
+        check_writable("output", str(output), is_folder=False)  # before what may take long
+        checkpoint = read_directory(directory, trust)
+        save_atomically(checkpoint, output)
     except ModuleNotFoundError as error:
-        sys.exit(f"{error}. Install it with `pip install deepspeed`")
-    except ValueError as error:
+        sys.exit(f"{directory} has objects in it whose package is missing: {error}.")
+    except NotTrusted as error:
+        sys.exit(f"{error} If you know where it comes from, pass --trust.")
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
-    save_atomically(checkpoint, output)
     weights, states = len(checkpoint["state_dict"]), len(checkpoint["optimizer_states"][0]["state"])
-    Console().print(f"{output}: {weights} tensors of the module, optimizer states of {states} parameters")
+    say(f"{output}: {weights} tensors of the module, optimizer states of {states} parameters")

@@ -20,9 +20,11 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from lightning_ort._imports import FLAVORS
+from lightning_ort._text import say
 from lightning_ort.compiler import kernels
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
+from lightning_ort.compiler.cache_folder import why_not_trusted
 from lightning_ort.strategies.host_memory import why_not_retained
 
 COMPROMISED = ("2.6.2", "2.6.3")
@@ -63,9 +65,9 @@ def doctor(json: bool = False) -> None:
     """
     findings = examine()
     if json:
-        print(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        say(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        print("\n".join(map(str, findings)))
+        say("\n".join(map(str, findings)))
     if any(finding.state == "failed" for finding in findings):
         sys.exit(1)
 
@@ -197,7 +199,9 @@ def _memory() -> Iterator[Finding]:
     yield Finding("host memory", "ok" if reason is None else "absent", text)
     folder = default_folder()
     above = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    if os.access(above, os.W_OK):
+    if folder.is_dir() and (obstacle := why_not_trusted(folder)) is not None:
+        yield Finding("cache", "absent", obstacle)
+    elif os.access(above, os.W_OK):
         yield Finding("cache", "ok", str(folder))
     else:
         todo = "set LIGHTNING_ORT_CACHE_DIR to a folder that can be written"

@@ -1,18 +1,20 @@
 """``lightning-ort export``: the module in a checkpoint as an ONNX model."""
 
+import inspect
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from lightning_ort.cli.load import load
+from lightning_ort._text import say
+from lightning_ort.cli.load import described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.quantize import Quantize
+from lightning_ort.optim.shard_files import NotTrusted
+from lightning_ort.optim.shard_files import load as load_file
 
 
 def export(
@@ -26,6 +28,7 @@ def export(
     dynamic_batch: bool = True,
     tolerance: float = 1e-4,
     quantize: Quantize | None = None,
+    trust: bool = False,
 ) -> None:
     """Write the module of a checkpoint as an ONNX model, checked against the module.
 
@@ -42,6 +45,8 @@ def export(
         dynamic_batch: Let the size of the batch change.
         tolerance: Largest difference to the module's results.
         quantize: Make the weights smaller.
+        trust: Read a checkpoint that names functions and classes to call, too, as one with hyperparameters that are
+            objects does. Such a file may do anything on this machine: only for one that you know.
 
     """
     if output.exists():
@@ -54,9 +59,12 @@ def export(
     if not hasattr(kind, "load_from_checkpoint"):
         sys.exit(f"module={module!r} is no LightningModule's class, which is what loads a checkpoint.")
     try:
-        check_settings(tolerance, quantize)
+        check_settings(output, dynamic_batch, tolerance, quantize)
         inputs = _inputs(sample, input_shape)
-        loaded = kind.load_from_checkpoint(checkpoint, map_location="cpu", **(args or {}))
+        load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
+        if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
+            args = {**(args or {}), "weights_only": not trust}
+        loaded = _load(kind, checkpoint, args or {})
         if inputs is None and loaded.example_input_array is None:
             sys.exit(
                 f"{module} has no sample inputs: set `self.example_input_array` in it, or pass --sample FILE.pt, "
@@ -64,9 +72,18 @@ def export(
             )
         settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance}
         exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
-    except (ExportFailed, ModuleNotFoundError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
+    except NotTrusted as error:
+        sys.exit(f"{error} If you know where it comes from, pass --trust.")
+    except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
-    Console().print(str(exported), soft_wrap=True, highlight=False, markup=False)
+    say(exported)
+
+
+def _load(kind: Any, checkpoint: Path, args: dict[str, Any]) -> Any:
+    try:
+        return kind.load_from_checkpoint(checkpoint, map_location="cpu", **args)
+    except Exception as error:  # the user's code is run, and Lightning's on what may be no checkpoint of its
+        raise ValueError(f"{checkpoint} cannot be loaded as a {kind.__name__}: {described(error)}") from error
 
 
 def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
@@ -81,8 +98,11 @@ def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
     if not sample.is_file():
         raise ValueError(f"--sample {sample}: there is no such file.")
     if sample.suffix == ".npz":
-        with np.load(sample) as arrays:
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        try:
+            with np.load(sample) as arrays:
+                return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        except Exception as error:  # zipfile's, zlib's and numpy's own
+            raise ValueError(f"--sample {sample} is no file of arrays of numpy's: {error}") from None
     if sample.suffix == ".pt":
-        return torch.load(sample, map_location="cpu", weights_only=True)
+        return load_file(sample)
     raise ValueError(f"--sample {sample}: pass a .pt or .npz file.")

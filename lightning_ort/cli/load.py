@@ -1,9 +1,15 @@
 """Find the object that a command line names."""
 
+import hashlib
 import importlib
+import importlib.util
 import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from lightning_ort._text import plain
 
 
 def load(path: str, argument: str) -> Any:
@@ -14,21 +20,94 @@ def load(path: str, argument: str) -> Any:
         argument: The command's argument that it came by, for error messages.
 
     Raises:
-        SystemExit: If it is written in another way, or nothing is there.
+        SystemExit: If it is written in another way, nothing is there, or it cannot be imported.
 
     """
     source, _, name = path.rpartition(":")
-    if not source:
+    if not source or not all(part.isidentifier() for part in name.split(".")):
         sys.exit(f"{argument}={path!r}: write it as package.module:name or path/to/file.py:name.")
     try:
-        if source.endswith(".py"):
-            sys.path.insert(0, str(Path(source).resolve().parent))
-            source = Path(source).stem
-        else:
-            sys.path.insert(0, "")
-        found: Any = importlib.import_module(source)
+        found: Any = _module_of(Path(source)) if source.endswith(".py") else _import(source)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        sys.exit(f"{argument}={path!r}: {error}")
+    except Exception as error:  # the user's code is run
+        sys.exit(plain(f"{argument}={path!r}: {described(error)}", "utf-8"))
     return found
+
+
+def call(make: Any, path: str, args: dict[str, Any]) -> Any:
+    """Make a module or data by what :func:`load` has found.
+
+    Args:
+        make: What it has found.
+        path: By what name.
+        args: Keyword arguments.
+
+    Raises:
+        SystemExit: If that fails.
+
+    """
+    try:
+        return make(**args)
+    except Exception as error:  # the user's code is run
+        sys.exit(plain(f"{path} cannot be made with {args}: {described(error)}", "utf-8"))
+
+
+def _import(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Import a file, under its own name where nothing else has that."""
+    file = file.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # for what it imports
+    name = file.stem
+    for taken in (name, other := f"{name}_{hashlib.sha256(bytes(file)).hexdigest()[:8]}"):
+        if (module := sys.modules.get(taken)) is not None and _is_of(module, file):
+            return module
+    # by the name under which others, and other processes, import it too: unless they would find something else
+    return importlib.import_module(name) if _finds(name, file) else _execute(other, file)
+
+
+def _finds(name: str, file: Path) -> bool:
+    if not name.isidentifier() or name in sys.modules:
+        return False
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
+
+
+def _is_of(module: ModuleType, file: Path) -> bool:
+    origin = getattr(module, "__file__", None)
+    return origin is not None and Path(origin).resolve() == file
+
+
+def _execute(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def described(error: Exception) -> str:
+    """Return an error, and where the user's code raised it, in a line."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, (ImportError, AttributeError, FileNotFoundError)):
+        return text
+    where = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename not in (__file__, "<frozen importlib._bootstrap>"):
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}: {text}{where}"

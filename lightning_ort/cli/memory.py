@@ -4,11 +4,10 @@ import sys
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from lightning_ort.cli.load import load
+from lightning_ort._text import PlainTable, console
+from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
 
@@ -35,13 +34,15 @@ def memory(
 
     """
     names = optim or list(STATES)
+    for count in ranks or ():
+        if count < 1:
+            sys.exit(f"--ranks {count}: at least 1.")
     make = load(module, "module")
     with torch.device("cpu" if measure else "meta"):
-        made = make(**(args or {}))
+        made = call(make, module, args or {})
     if not isinstance(made, nn.Module):
         sys.exit(f"{module} made a {type(made).__name__}: name something that makes a torch.nn.Module.")
-    console = Console()
-    table = Table("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
+    table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
     headers = ["states", "per element", "parameters + gradients + states"]
     headers += ["measured states"] if measure else []
     headers += [f"each of {count} ranks (ZeRO-1)" for count in ranks or ()]
@@ -56,7 +57,7 @@ def memory(
         if measure:
             row.append(_measured(made, name))
         table.add_row(name, *row, *(_size(predicted.per_rank(count)) for count in ranks or ()))
-    console.print(table)
+    console().print(table)
 
 
 def _measured(module: nn.Module, name: str) -> str:

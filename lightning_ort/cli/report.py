@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from lightning_ort._text import say
 from lightning_ort.compiler.report import CompileReport
 
 _LABELS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
@@ -22,12 +23,12 @@ def report(file: Path, output: Path | None = None) -> None:
         sys.exit(f"{output}: the page would take the report's place; pass another name by --output.")
     try:
         found = CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        output.write_text(render(found, file.name), encoding="utf-8")
+        output.write_text(render(found, file.name), encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         sys.exit(f"lightning-ort report: {error}")
-    except ValueError as error:  # JSON's and Unicode's errors too
+    except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
         sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote by ORTConfig(report=PATH).")
-    print(output)
+    say(output)
 
 
 def render(report: CompileReport, name: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_ort._imports import FLAVORS, Flavor, preferred_flavor
 from lightning_ort.cli.load import load
+from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.step_patches import ModulePatches, callable_children
 
 ENGINES = ("stock", "compile", "ort", "auto")
@@ -49,7 +50,7 @@ class Variant:
         """Read the written form.
 
         Raises:
-            ValueError: If the engine is unknown.
+            ValueError: If the engine or the optimizer is unknown.
 
         """
         rest, _, precision = text.partition("@")
@@ -59,6 +60,8 @@ class Variant:
                 f"Variant {text!r}: {engine!r} is no engine; allowed are {', '.join(ENGINES)}. "
                 "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
             )
+        if optim:
+            check_name(optim, f"variant {text!r}: optim")
         return cls(engine, optim or None, precision or None)
 
     @property

@@ -285,6 +285,28 @@ class ORTBackend:
         description = describe(region.module.graph)
         entry = self._cache.name(description, providers)
         kept = self._cache.load(entry)
+        if kept is not None and (refused := session.why_refused(kept.model)) is not None:
+            log.debug("cache entry %s is not used: %s", entry, refused)
+        elif kept is not None:
+            try:
+                return self._build_from(kept, entry, description, region, providers, device, name)
+            except RegionFailed as failure:
+                if not failure.reason.type.is_failure:
+                    raise
+                log.debug("cache entry %s is not used: %s", entry, failure)
+        return self._build_from(None, entry, description, region, providers, device, name)
+
+    def _build_from(
+        self,
+        kept: Entry | None,
+        entry: str,
+        description: str,
+        region: Region,
+        providers: tuple[str, ...],
+        device: torch.device,
+        name: str,
+    ) -> OrtRegion:
+        """Do so with what the cache has, or without."""
         candidates = [Setup(n) for n in placement.thread_candidates(region, self.config.intra_op_threads)]
         if self.config.cuda_graphs and cuda_graphs.can_record(region):
             candidates.append(Setup(candidates[0].threads, cuda_graph=True))
@@ -354,6 +376,8 @@ class ORTBackend:
         if not measured and len(candidates) == 1:
             return Timing(None, None, *candidates[0])
         if kept is None or kept.timing.ort_ms is None:
+            return None
+        if Setup(kept.timing.threads, kept.timing.cuda_graph) not in candidates:
             return None
         if not measured:
             return dataclasses.replace(kept.timing, torch_ms=None)
@@ -470,9 +494,9 @@ def _torch_report(
 
 
 @functools.cache
-def _backend_for(options: tuple[tuple[str, Any], ...]) -> ORTBackend:
+def _backend_for(config: ORTConfig) -> ORTBackend:
     # one object for all graphs of the same options: to dynamo a new callable is a new backend, and it compiles again
-    return ORTBackend(dict(options))
+    return ORTBackend(config)
 
 
 def ort(
@@ -486,5 +510,4 @@ def ort(
         options: Fields of :class:`~lightning_ort.config.ORTConfig`.
 
     """
-    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
-    return _backend_for(tuple(sorted(hashable.items())))(gm, example_inputs)
+    return _backend_for(ORTConfig.parse(options))(gm, example_inputs)

@@ -3,8 +3,8 @@
 A folder of JSON and ONNX files, each named by a SHA-256:
 
 - ``graph-<hash>.json``: for each node of a graph, whether ONNX Runtime can run it
-- ``region-<hash>.json``: how a region was timed, and the SHA-256 of its model
-- ``region-<hash>.onnx``: the model
+- ``region-<hash>.json``: how a region was timed
+- ``region-<hash>.onnx``: its model
 - ``op-<hash>.json``: how long an op took in each of its forms
 
 What is hashed: the graph (:func:`describe`: ops, arguments, and dtypes, shapes, strides and kinds of device of all
@@ -12,8 +12,9 @@ values); the versions of onnxruntime, torch and this package, with the sources o
 and the ``kernels`` of the config; for the nodes of a graph the ``torch_ops``; for a region the processor's name,
 torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
 
-A file that cannot be read, or whose content is not what it says, counts as absent. Files appear whole (written aside,
-then renamed), so several processes may share a folder.
+Each file ends with, or holds, a second SHA-256, of its name and its content. A file that cannot be read, that was
+damaged, renamed or copied from another, or whose values are not possible ones, counts as absent. Files appear whole
+(:mod:`~lightning_ort.compiler.cache_folder`), so several processes may share a folder, and any of them may be killed.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,9 +35,11 @@ import sympy
 import torch
 from torch import fx
 
+from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.conversion.graph import ANY_BYTE, FORM
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import Support, values_of
+from lightning_ort.config import MAX_THREADS
 
 if TYPE_CHECKING:
     from lightning_ort.config import ORTConfig
@@ -84,15 +87,6 @@ def default_folder() -> Path:
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("lightning-ort", appauthor=False))
 
 
-def files(folder: Path) -> list[Path]:
-    """Return the files of a cache folder; others that are there do not count."""
-    return [
-        path
-        for pattern in ("graph-*.json", "region-*.json", "region-*.onnx", "op-*.json")
-        for path in folder.glob(pattern)
-    ]
-
-
 class Cache:
     """The cache of one backend.
 
@@ -105,6 +99,7 @@ class Cache:
         self._folder = None if config.cache_dir is None else Path(config.cache_dir)
         if config.cache_dir == "auto":
             self._folder = default_folder()
+        self._is_open = False  # the folder is looked at when it is first needed
         self._config = config
         self._times: dict[str, dict[str, float]] = {}  # ops come again in other graphs
 
@@ -119,37 +114,42 @@ class Cache:
             answer: Finds out.
 
         """
-        if self._folder is None:
+        if self._open() is None:
             return answer()
         config = self._config
         parts = (describe(gm.graph), *_versions(), *providers, config.kernels, *sorted(config.torch_ops))
         name = f"graph-{digest(*parts)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-        kept = self._read(name, lambda items: [_to_support(item) for item in items])
+        kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
         if kept is not None and len(kept) == len(nodes):
             return dict(zip(nodes, kept, strict=True))
         answers = answer()
         plain = [[a.reason.type.name, a.reason.text] if a.reason else None for a in map(answers.__getitem__, nodes)]
-        self._write(f"{name}.json", json.dumps(plain).encode())
+        self._write_json(name, plain)
         return answers
 
     def times(
-        self, description: str, providers: tuple[str, ...], measure: Callable[[], dict[str, float]]
+        self,
+        description: str,
+        providers: tuple[str, ...],
+        names: Collection[str],
+        measure: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
         """Return how long an op takes in each of its forms, in ms: as measured before, or now.
 
         Args:
             description: :func:`describe` of the op's graph.
             providers: The execution providers of the sessions.
+            names: Of what may have been timed.
             measure: Measures.
 
         """
         name = self.name(description, providers, "op")
         if name not in self._times:
-            times = self._read(name, lambda kept: {str(form): float(ms) for form, ms in kept.items()})
-            if times is None:
+            times = self._read(name, lambda kept: {_one_of(names, form): _ms(ms) for form, ms in kept.items()})
+            if not times:
                 times = measure()
-                self._write(f"{name}.json", json.dumps(times).encode())
+                self._write_json(name, times)
             self._times[name] = times
         return self._times[name]
 
@@ -169,46 +169,59 @@ class Cache:
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""
-        folder = self._folder
-        if folder is None:
+        timing = self._read(name, _to_timing)
+        if timing is None:
             return None
-
-        def to_entry(kept: Any) -> Entry:
-            model = (folder / f"{name}.onnx").read_bytes()
-            if hashlib.sha256(model).hexdigest() != kept["model"]:
-                raise ValueError("the model is not the one that was kept")
-            return Entry(model, Timing(**kept["timing"]))
-
-        return self._read(name, to_entry)
-
-    def _read(self, name: str, convert: Callable[[Any], _Kept]) -> _Kept | None:
-        """Return what a JSON file says; ``None`` if it is absent, or not what this version writes."""
-        if self._folder is None:
+        content = self._content(f"{name}.onnx")
+        seal = _seal(name, content[:-_SEAL_BYTES])
+        if not content.endswith(seal):
             return None
-        try:
-            return convert(json.loads((self._folder / f"{name}.json").read_text()))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.debug("cache entry %s is unreadable: %s", name, error)
-            return None
+        return Entry(content[:-_SEAL_BYTES], timing)
 
     def store(self, name: str, entry: Entry) -> None:
         """Keep a region's entry."""
-        content = {"model": hashlib.sha256(entry.model).hexdigest(), "timing": dataclasses.asdict(entry.timing)}
-        self._write(f"{name}.onnx", entry.model)
-        self._write(f"{name}.json", json.dumps(content).encode())
+        # the one file is right with any version of the other: a process may be killed in between
+        self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
+        self._write_json(name, dataclasses.asdict(entry.timing))
+
+    def _open(self) -> Path | None:
+        """Return the folder if it is there, or can be made, and nobody else can write to it."""
+        if self._folder is not None and not self._is_open:
+            self._is_open = True
+            if (obstacle := cache_folder.prepare(self._folder)) is not None:
+                log.warning("Nothing is kept between runs: %s", obstacle)
+                self._folder = None
+        return self._folder
+
+    def _content(self, name: str) -> bytes:
+        folder = self._open()
+        return b"" if folder is None else cache_folder.read(folder / name)
+
+    def _read(self, name: str, convert: Callable[[Any], _Kept]) -> _Kept | None:
+        """Return what a JSON file says; ``None`` if it is absent, or not what this version writes."""
+        content = self._content(f"{name}.json")
+        if not content:
+            return None
+        try:
+            kept = json.loads(content)
+            if kept["sha256"] != _checksum(name, kept["content"]):
+                raise ValueError("the content is not what was kept under this name")
+            return convert(kept["content"])
+        except Exception as error:  # whatever it is, it is not what this version writes
+            log.debug("cache entry %s is unreadable: %s", name, error)
+            return None
+
+    def _write_json(self, name: str, content: Any) -> None:
+        self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        if self._folder is None:
+        folder = self._open()
+        if folder is None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("wb", dir=self._folder, suffix=".tmp", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, self._folder / name)
+            cache_folder.write(folder / name, content)
         except OSError as error:
-            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self._folder, error)
+            log.warning("Nothing is kept between runs: %s cannot be written (%s)", folder, error)
             self._folder = None
 
 
@@ -256,8 +269,57 @@ class _Named(str):
         return str(self)
 
 
-def _to_support(item: Sequence[str] | None) -> Support:
-    return Support(True) if item is None else Support(False, Reason(ReasonType[item[0]], item[1]))
+def _to_support(item: Any) -> Support:
+    if item is None:
+        return Support(True)
+    kind, text = _exactly(list, item)
+    return Support(False, Reason(ReasonType[kind], _exactly(str, text)))
+
+
+def _to_timing(kept: Any) -> Timing:
+    timing = Timing(**kept)
+    for ms in (timing.ort_ms, timing.torch_ms):
+        if ms is not None:
+            _ms(ms)
+    if not 1 <= _exactly(int, timing.threads) <= MAX_THREADS:
+        raise ValueError(f"{timing.threads} threads")
+    _exactly(bool, timing.cuda_graph)
+    return timing
+
+
+def _ms(value: Any) -> float:
+    if not (math.isfinite(_exactly(float, value)) and value > 0):
+        raise ValueError(f"{value} ms")
+    return value
+
+
+def _one_of(names: Collection[str], name: str) -> str:
+    if name not in names:
+        raise ValueError(f"{name!r} is no way to run this op")
+    return name
+
+
+def _exactly(kind: type[_Kept], value: Any) -> _Kept:
+    if type(value) is not kind:  # True is an int, too
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _checksum(name: str, content: Any) -> str:
+    return digest(name, json.dumps(content, sort_keys=True))
+
+
+def _seal(name: str, model: bytes) -> bytes:
+    """Return what is put behind a model: its checksum, as an entry of the metadata that ONNX files have.
+
+    Protobuf messages one after the other are one message, so what is written is still a model.
+    """
+    key, value = b"lightning_ort.sha256", hashlib.sha256(name.encode() + b"\0" + model).hexdigest().encode()
+    entry = b"\x0a%c%b\x12%c%b" % (len(key), key, len(value), value)  # StringStringEntryProto
+    return b"\x72%c%b" % (len(entry), entry)  # ModelProto.metadata_props
+
+
+_SEAL_BYTES = len(_seal("", b""))
 
 
 def digest(*parts: str) -> str:

@@ -70,7 +70,8 @@ class Forms:
             region = Region(1, [node, *(user for user in node.users if user.target is operator.getitem)])
             partitioning.close(region, gm, views)
             description = describe(region.module.graph)
-            kept = self.cache.times(description, self.kernels.providers, functools.partial(self._time, region, forms))
+            time = functools.partial(self._time, region, forms)
+            kept = self.cache.times(description, self.kernels.providers, (*forms, TORCH), time)
             times = self.agree(f"op {description}", kept)
             measured = {form: times[form] for form in forms if form in times}
             if not measured:  # none runs: what becomes of it is seen when the region is built

@@ -1,12 +1,11 @@
 """What ran where, why not, and how fast: objects first, text and JSON from them."""
 
 import enum
-import io
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Table
+from lightning_ort._arguments import check_integer
+from lightning_ort._text import PlainTable, rendered
 
 
 class ReasonType(enum.Enum):
@@ -293,7 +292,7 @@ class CompileReport:
             raise ValueError(
                 f"no report of this version of lightning-ort: {error} is not there, or not known"
             ) from None
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, OverflowError):
             same = False
         if not same:
             raise ValueError("no report of this version of lightning-ort: it has other entries, or of other types")
@@ -305,8 +304,13 @@ class CompileReport:
         Args:
             width: Width of the table in characters.
 
+        Raises:
+            TypeError: If the width is no integer.
+            ValueError: If it is not positive.
+
         """
-        table = Table(title="lightning-ort: what ran where")
+        check_integer("width", width, 1)
+        table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
         for column in ("graph", "region", "executor", "why / ops"):
             table.add_column(column, overflow="fold")
         for column in ("nodes", "runs", "ORT ms", "torch ms"):
@@ -325,26 +329,18 @@ class CompileReport:
                     _ms(region.ort_ms),
                     _ms(region.torch_ms),
                 )
-        console = Console(width=width, record=True, file=io.StringIO())
-        if self.graphs:
-            console.print(table)
-        console.print(
+        lines = [
             f"{self.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime, {self.ort_runs} runs, "
             f"{len(self.graphs)} graphs in {self.compile_seconds:.1f} s, {self.graph_breaks} graph breaks, "
             f"{self.recompiles} recompiles, {len(self.fallbacks)} fallbacks",
-            markup=False,
-            highlight=False,
-        )
-        for step in self.steps:
-            console.print(str(step), markup=False, highlight=False)
-        for index, optimizer in enumerate(self.optimizers):
-            console.print(f"optimizer {index}: {optimizer}", markup=False, highlight=False)
+            *map(str, self.steps),
+            *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(self.optimizers)),
+        ]
         if self.host_memory:
-            console.print(f"host memory: {self.host_memory}", markup=False, highlight=False)
+            lines.append(f"host memory: {self.host_memory}")
         for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):
-            for entry in entries:
-                console.print(f"{title}: {entry.where}: {entry.reason}", markup=False, highlight=False)
-        return console.export_text()
+            lines += [f"{title}: {entry.where}: {entry.reason}" for entry in entries]
+        return rendered(*([table] if self.graphs else []), *lines, width=width)
 
 
 def _ms(value: float | None) -> str:

@@ -1,5 +1,7 @@
 """From an ONNX model to an ``onnxruntime.InferenceSession``."""
 
+import logging
+import math
 import os
 import weakref
 from contextlib import suppress
@@ -12,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from lightning_ort.compiler.cache import Timing
-from lightning_ort.compiler.conversion.graph import GraphBuilder
+from lightning_ort.compiler.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.partitioning import Region
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.support import values_of
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.kernels import Kernels
 
+log = logging.getLogger(__name__)
+
+# operators of onnxruntime that run code or read files besides the model
+_REACH_OUT = {"ATen", "EPContext", "PythonOp", "PythonOpGrad"}
+_ATTRIBUTES = (
+    *(onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto.STRING, onnx.AttributeProto.TENSOR),
+    *(onnx.AttributeProto.FLOATS, onnx.AttributeProto.INTS, onnx.AttributeProto.STRINGS, onnx.AttributeProto.TENSORS),
+)
+_MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and tables of indices
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
 _inherited: "list[onnxruntime.InferenceSession]" = []
@@ -78,6 +89,39 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
     except onnx.checker.ValidationError as error:
         raise RegionFailed(ReasonType.CHECKER_FAILED, error) from error
     return model
+
+
+def why_refused(model: bytes) -> str | None:
+    """Return why a model that was kept is not one that :func:`convert` makes, or ``None``.
+
+    onnxruntime 1.19 reads whatever file a model given as bytes names for a tensor.
+    """
+    from google.protobuf.message import DecodeError
+
+    if model[4:8] == b"ORTM":
+        return "it is in onnxruntime's own format"
+    try:
+        proto = onnx.ModelProto.FromString(model)
+    except DecodeError as error:
+        return f"it is no ONNX model: {error}"
+    if proto.functions or proto.training_info or proto.metadata_props or proto.graph.sparse_initializer:
+        return "it has functions, training information, metadata or sparse constants"
+    domains = {opset.domain for opset in proto.opset_import} | {node.domain for node in proto.graph.node}
+    if unknown := domains - {"", MICROSOFT}:
+        return f"it has operators of {', '.join(sorted(unknown))}"
+    if found := _REACH_OUT & {node.op_type for node in proto.graph.node}:
+        return f"it has the operator {', '.join(sorted(found))}"
+    tensors = list(proto.graph.initializer)
+    for attribute in (attribute for node in proto.graph.node for attribute in node.attribute):
+        tensors += [attribute.t, *attribute.tensors]
+        if attribute.type not in _ATTRIBUTES:
+            return f"the attribute {attribute.name!r} is a graph, or something else that is never written"
+    for tensor in tensors:
+        if tensor.external_data or tensor.data_location != onnx.TensorProto.DEFAULT:
+            return f"the constant {tensor.name!r} lies in another file"
+        if math.prod(tensor.dims) > _MAX_CONSTANT or min(tensor.dims, default=0) < 0:
+            return f"the constant {tensor.name!r} has the shape {list(tensor.dims)}"
+    return None
 
 
 def build(
@@ -194,7 +238,10 @@ def _cuda_options(device: torch.device, stream: torch.cuda.Stream | None) -> dic
 
 
 def save(model: bytes, folder: str, name: str) -> None:
-    """Write a model to ``folder/name.onnx``."""
+    """Write a model to ``folder/name.onnx``; a run is not lost where that fails."""
     path = Path(folder) / f"{name.replace('/', '.')}.onnx"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(model)
+    except OSError as error:
+        log.warning("ORTConfig(save_onnx_dir=%r): %s could not be written: %s", folder, path.name, error)

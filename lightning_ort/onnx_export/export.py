@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
 from lightning_ort._imports import FLAVORS, ONNXSCRIPT
 from lightning_ort.compiler.conversion.graph import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
@@ -62,18 +63,19 @@ class Exported:
         return text if self.quantize is None else f"{text}, as {self.quantize} by {self.quantized_error:.2g}"
 
 
-def check_settings(tolerance: float, quantize: str | None) -> None:
+def check_settings(path: str | Path, dynamic_batch: bool, tolerance: float, quantize: str | None) -> None:
     """Refuse what :func:`export_onnx` cannot do, before anything has been trained.
 
     Raises:
-        ValueError: If a setting is not one of the allowed ones.
+        ValueError: If a setting is not one of the allowed ones, or the file cannot be written.
+        TypeError: If a setting is of another type.
         ModuleNotFoundError: If onnxscript is not installed.
 
     """
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance!r}: pass the largest difference that is allowed, such as 1e-4.")
-    if quantize not in (None, *get_args(Quantize)):
-        raise ValueError(f"quantize={quantize!r}: choose one of {', '.join(map(repr, get_args(Quantize)))}, or None.")
+    check_number("tolerance", tolerance)
+    check_choice("dynamic_batch", dynamic_batch, (True, False))
+    check_choice("quantize", quantize, (*get_args(Quantize), None))
+    check_writable("path", check_path("path", path), is_folder=False)
     if not ONNXSCRIPT:
         raise ModuleNotFoundError(f"Export to ONNX needs onnxscript: pip install 'lightning-ort[export]'. {ONNXSCRIPT}")
 
@@ -114,7 +116,8 @@ def export_onnx(
         ExportFailed: If an op or construct cannot be exported, which names the line; or if the results differ.
 
     """
-    check_settings(tolerance, quantize)
+    check_type("module", module, nn.Module, "a torch.nn.Module")
+    check_settings(path, dynamic_batch, tolerance, quantize)
     if quantize is not None and sum(parameter.nbytes for parameter in module.parameters()) >= 2**31:
         raise ValueError(
             f"quantize={quantize!r}: the weights have more than 2 GB, which protobuf cannot hold. Pass None."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ort._arguments import check_path, passed
 from lightning_ort.compiler.conversion.graph import DTYPES, element_type
 from lightning_ort.compiler.kernels import import_onnxruntime
 from lightning_ort.compiler.session import session_options, why_not_on
@@ -50,32 +51,42 @@ class OnnxSession:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the installed onnxruntime has not such a provider.
+        ValueError: If the installed onnxruntime has not such a provider, or the file is no model for it.
+        TypeError: If an argument is of another type.
         RuntimeError: If the provider does not load.
 
     """
 
     def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
         onnxruntime = import_onnxruntime()
-        self.path, self.providers = Path(path), tuple(providers)
+        self.path = Path(check_path("path", path))
+        available = onnxruntime.get_available_providers()
+        if isinstance(providers, str) or not isinstance(providers, Sequence) or not providers:
+            raise TypeError(f"{passed('providers', providers)}: pass a list of one or more of {', '.join(available)}.")
+        self.providers = tuple(providers)
         if not self.path.is_file():
             raise FileNotFoundError(f"{path}: there is no such file. `lightning-ort export` writes one.")
-        available = onnxruntime.get_available_providers()
         for provider in self.providers:
             if provider not in available:
                 raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
         options = session_options(torch.get_num_threads())
-        self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
+        try:
+            self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
+        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+            raise ValueError(f"{path}: onnxruntime cannot load it. {error}") from error
         if (obstacle := why_not_on(self._session, self.providers[0])) is not None:
             raise RuntimeError(obstacle)
         properties = self._session.get_modelmeta().custom_metadata_map
-        self.metadata: dict[str, Any] = {
-            key.removeprefix(METADATA_PREFIX): json.loads(text)
-            for key, text in properties.items()
-            if key.startswith(METADATA_PREFIX)
-        }
-        self.inputs = self._values(self._session.get_inputs(), "inputs")
-        self.outputs = self._values(self._session.get_outputs(), "outputs")
+        try:
+            self.metadata: dict[str, Any] = {
+                key.removeprefix(METADATA_PREFIX): json.loads(text)
+                for key, text in properties.items()
+                if key.startswith(METADATA_PREFIX)
+            }
+            self.inputs = self._values(self._session.get_inputs(), "inputs")
+            self.outputs = self._values(self._session.get_outputs(), "outputs")
+        except (AttributeError, KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: its metadata is not what `lightning-ort export` writes: {error!r}") from error
         names = [value.name for value in self.outputs]
         self._structure: Structure = self.metadata.get("structure", names[0] if len(names) == 1 else names)
         self._used = {argument.name for argument in self._session.get_inputs()}

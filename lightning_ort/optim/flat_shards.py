@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
+from lightning_ort.optim.shard_files import load
+
 log = logging.getLogger(__name__)
 
 PARAMETER_NAMES = "optimizer_parameter_names"
@@ -229,44 +231,83 @@ def _whole(
     return {"state": dict(sorted(states.items())), "param_groups": groups}
 
 
-def read_directory(directory: Path) -> dict[str, Any]:
+def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
     """Read a checkpoint that DeepSpeed wrote under ZeRO stage 1 or 2, for any number of processes.
 
     Args:
         directory: As given to ``Trainer.save_checkpoint``.
+        trust: Call the functions and classes, too, that its files name.
 
     Returns:
         A plain Lightning checkpoint, on the CPU: float32 weights and, in torch's form, the optimizer's states.
 
     Raises:
-        ValueError: If it is not such a directory, or parts of it are missing.
+        NotTrusted: If a file names something to call that is not known to be harmless.
+        ValueError: If it is not such a directory, or parts of it are missing or damaged.
 
     """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     latest = directory / "latest"
     if not latest.is_file():
         raise ValueError(f"{directory} is not a checkpoint of DeepSpeed: it has no file 'latest'.")
-    folder = directory / latest.read_text().strip()
+    name = latest.read_bytes()[:1000].decode(errors="replace").strip()
+    folder = directory / name
+    if not name or Path(name).name != name or not folder.is_dir():
+        raise ValueError(f"{directory} is not a checkpoint of DeepSpeed: 'latest' names {name!r}, which is not in it.")
     model_files = sorted(folder.glob("*mp_rank_*_model_states.pt"))
     if len(model_files) != 1:
         raise ValueError(f"{folder} has {len(model_files)} files with model states, not 1: stage 3 is not supported.")
-    model = torch.load(model_files[0], map_location="cpu", weights_only=False)
-    files = sorted(folder.glob("*_optim_states.pt"), key=_rank)
-    if [_rank(file) for file in files] != list(range(model["dp_world_size"])):
-        raise ValueError(
-            f"{folder} has the optimizer states of {len(files)} processes, and {model['dp_world_size']} saved them."
-        )
-    checkpoint = {key: value for key, value in model.items() if key not in _DEEPSPEED_KEYS}
-    checkpoint["state_dict"] = dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=folder.name))
-    shards = [torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"] for file in files]
-    names = checkpoint.pop(PARAMETER_NAMES, None) or [list(shapes) for shapes in model["param_shapes"]]
-    checkpoint["optimizer_states"] = [_join(shards, names, model["param_shapes"])]
+    model = load(model_files[0], trust)
+    files = sorted(folder.glob("*pp_rank_*_optim_states.pt"), key=_rank)
+    try:
+        if [_rank(file) for file in files] != list(range(model["dp_world_size"])):
+            raise ValueError(
+                f"{folder} has the optimizer states of {len(files)} processes, and {model['dp_world_size']} saved them."
+            )
+        shards = [load(file, trust)["optimizer_state_dict"] for file in files]
+        checkpoint = {key: value for key, value in model.items() if key not in _DEEPSPEED_KEYS}
+        checkpoint["state_dict"] = _weights(model, shards)
+        names = checkpoint.pop(PARAMETER_NAMES, None) or [list(shapes) for shapes in model["param_shapes"]]
+        checkpoint["optimizer_states"] = [_join(shards, names, model["param_shapes"])]
+    except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} is not what DeepSpeed writes under ZeRO stage 1 or 2 ({text}).") from error
     return checkpoint
 
 
 def _rank(file: Path) -> int:
-    return int(file.name.partition("pp_rank_")[2].partition("_")[0])
+    rank = file.name.partition("pp_rank_")[2].partition("_")[0]
+    return int(rank) if rank.isdecimal() else -1
+
+
+def _weights(model: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Put the weights together that the processes updated, in float32, and those that none did."""
+    buffers = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in buffers.items()}
+    weights.update(model.get("frozen_param_fragments") or {})
+    for index, shapes in enumerate(model["param_shapes"]):
+        whole = torch.cat([shard["single_partition_of_fp32_groups"][index].detach() for shard in shards])
+        for name, place in zip(shapes, _places(shards, model["param_shapes"], index), strict=True):
+            weights[name] = whole[place.offset : place.end].view(place.shape).clone()
+    for name, same in model.get("shared_params", {}).items():
+        if same in weights:
+            weights[name] = weights[same]
+    return weights
+
+
+def _places(
+    shards: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Mapping[str, torch.Size]],
+    index: int,
+    numbers: Sequence[int] | None = None,
+) -> list[_Place]:
+    """Where the parameters of a group lie in it."""
+    paddings = shards[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    extents = (
+        math.prod(shape) + padding for shape, padding in zip(shapes[index].values(), paddings[index], strict=True)
+    )
+    offsets = itertools.accumulate(extents, initial=0)
+    found = zip(numbers or range(len(shapes[index])), offsets, shapes[index].values(), strict=False)
+    return [_Place(number, offset, torch.Size(shape)) for number, offset, shape in found]
 
 
 def _join(
@@ -278,13 +319,7 @@ def _join(
     numbers = _numbers([len(group) for group in names])
     for index, group in enumerate(shapes):
         by_name = dict(zip(names[index], numbers[index], strict=True))
-        paddings = shards[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-        extents = (math.prod(shape) + padding for shape, padding in zip(group.values(), paddings[index], strict=True))
-        offsets = itertools.accumulate(extents, initial=0)
-        places = [
-            _Place(by_name[name], offset, torch.Size(shape))
-            for (name, shape), offset in zip(group.items(), offsets, strict=False)
-        ]
+        places = _places(shards, shapes, index, [by_name[name] for name in group])
         size = shards[0]["single_partition_of_fp32_groups"][index].numel()
         for key, value in bases[0]["state"].get(index, {}).items():
             flat = _is_flat(value, size)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from lightning_ort._arguments import check_integer, check_mapping
 from lightning_ort.compiler.report import OptimizerReport
 from lightning_ort.optim import registry, states
 from lightning_ort.optim.registry import FUSED_CLASSES, TORCH_FLAGS, Algorithm, Implementation
@@ -71,16 +72,18 @@ class OptimizerSwap:
     ) -> None:
         registry.check_name(name)
         self.name = name
-        self.min_8bit_size = min_8bit_size
-        self.bits = dict(bits or {})
-        self.options = dict(options or {})
+        self.min_8bit_size = check_integer("min_8bit_size", min_8bit_size, 0)
+        self.bits = check_mapping("bits", bits, "a mapping from names of modules to 8 or 32")
+        self.options = check_mapping("options", options, "a mapping from names to values")
         replaces = name == "adamw_deepspeed" or name in registry.REPLACEMENTS
         if self.options and not replaces:
             raise ValueError(f"options={self.options} has no effect on optim={name!r}: torch's own optimizer stays.")
         is_bnb = name in registry.REPLACEMENTS and registry.REPLACEMENTS[name].package == "bitsandbytes"
-        if (self.bits or min_8bit_size != 4096) and not is_bnb:
+        if (self.bits or self.min_8bit_size != 4096) and not is_bnb:
             raise ValueError(f"`bits` and `min_8bit_size` are settings of bitsandbytes, not of optim={name!r}.")
-        if wrong := {module: value for module, value in self.bits.items() if value not in (8, 32)}:
+        if wrong := {
+            module: bits for module, bits in self.bits.items() if type(bits) is not int or bits not in (8, 32)
+        }:
             raise ValueError(f"bits={wrong}: choose 8 or 32.")
 
     def apply(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_ort._arguments import check_choice, check_integer, check_type
 from lightning_ort.optim.hooks import EMBEDDINGS, OptimizerSwap
 from lightning_ort.optim.states import BNB_BLOCK
 
@@ -46,7 +47,7 @@ class Memory:
 
     def per_rank(self, ranks: int) -> int:
         """Bytes on each of ``ranks`` processes under ZeRO stage 1, which splits the states alone."""
-        return self.parameters + self.gradients + math.ceil(self.states / ranks)
+        return self.parameters + self.gradients + math.ceil(self.states / check_integer("ranks", ranks, 1))
 
 
 def _full(bytes_per_element: int | None = None) -> _Bytes:
@@ -106,8 +107,7 @@ def predict(module: nn.Module, optim: str) -> Memory:
         ValueError: If nothing is known of that name, or no parameter is trainable.
 
     """
-    if optim not in STATES:
-        raise ValueError(f"optim={optim!r}: choose one of {', '.join(STATES)}.")
+    check_choice("optim", optim, STATES)
     trainable = _trainable(module)
     embeddings = {id(p) for m in module.modules() if isinstance(m, EMBEDDINGS) for p in m.parameters(recurse=False)}
     states = sum(STATES[optim](p, id(p) in embeddings) for p in trainable)
@@ -156,6 +156,7 @@ def _parts(value: object) -> list[torch.Tensor]:
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient.")

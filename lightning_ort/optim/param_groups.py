@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from lightning_ort._arguments import check_number, check_type
+from lightning_ort._text import PlainTable, rendered
 from lightning_ort.optim.hooks import EMBEDDINGS
 
 
@@ -13,7 +13,7 @@ class ParamGroups(list[dict[str, Any]]):
     """Parameter groups for an optimizer; as a string, a table of what is in them."""
 
     def __str__(self) -> str:
-        table = Table("group", "weight decay", "tensors", "elements", "modules")
+        table = PlainTable("group", "weight decay", "tensors", "elements", "modules", encoding="utf-8")
         for group in self:
             table.add_row(
                 group["name"],
@@ -22,10 +22,7 @@ class ParamGroups(list[dict[str, Any]]):
                 f"{sum(parameter.numel() for parameter in group['params']):,}",
                 ", ".join(group["modules"]),
             )
-        console = Console(width=120, file=None)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get()
+        return rendered(table, width=120)
 
 
 def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
@@ -43,15 +40,16 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
         Two groups for any ``torch.optim`` class, fewer where one would be empty; ``print`` shows a summary.
 
     Raises:
-        ValueError: If ``weight_decay`` is negative, or no parameter is trainable.
+        ValueError: If ``weight_decay`` is negative or not finite, or no parameter is trainable.
+        TypeError: If an argument is of another type.
 
     Example::
 
         torch.optim.AdamW(lightning_ort.param_groups(self, weight_decay=0.1), lr=3e-4)
 
     """
-    if weight_decay < 0:
-        raise ValueError(f"param_groups(weight_decay={weight_decay}): must not be negative.")
+    check_type("module", module, nn.Module, "a torch.nn.Module", "param_groups")
+    check_number("weight_decay", weight_decay, "param_groups")
     decays: dict[nn.Parameter, bool] = {}
     owners: dict[nn.Parameter, str] = {}
     for submodule in module.modules():

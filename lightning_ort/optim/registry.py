@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import optim
 
+from lightning_ort._arguments import check_type
 from lightning_ort.optim import states
 from lightning_ort.optim.states import Algorithm, Form
 
@@ -163,18 +164,24 @@ TORCH_FLAGS = ("fused", "foreach")
 FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, argument: str = "optim") -> None:
     """Refuse what is not a name of ``optim=``.
+
+    Args:
+        name: What was passed.
+        argument: What it is called there.
 
     Raises:
         ValueError: With the closest name.
+        TypeError: If it is no string.
 
     """
     names = get_args(OptimName)
+    check_type(argument, name, str, f"one of {', '.join(map(repr, names))}, or, to a strategy, an ORTOptimizer")
     if name not in names:
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(map(repr, names))}."
-        raise ValueError(f"optim={name!r} is not known. {hint}")
+        raise ValueError(f"{argument}={name!r} is not known. {hint}")
 
 
 def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice
 from lightning_ort.optim.hooks import OptimizerSwap
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ class BFloat16Mixin(_HalfPrecision):
         master_weights: Whether to keep the rests; without, this is Lightning's ``"bf16-true"``.
 
     Raises:
-        ValueError: When the fit starts, if an optimizer is neither Adam without weight decay nor AdamW.
+        ValueError: If ``master_weights`` is no boolean; when the fit starts, if an optimizer is neither Adam without
+            weight decay nor AdamW.
 
     """
 
     def __init__(self, master_weights: bool = True) -> None:
+        check_choice("master_weights", master_weights, (True, False))
         super().__init__("bf16-true")
         self.optim = "adamw_anyprecision" if master_weights else None
 

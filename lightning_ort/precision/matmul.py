@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice
+
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Precision
 else:
@@ -34,8 +36,7 @@ class MatmulPrecisionMixin(_Precision):
     precision = "32-true"
 
     def __init__(self, level: Level = "high") -> None:
-        if level not in get_args(Level):
-            raise ValueError(f"level={level!r}: choose {', '.join(map(repr, get_args(Level)))}.")
+        check_choice("level", level, get_args(Level))
         self.level = level
         self._before: str | None = None
 

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice, check_device, check_integer, check_type
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
@@ -39,6 +41,7 @@ class ScaledStepsMixin(_MixedPrecision):
 
     Raises:
         ValueError: If a setting is out of range.
+        TypeError: If a setting is of another type.
 
     """
 
@@ -49,16 +52,18 @@ class ScaledStepsMixin(_MixedPrecision):
         scaler: torch.amp.GradScaler | None = None,
         max_overflows: int = 100,
     ) -> None:
-        if precision not in get_args(MixedPrecisionName):
-            raise ValueError(f"precision={precision!r}: choose '16-mixed' or 'bf16-mixed'.")
+        check_choice("precision", precision, get_args(MixedPrecisionName))
+        if device is not None:
+            check_device("device", device)
+        check_type("scaler", scaler, (torch.amp.GradScaler, type(None)), "a torch.amp.GradScaler or None")
+        if scaler is not None and precision == "bf16-mixed":
+            raise ValueError("scaler: 'bf16-mixed' has the range of float32 and scales nothing. Leave the scaler out.")
+        self.max_overflows = check_integer("max_overflows", max_overflows, 1)
         if scaler is None:
             super().__init__("bf16-mixed", device or "")
             self.precision = precision  # with "16-mixed" a scaler is made when the device is known
         else:
             super().__init__(precision, device or "", scaler)
-        if max_overflows < 1:
-            raise ValueError(f"max_overflows={max_overflows}: choose 1 or more.")
-        self.max_overflows = max_overflows
         self.overflows = 0
         self._in_a_row = 0
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was left out

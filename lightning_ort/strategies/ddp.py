@@ -11,7 +11,7 @@ from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import ChoosePrecisionMixin
-from lightning_ort.strategies.data_parallel import DataParallelMixin
+from lightning_ort.strategies.data_parallel import DataParallelMixin, check_ddp_keywords
 from lightning_ort.strategies.host_memory import HostMemory
 
 _DEFAULT = ORTConfig()
@@ -44,6 +44,7 @@ class ORTDDPStrategy(ChoosePrecisionMixin, DataParallelMixin, DDPStrategy):
         host_memory: HostMemory = "retain",
         **kwargs: Any,
     ) -> None:
+        check_ddp_keywords(type(self), DDPStrategy, kwargs)
         super().__init__(config=config, optim=optim, host_memory=host_memory, **kwargs)
 
     @classmethod

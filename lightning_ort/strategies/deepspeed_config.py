@@ -4,9 +4,58 @@ The functions that find a contradiction return what to tell the user, both value
 those of `DeepSpeed's configuration <https://www.deepspeed.ai/docs/config-json/>`_.
 """
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from lightning_ort._arguments import passed
+
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
+
+
+# the keys that have keys below them, as far as they are looked at here or by Lightning
+_SECTIONS = ("zero_optimization", "activation_checkpointing", "bf16", "bfloat16", "fp16", "optimizer", "scheduler")
+
+
+def read(config: Any) -> dict[str, Any] | None:
+    """Return a configuration that was passed as it is or as a file.
+
+    Raises:
+        TypeError: If it is neither, or something in it is of another type.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be read, or has something else in it.
+
+    """
+    if config is None:
+        return None
+    name, shown = "deepspeed_config", passed("deepspeed_config", config)
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{shown}: there is no such file. Pass a path of JSON, or a dict.") from None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(f"{shown}: this is no file with JSON: {reason}. Pass a path of one, or a dict.") from None
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{shown}: pass DeepSpeed's configuration as a dict, or the path of a JSON file with one.")
+    for key in _SECTIONS:
+        if not isinstance(section := config.get(key, {}), Mapping) and section != "auto":
+            raise TypeError(f"{name} has {passed(key, section)}: pass a dict, such as {_EXAMPLES.get(key, '{}')}.")
+    zero = config.get("zero_optimization", {})
+    offload = zero.get("offload_optimizer", {}) if isinstance(zero, Mapping) else {}
+    if not isinstance(offload, Mapping) and offload != "auto":
+        raise TypeError(f"{name} has {passed('offload_optimizer', offload)}: pass a dict, such as {{'device': 'cpu'}}.")
+    return dict(config)
+
+
+_EXAMPLES = {
+    "zero_optimization": "{'stage': 1}",
+    "bf16": "{'enabled': True}",
+    "fp16": "{'enabled': True}",
+    "optimizer": "{'type': 'AdamW', 'params': {'lr': 1e-3}}",
+}
 
 
 def check_stage(stage: Any) -> None:
@@ -16,7 +65,7 @@ def check_stage(stage: Any) -> None:
         ValueError: If it is.
 
     """
-    if stage != 1:
+    if stage != 1 or isinstance(stage, bool):
         raise ValueError(
             f"This is ZeRO stage 1, and the DeepSpeed configuration has stage={stage!r}. Leave it out; Lightning's"
             f" DeepSpeedStrategy(stage={stage!r}) has the other stages."

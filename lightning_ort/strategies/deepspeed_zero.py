@@ -5,17 +5,19 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice, check_integer
 from lightning_ort._imports import Flavor
 from lightning_ort.compiler import kernels
 from lightning_ort.optim.flat_shards import PARAMETER_NAMES, FlatShards, read_directory, why_not_flat
 from lightning_ort.optim.registry import runs
+from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies import deepspeed_config as settings
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ else:
 _DEEPSPEED = RequirementCache("deepspeed>=0.19")
 
 CheckpointForm = Literal["file", "directory"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
@@ -73,7 +76,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         deepspeed_config: "_PATH | dict[str, Any] | None" = None,
         offload_optimizer: bool = False,
         checkpoint: CheckpointForm = "file",
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         # here and not in `kwargs`: command lines pass on the defaults of what they find in Lightning's signature
         stage: Literal[1] = 1,
         overlap_comm: bool = False,
@@ -81,9 +84,19 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         reduce_bucket_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if checkpoint not in ("file", "directory"):
+        if checkpoint not in get_args(CheckpointForm):
             raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
+        check_choice("start_method", start_method, get_args(StartMethod))
+        for name, value in {"offload_optimizer": offload_optimizer, "overlap_comm": overlap_comm}.items():
+            check_choice(name, value, (True, False))
+        check_choice("contiguous_gradients", contiguous_gradients, (True, False, None))
+        if reduce_bucket_size is not None:
+            reduce_bucket_size = check_integer("reduce_bucket_size", reduce_bucket_size, 1)
         settings.check_stage(stage)
+        try:
+            deepspeed_config = settings.read(deepspeed_config)
+        except FileNotFoundError as error:
+            raise self.flavor.misconfiguration(str(error)) from None
         if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
             raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
         kernels.spare_deepspeed_the_search()
@@ -346,7 +359,11 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: "_PATH", weights_only: bool | None = None) -> dict[str, Any]:
         """Load a plain checkpoint, or DeepSpeed's directory; both for any number of processes."""
         if Path(checkpoint_path).is_dir():
-            return read_directory(Path(checkpoint_path))
+            try:
+                return read_directory(Path(checkpoint_path), trust=weights_only is False)
+            except NotTrusted as error:
+                advice = "If you know where it comes from, pass weights_only=False to the Trainer's method."
+                raise ValueError(f"{error} {advice}") from None
         return self._ddp.load_checkpoint(checkpoint_path, weights_only)
 
     @override

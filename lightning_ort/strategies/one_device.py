@@ -1,9 +1,11 @@
 """One device, chosen by the Trainer: :class:`OneDeviceMixin`."""
 
+import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from lightning_ort._arguments import check_device, check_type
 from lightning_ort._imports import Flavor
 
 if TYPE_CHECKING:
@@ -11,6 +13,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDeviceStrategy
 else:
     _SingleDeviceStrategy = object
+
+_LIGHTNINGS = {  # argument: where its class is in each flavor, and what that is called
+    "accelerator": ("accelerators", "Accelerator"),
+    "checkpoint_io": ("plugins", "CheckpointIO"),
+    "precision_plugin": ("plugins.precision", "Precision"),
+}
 
 
 class OneDeviceMixin(_SingleDeviceStrategy):
@@ -23,11 +31,20 @@ class OneDeviceMixin(_SingleDeviceStrategy):
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         **kwargs: For the strategy.
 
+    Raises:
+        ValueError: If ``device`` is none.
+        TypeError: If something of Lightning's is of another type, or of the other flavor.
+
     """
 
     flavor: ClassVar[Flavor]
 
     def __init__(self, device: "_DEVICE | None" = None, **kwargs: Any) -> None:
+        if device is not None:
+            check_device("device", device)
+        for argument, (place, name) in _LIGHTNINGS.items():
+            kind = getattr(importlib.import_module(f"{self.flavor.package}.{place}"), name)
+            check_type(argument, kwargs.get(argument), (kind, type(None)), f"a {kind.__module__}.{name} or None")
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self._chosen_devices: list[torch.device] | None = None
         if device is not None:

@@ -34,12 +34,14 @@ class SwapOptimizersMixin(_Strategy):
 
     def __init__(self, optim: Any = "auto", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._swap: OptimizerSwap = OptimizerSwap(optim) if isinstance(optim, str) else optim.swap
+        self._swap: OptimizerSwap = optim.swap if _is_ours(optim) else OptimizerSwap(optim)
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         super().setup_optimizers(trainer)
-        callbacks = [callback for callback in trainer.callbacks if hasattr(callback, "swap")]  # type: ignore[attr-defined]
+        callbacks: list[Any] = [callback for callback in trainer.callbacks if _is_ours(callback)]  # type: ignore[attr-defined]
+        if len(callbacks) > 1:
+            raise ValueError(f"The Trainer has {len(callbacks)} callbacks ORTOptimizer. Choose one.")
         if callbacks and self._swap.name not in ("auto", callbacks[0].swap.name):
             raise ValueError(
                 f"The strategy has optim={self._swap.name!r} and the callback ORTOptimizer has"
@@ -56,6 +58,12 @@ class SwapOptimizersMixin(_Strategy):
                 " was chosen. Leave one of them out, or pass master_weights=False."
             )
         swap_optimizers(swap, trainer)
+
+
+def _is_ours(callback: Any) -> bool:
+    from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback  # which needs this module
+
+    return isinstance(callback, SwapOptimizersCallback)
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

@@ -1,14 +1,15 @@
 """``lightning-ort convert``: DeepSpeed's directory becomes a file that any strategy loads."""
 
+import importlib.util
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_ort.cli import main
-
-pytest.importorskip("deepspeed")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
@@ -90,3 +91,114 @@ def test_nothing_is_overwritten(directory: Path, tmp_path: Path, monkeypatch: py
 def test_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no file 'latest'"):
         run(monkeypatch, tmp_path, tmp_path / "plain.ckpt")
+
+
+class Hostile:
+    """Writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_hostile_checkpoint(
+    name: str, form: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file, ran = directory / "checkpoint" / name, tmp_path / "ran"
+    content = torch.load(file, weights_only=True)
+    content["hyper_parameters"] = {"a": Hostile(ran)}
+    if form == "pickle":
+        file.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, file, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(SystemExit, match="_load_from_bytes.*--trust" if form == "pickle" else "exec.*--trust"):
+        run(monkeypatch, directory, tmp_path / "plain.ckpt")
+    assert not ran.exists()
+    assert not (tmp_path / "plain.ckpt").exists()
+    if form != "pickle":  # which torch.load refuses in any case
+        run(monkeypatch, directory, tmp_path / "plain.ckpt", "--trust")
+        assert ran.exists()
+        assert "4 tensors" in capsys.readouterr().out
+
+
+def test_hyperparameters_that_are_objects_need_trust(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = directory / "checkpoint" / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=True)
+    torch.save({**content, "hyper_parameters": {"folder": Path("data")}}, file)
+    with pytest.raises(SystemExit, match=r"pathlib\.PosixPath.*--trust"):
+        run(monkeypatch, directory, tmp_path / "plain.ckpt")
+    run(monkeypatch, directory, tmp_path / "plain.ckpt", "--trust")
+    assert torch.load(tmp_path / "plain.ckpt", weights_only=False)["hyper_parameters"] == {"folder": Path("data")}
+
+
+GARBAGE = {"empty": b"", "text": b"hello\n", "zip": b"PK\x03\x04" + bytes(99), "binary": bytes(range(256)) * 9}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize("name", ["latest", "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_damaged_files(kind: str, name: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = directory.rglob(name)
+    file.write_bytes(GARBAGE[kind])
+    with pytest.raises(SystemExit, match="is not a"):
+        run(monkeypatch, directory, tmp_path / "plain.ckpt")
+    assert not (tmp_path / "plain.ckpt").exists()
+
+
+@pytest.mark.parametrize("content", [1, [], {}, {"optimizer_state_dict": 1}, {"dp_world_size": "two"}])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_other_content(
+    content: Any, name: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(content, directory / "checkpoint" / name)
+    with pytest.raises(SystemExit, match="is not what DeepSpeed writes"):
+        run(monkeypatch, directory, tmp_path / "plain.ckpt")
+
+
+def test_latest_names_no_other_place(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "checkpoint").rename(tmp_path / "elsewhere")
+    (directory / "latest").write_text("../elsewhere")
+    with pytest.raises(SystemExit, match="which is not in it"):
+        run(monkeypatch, directory, tmp_path / "plain.ckpt")
+
+
+def test_output_that_cannot_be_written(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="file"):
+        run(monkeypatch, directory, tmp_path / "file" / "plain.ckpt")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.filterwarnings("ignore")
+def test_as_deepspeed_puts_it_together(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers, frozen, shared and padded parameters, and the objects that DeepSpeed adds."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    file = directory / "checkpoint" / "mp_rank_00_model_states.pt"
+    model = torch.load(file, weights_only=True)
+    model["module"] |= {"mean": torch.ones(2, dtype=torch.bfloat16), "count": torch.tensor(3)}
+    model |= {"buffer_names": ["mean", "count"], "shared_params": {"tied": "a"}}
+    torch.save(model, file)
+    for rank, path in enumerate(sorted(directory.glob("*/zero_pp*"))):
+        states = shard(rank)
+        states["param_alignment_paddings"] = [[1, 0], [0]]
+        states["loss_scaler"] = LossScaler(scale=1)
+        states["zero_stage"] = ZeroStageEnum.optimizer_states
+        states["param_slice_mappings"] = [{"a": fragment_address(2, 0)}]
+        torch.save({"optimizer_state_dict": states}, path)
+    run(monkeypatch, directory, tmp_path / "plain.ckpt")
+    weights = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(directory))
+    assert list(weights) == list(expected)
+    assert weights["b"].tolist() == [11]  # behind a padding of one
+    for name, value in expected.items():
+        assert weights[name].dtype == value.dtype
+        assert torch.equal(weights[name], value)

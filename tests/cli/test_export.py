@@ -138,6 +138,32 @@ def test_files(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         run(monkeypatch, tmp_path, *args, tmp_path / "model.onnx")
 
 
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "sample"])
+def test_hostile_files(where: str, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, ran = trained[1], tmp_path / "ran"
+    args = ("--module", f"{__file__}:WithExample", "-o", tmp_path / "model.onnx")
+    if where == "sample":
+        torch.save({"x": Hostile(ran)}, tmp_path / "sample.pt")
+        args = (*args, "--sample", tmp_path / "sample.pt")
+    else:
+        torch.save({**torch.load(checkpoint, weights_only=True), "more": Hostile(ran)}, checkpoint)
+    with pytest.raises(SystemExit, match="exec, which may do anything"):
+        run(monkeypatch, checkpoint, *args)
+    assert not ran.exists()
+    if where == "checkpoint":
+        run(monkeypatch, checkpoint, *args, "--trust")
+        assert ran.exists()
+        assert (tmp_path / "model.onnx").is_file()
+
+
 def test_onnxscript_is_missing(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "ONNXSCRIPT", RequirementCache("onnxscript>=1000"))
     with pytest.raises(SystemExit, match=r"pip install 'lightning-ort\[export\]'"):

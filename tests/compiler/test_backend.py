@@ -322,6 +322,18 @@ def test_deterministic_mode_times_nothing(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def test_save_onnx_dir_that_can_no_longer_be_written(tmp_path, caplog):
+    backend = always(save_onnx_dir=tmp_path / "models")
+    (tmp_path / "models").write_text("in the way")
+    x = torch.randn(4, 8)
+    module = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 2)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert backend.report.ort_runs == 1
+    assert not backend.report.fallbacks
+    assert "save_onnx_dir" in caplog.text
+
+
 def test_save_onnx_dir_holds_checked_models(tmp_path):
     backend = always(save_onnx_dir=tmp_path)
     torch.compile(mlp(), backend=backend)(torch.randn(4, 8)).sum().backward()

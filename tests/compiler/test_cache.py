@@ -1,17 +1,22 @@
 """What is kept between runs: found again, checked, shared by processes, and never in the way."""
 
+import json
 import logging
+import math
 import multiprocessing
+import os
+import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cache, placement, session, support
+from lightning_ort.compiler import cache, cache_folder, placement, session, support
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe
 
@@ -45,7 +50,7 @@ def test_second_run_converts_and_times_nothing(monkeypatch, choices):
     module, x = mlp(), torch.randn(4, 8)
     first, second = ORTBackend(choices), ORTBackend(choices)
     expected = train(first, module, x)
-    assert cache.files(cache.default_folder())
+    assert cache_folder.entries(cache.default_folder())
     forbid_work(monkeypatch)
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -66,10 +71,10 @@ def test_nothing_is_kept_without_a_folder():
 def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
     options = {"placement": "always", "cache_dir": tmp_path}
     train(ORTBackend(options), mlp(), torch.randn(4, 8))
-    count = len(cache.files(tmp_path))
+    count = len(cache_folder.entries(tmp_path))
     other_shape = ORTBackend(options)
     train(other_shape, mlp(), torch.randn(6, 8))
-    assert len(cache.files(tmp_path)) == 2 * count
+    assert len(cache_folder.entries(tmp_path)) == 2 * count
     other_threads = ORTBackend({**options, "intra_op_threads": 2})
     train(other_threads, mlp(), torch.randn(4, 8))
     kept_in_torch = ORTBackend({**options, "torch_ops": ["aten.gelu"]})
@@ -81,29 +86,237 @@ def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
         assert backend.report.ort_runs
 
 
-@pytest.mark.parametrize("pattern", ["graph-*.json", "region-*.json", "region-*.onnx"])
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"model": "", "timing": {"ort_ms": 1}}', b'[["NONSENSE", 1]]'])
-def test_damaged_files_count_as_absent(tmp_path, pattern, content):
-    module, x = mlp(), torch.randn(4, 8)
-    options = {"placement": "always", "cache_dir": tmp_path}
-    expected = train(ORTBackend(options), module, x)
-    whole = {path: path.read_bytes() for path in tmp_path.glob(pattern)}
-    assert whole
-    for path in whole:
-        path.write_bytes(content)
-    backend = ORTBackend(options)
+def write_json(path: Path, content: Any) -> None:
+    """As the cache does, whatever the content."""
+    text = json.dumps({"sha256": cache._checksum(path.stem, content), "content": content})
+    path.write_text(text)
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    content = json.loads(path.read_text())["content"]
+    content[key] = value
+    write_json(path, content)
+
+
+DAMAGED = [b"", b"[]", b"[[]]", b"{}", b"null", b"1", b'"text"', b"\xff\xfe\x00", b"\x00", b"[" * 100_000, b"{" * 9]
+DAMAGED += [b'{"a":' * 100_000, b'{"sha256": 1}', b'{"content": [], "sha256": []}', b"1" * 5000, b'[["NONSENSE", 1]]']
+DAMAGED += [b'{"model": "", "timing": {"ort_ms": 1}}', b"[NaN, Infinity]", b" " * (cache_folder.MAX_BYTES + 1)]
+
+
+def check_same(backend: ORTBackend, module: nn.Module, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
     for got, wanted in zip(train(backend, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
     assert not backend.report.fallbacks
     assert backend.report.ort_runs == 2
-    if pattern != "region-*.onnx":  # a model is the same each time but for the order of some of its bytes
-        assert {path: path.read_bytes() for path in tmp_path.glob(pattern)}.keys() == whole.keys()
-    assert all(path.read_bytes() != content for path in whole), "not mended"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, caplog):
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[dict[str, Any], nn.Module, torch.Tensor, list[torch.Tensor]]:
+    """A folder after a run, as options of the next one, and what that one has to compute."""
+    module, x = mlp(), torch.randn(4, 8)
+    options = {"placement": "always", "cache_dir": tmp_path, "fallback": "raise"}
+    return options, module, x, train(ORTBackend(options), module, x)
+
+
+@pytest.mark.parametrize("pattern", ["graph-*.json", "region-*.json", "region-*.onnx"])
+def test_damaged_files_count_as_absent(kept, tmp_path, pattern):
+    options, module, x, expected = kept
+    whole = {path: path.read_bytes() for path in tmp_path.glob(pattern)}
+    assert whole
+    # of one kind after the other: one compilation for all of them
+    for number, content in enumerate(DAMAGED):
+        for path in whole:
+            path.write_bytes(content)
+        read = Cache(ORTConfig(cache_dir=str(tmp_path)))
+        for path in whole:
+            assert read.load(path.stem) is None if "region" in pattern else read._read(path.stem, list) is None
+        if number % 6 == 0:
+            check_same(ORTBackend(options), module, x, expected)
+            assert all(path.read_bytes() != content for path in whole), "not mended"
+            assert {path: path.read_bytes() for path in tmp_path.glob(pattern)}.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "longer", "folder", "link to itself", "unreadable"])
+def test_files_that_are_not_whole_count_as_absent(kept, tmp_path, damage):
+    options, module, x, expected = kept
+    for path in cache_folder.entries(tmp_path):
+        content = bytearray(path.read_bytes())
+        if damage == "cut":
+            path.write_bytes(content[: len(content) // 2])
+        elif damage == "flipped":
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        elif damage == "longer":
+            path.write_bytes(content + content)
+        else:
+            path.unlink()
+        if damage == "folder":
+            path.mkdir()
+        if damage == "link to itself":
+            path.symlink_to(path)
+        if damage == "unreadable":
+            os.mkfifo(path)
+    check_same(ORTBackend(options), module, x, expected)
+
+
+def test_files_under_another_name_count_as_absent(tmp_path):
+    """The graph of one layer is not computed by the model of another, which takes the same inputs."""
+    options = {"placement": "always", "cache_dir": tmp_path, "fallback": "raise"}
+    x = torch.randn(4, 8)
+    modules = [nn.Sequential(nn.Linear(8, 8), activation) for activation in (nn.Tanh(), nn.Sigmoid())]
+    expected = [train(ORTBackend({**options, "cache_dir": None}), module, x) for module in modules]
+    train(ORTBackend(options), modules[0], x)
+    first = cache_folder.entries(tmp_path)
+    train(ORTBackend(options), modules[1], x)
+    second = [path for path in cache_folder.entries(tmp_path) if path not in first]
+    pairs = [(a, b) for a in first for b in second if a.suffix == b.suffix and a.name[:6] == b.name[:6]]
+    assert len(pairs) >= 8
+    contents = {path: path.read_bytes() for path in (*first, *second)}
+    for mine, other in pairs:  # of a forward and a backward graph: each in the place of each
+        mine.write_bytes(contents[other])
+        other.write_bytes(contents[mine])
+        for module, wanted in zip(modules, expected, strict=True):
+            backend = ORTBackend(options)
+            for got, reference in zip(train(backend, module, x), wanted, strict=True):
+                assert torch.equal(got, reference)
+            assert backend.report.ort_runs == 2
+        for path, content in contents.items():
+            path.write_bytes(content)
+
+
+IMPOSSIBLE = [("threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
+IMPOSSIBLE += [
+    (key, value) for key in ("ort_ms", "torch_ms") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1)
+]
+IMPOSSIBLE += [*[("cuda_graph", value) for value in (1, None, "yes")], ("more", 1)]
+
+
+def test_impossible_timings_count_as_absent(kept, tmp_path):
+    for key, value in IMPOSSIBLE:
+        for path in tmp_path.glob("region-*.json"):
+            content = path.read_text()
+            change(path, key, value)
+            assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is None, (key, value)
+            path.write_text(content)
+            assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is not None
+
+
+@pytest.mark.parametrize(("key", "value"), [("threads", 2000), ("threads", 7), ("cuda_graph", True)])
+def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
+    options, module, x, expected = kept
+    options = {**options, "placement": "measured"}
+    monkeypatch.setattr(placement, "measure", lambda sessions, *args: Timing(1.0, 2.0, *next(iter(sessions))))
+    train(ORTBackend(options), module, x)
+    for path in tmp_path.glob("region-*.json"):
+        change(path, key, value)
+    made = []
+    build = session.build
+    monkeypatch.setattr(session, "build", lambda *args: [made.append((args[3], args[5])), build(*args)][1])
+    check_same(ORTBackend(options), module, x, expected)
+    assert set(made) == {(1, None)}
+
+
+@pytest.mark.parametrize("times", [{}, {"fast": 1.0}, {"torch": 0.0}, {"torch": "1"}, [], {"torch": math.nan}])
+def test_impossible_times_of_forms_are_measured_again(tmp_path, times):
+    kept = Cache(ORTConfig(cache_dir=str(tmp_path)))
+    measured = {"torch": 1.0, "expanded": 2.0}
+    name = kept.name("an op", (), "op")
+    kept._write_json(name, times)
+    assert kept.times("an op", (), ("torch", "expanded"), lambda: measured) == measured
+    again = Cache(ORTConfig(cache_dir=str(tmp_path)))
+    assert again.times("an op", (), ("torch", "expanded"), lambda: pytest.fail("measured again")) == measured
+
+
+@pytest.mark.parametrize("item", [[], ["DTYPE"], ["NONSENSE", ""], ["DTYPE", 1], "ab", {}, 1, ["DTYPE", "", ""], True])
+def test_impossible_answers_are_asked_for_again(kept, tmp_path, item):
+    options, module, x, expected = kept
+    for path in tmp_path.glob("graph-*.json"):
+        content = json.loads(path.read_text())["content"]
+        write_json(path, [item] * len(content))
+    check_same(ORTBackend(options), module, x, expected)
+
+
+def hostile(model: onnx.ModelProto, kind: str, secret: Path) -> None:
+    """Make something of a model that no converter makes."""
+    graph = model.graph
+    tensor = onnx.helper.make_tensor("secret", onnx.TensorProto.UINT8, [4], b"1234", raw=True)
+    if "external" in kind:
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        entry = tensor.external_data.add()
+        entry.key, entry.value = "location", str(secret)
+    if "huge" in kind:
+        tensor.dims[:] = [2**40]
+    node = onnx.helper.make_node("Identity", ["i0"], ["unused"])
+    if "initializer" in kind:
+        graph.initializer.append(tensor)
+    elif "attribute" in kind:
+        node = onnx.helper.make_node("Constant", [], ["unused"], value=tensor)
+    elif "subgraph" in kind:
+        then = onnx.helper.make_graph([node], "then", [], [graph.output[0]], [tensor])
+        node = onnx.helper.make_node("If", ["i0"], ["unused"], then_branch=then, else_branch=then)
+    elif kind == "sparse":
+        graph.sparse_initializer.add().dims.append(2**40)
+    elif kind == "function":
+        opset = [onnx.helper.make_opsetid("", 18)]
+        model.functions.append(onnx.helper.make_function("mine", "f", ["x"], ["y"], [], opset))
+    elif kind == "domain":
+        node.domain = "mine"
+    elif kind == "opset":
+        model.opset_import.add().domain = "mine"
+    elif kind == "python":
+        node.op_type, node.domain = "PythonOp", "com.microsoft"
+    elif kind == "metadata":
+        onnx.helper.set_model_props(model, {"ort_config": "{}"})
+    graph.node.append(node)
+
+
+HOSTILE = ("external initializer", "external attribute", "external subgraph", "huge initializer", "huge attribute")
+HOSTILE += ("sparse", "function", "domain", "opset", "python", "metadata")
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_models_that_reach_out_are_not_run(kept, tmp_path, monkeypatch, kind):
+    options, module, x, expected = kept
+    (tmp_path / "secret").write_bytes(b"1234")
+    written = Cache(ORTConfig(cache_dir=str(tmp_path)))
+    for path in tmp_path.glob("region-*.onnx"):
+        entry = written.load(path.stem)
+        assert session.why_refused(entry.model) is None
+        model = onnx.ModelProto.FromString(entry.model)
+        hostile(model, kind, tmp_path / "secret")
+        assert session.why_refused(model.SerializeToString()) is not None
+        written.store(path.stem, Entry(model.SerializeToString(), entry.timing))
+    given = []
+    build = session.build
+    monkeypatch.setattr(session, "build", lambda *args: [given.append(args[0]), build(*args)][1])
+    check_same(ORTBackend(options), module, x, expected)
+    assert given
+    assert all(session.why_refused(model) is None for model in given)
+
+
+def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
+    options, module, x, expected = kept
+    written = Cache(ORTConfig(cache_dir=str(tmp_path)))
+    for path in tmp_path.glob("region-*.onnx"):
+        entry = written.load(path.stem)
+        model = onnx.ModelProto.FromString(entry.model)
+        model.graph.node[0].op_type = "Nonsense"
+        written.store(path.stem, Entry(model.SerializeToString(), entry.timing))
+    check_same(ORTBackend(options), module, x, expected)
+
+
+def test_what_is_kept_is_a_model(kept, tmp_path):
+    for path in tmp_path.glob("region-*.onnx"):
+        onnx.checker.check_model(onnx.load(path))
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch, chosen):
+    """Since the run began, or without having been chosen for it; another one is an error."""
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    backend = ORTBackend({"placement": "always", "cache_dir": tmp_path / "file" / "cache" if chosen else "auto"})
     (tmp_path / "file").write_text("")
-    backend = ORTBackend({"placement": "always", "cache_dir": tmp_path / "file" / "cache"})
     with caplog.at_level(logging.WARNING):
         train(backend, mlp(), torch.randn(4, 8))
     assert backend.report.ort_runs == 2
@@ -111,10 +324,13 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     assert len([record for record in caplog.records if "Nothing is kept between runs" in record.message]) == 1
 
 
-def _store_again_and_again(folder: Path, models: list[bytes]) -> None:
+REGION = f"region-{'0' * 64}"
+
+
+def _store_again_and_again(folder: Path, models: list[bytes], times: int = 200) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
-    for number in range(200):
-        kept.store("region-0", Entry(models[number % 2], Timing(1.0, 2.0, 1)))
+    for number in range(times):
+        kept.store(REGION, Entry(models[number % 2], Timing(1.0, 2.0, 1)))
 
 
 def test_processes_share_a_folder(tmp_path):
@@ -127,13 +343,127 @@ def test_processes_share_a_folder(tmp_path):
     reader = Cache(ORTConfig(cache_dir=str(tmp_path)))
     found = 0
     while any(writer.is_alive() for writer in writers):
-        if (entry := reader.load("region-0")) is not None:
+        if (entry := reader.load(REGION)) is not None:
             found += 1
             assert entry.model in models
             assert entry.timing == Timing(1.0, 2.0, 1)
     assert found
     assert not list(tmp_path.glob("*.tmp"))
     assert [writer.exitcode for writer in writers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path):
+    """An entry that was there stays there, and the next process takes away what was begun."""
+    models = [bytes(5000), b"1" * 700_000]
+    fork = multiprocessing.get_context("fork")
+    _store_again_and_again(tmp_path, models, times=1)
+    begun = 0
+    random = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        writer = fork.Process(target=_store_again_and_again, args=(tmp_path, models, 10**6))
+        writer.start()
+        time.sleep(0.005 + 0.03 * torch.rand((), generator=random).item())
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -9
+        begun += len(cache_folder.partial_files(tmp_path))
+        entry = Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
+        assert entry is not None
+        assert entry.model in models
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"{REGION}.json", f"{REGION}.onnx"]
+    assert begun, "no writer was met at its work"
+
+
+def partial(folder: Path, days: float) -> Path:
+    path = folder / f"{REGION}.json.abc123.tmp"
+    path.write_text("{")
+    then = time.time() - days * 24 * 60 * 60
+    os.utime(path, (then, then))
+    return path
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_partial_files_of_dead_writers_are_taken_away(tmp_path, monkeypatch, locks):
+    """At once where a lock says that the writer is gone, after a day elsewhere."""
+    import fcntl
+
+    if not locks:
+        monkeypatch.setattr(cache_folder, "fcntl", None)
+    old, mine, entry = partial(tmp_path, days=1.1), tmp_path / "mine.tmp", tmp_path / f"{REGION}.json"
+    mine.write_text("mine")
+    os.utime(mine, (0, 0))
+    Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
+    assert not old.exists()
+    assert mine.exists()
+    young = partial(tmp_path, days=0.9)
+    with young.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
+        assert young.exists(), "of a writer at work"
+    Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
+    assert young.exists() is not locks
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing(None, None, 1)))
+    assert entry.exists()
+
+
+def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch, caplog):
+    kept = Cache(ORTConfig(cache_dir=str(tmp_path)))
+
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    kept.store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+    assert not list(tmp_path.iterdir())
+    assert caplog.text.count("no space left on device") == 1
+
+
+def test_the_folder_is_for_its_user_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        folder = tmp_path / "of" / "mine"
+        Cache(ORTConfig(cache_dir=str(folder))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog, mode):
+    check_not_used(tmp_path, caplog, lambda: tmp_path.chmod(mode), f"chmod 700 {tmp_path}")
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path, caplog, monkeypatch):
+    # as the one to whom it does not belong
+    user = os.getuid() + 1
+    check_not_used(tmp_path, caplog, lambda: monkeypatch.setattr(os, "getuid", lambda: user), "LIGHTNING_ORT_CACHE_DIR")
+
+
+def check_not_used(folder, caplog, spoil, advice):
+    options = {"placement": "always", "cache_dir": folder}
+    module, x = mlp(), torch.randn(4, 8)
+    expected = train(ORTBackend(options), module, x)
+    content = {path: path.read_bytes() for path in folder.iterdir()}
+    assert content
+    spoil()
+    with caplog.at_level(logging.WARNING):
+        backend = ORTBackend(options)
+        check_same(backend, module, x, expected)
+    (said,) = [record.message for record in caplog.records if "Nothing is kept between runs" in record.message]
+    assert advice in said
+    assert not any(region.cached for region in regions(backend))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == content
+
+
+def test_a_system_without_owners(tmp_path, monkeypatch):
+    """As Windows is: neither ``os.getuid`` nor ``fcntl``."""
+    monkeypatch.delattr(os, "getuid")
+    monkeypatch.setattr(cache_folder, "fcntl", None)
+    tmp_path.chmod(0o777)
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+    assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", Timing(1.0, 2.0, 1))
 
 
 def traced(function: Any, *args: Any, dynamic: bool = False) -> fx.Graph:

@@ -283,6 +283,27 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         read_directory(tmp_path)
 
 
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_a_hostile_directory_is_not_run(weights_only: bool | None, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("checkpoint")
+    (tmp_path / "checkpoint").mkdir()
+    file = tmp_path / "checkpoint" / "mp_rank_00_model_states.pt"
+    torch.save({"dp_world_size": 1, "a": Hostile(tmp_path / "ran")}, file)
+    strategy = ORTZeRO1Strategy()
+    message = "states of 0 processes" if weights_only is False else r"exec, which may do anything.*weights_only=False"
+    with pytest.raises(ValueError, match=message):
+        strategy.load_checkpoint(tmp_path, weights_only=weights_only)
+    assert (tmp_path / "ran").exists() is (weights_only is False)
+
+
 def test_deepspeed_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
     with pytest.raises(MisconfigurationException, match="pip install"):

@@ -8,7 +8,7 @@ from typing import Any
 import parity_models
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateMonitor
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -271,6 +271,33 @@ def test_command_line(tmp_path: Path) -> None:
     assert cli.trainer.strategy._swap.name == "adamw_anyprecision"
     (callback,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, ORTOptimizer)]
     assert callback.swap.bits == {"net": 32}
+
+
+class Swapping(Callback):
+    """Somebody else's, with an attribute of a name that ours has too."""
+
+    swap = "everything"
+
+
+class RaisesOnLook(Callback):
+    @property
+    def swap(self) -> Any:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("other", [Swapping, RaisesOnLook])
+@pytest.mark.parametrize("ours", [True, False])
+def test_callbacks_with_an_attribute_of_our_name(other: Any, ours: bool, make_trainer: Callable[..., Any]) -> None:
+    module = Adam()
+    callbacks = [other(), *([ORTOptimizer("adamw_torch_foreach")] if ours else [])]
+    fit(module, make_trainer, strategy=ORTStrategy(config=OFF), callbacks=callbacks)
+    assert module.mine.param_groups[0]["foreach" if ours else "fused"] is True
+
+
+def test_two_callbacks(make_trainer: Callable[..., Any]) -> None:
+    callbacks = [ORTOptimizer("adamw_torch_foreach"), ORTOptimizer("adamw_torch_fused")]
+    with pytest.raises(ValueError, match="2 callbacks ORTOptimizer. Choose one"):
+        fit(Adam(), make_trainer, strategy=ORTStrategy(config=OFF), callbacks=callbacks)
 
 
 def test_unknown_name() -> None:

@@ -59,9 +59,10 @@ def test_report_in_a_file(make_trainer: Callable[..., Any], tmp_path: Path) -> N
 def test_file_that_cannot_be_written(
     make_trainer: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Since the run began; what cannot be from the start is an error."""
+    strategy = ORTStrategy(config={"capture": "off", "report": tmp_path / "file" / "run.json"})
     (tmp_path / "file").write_text("")
-    config = {"capture": "off", "report": tmp_path / "file" / "run.json"}
-    make_trainer(strategy=ORTStrategy(config=config), max_epochs=1).fit(Small())
+    make_trainer(strategy=strategy, max_epochs=1).fit(Small())
     assert "could not be written" in caplog.text
 
 
