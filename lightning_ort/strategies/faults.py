@@ -151,10 +151,10 @@ class FaultsMixin(RunStoreMixin):
     def _save_for_later(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if trainer.state.fn != "fit":
-            return
-        if not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
-            rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+        if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
+            if trainer.state.fn == "fit":
+                rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+            self.barrier()  # with rank 0 the store may go in which the others look for where to end
             return
         path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
         trainer.save_checkpoint(path)

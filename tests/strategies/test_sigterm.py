@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import RANKS, Run, Slow, train
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
@@ -179,14 +180,17 @@ def test_a_rank_that_is_stuck(
     assert not (tmp_path / SIGTERM_CHECKPOINT).exists()
 
 
-class Predicts(Slow):
+class Evaluated(Slow):
+    """Is not trained."""
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.on_train_batch_start(batch, batch_idx)
+        self.say("step", batch_idx)
+        time.sleep(self.seconds)
 
     predict_step = validation_step
 
     def on_validation_start(self) -> None:
-        self.on_fit_start()
+        self.say("pid", os.getpid())
 
     on_predict_start = on_validation_start
 
@@ -200,13 +204,11 @@ class Predicts(Slow):
 @pytest.mark.parametrize("what", ["validate", "predict"])
 def test_without_training(what: str, start: Callable[..., Run], tmp_path: Path) -> None:
     def run_script() -> None:
-        from lightning.pytorch import Trainer
-
         trainer = Trainer(strategy="ort_ddp", accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
-        getattr(trainer, what)(Predicts(tmp_path, 0.2))
+        getattr(trainer, what)(Evaluated(tmp_path, 0.2))
 
     run = start(run_script)
-    os.kill(run.wait_for_step(0)[1], signal.SIGTERM)
+    os.kill(run.wait_for_step(1)[1], signal.SIGTERM)
     assert run.ended() == [STATUS, STATUS], run.output
     assert not (tmp_path / SIGTERM_CHECKPOINT).exists()
 
