@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from fault_runs import Run, Slow, train
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
+from lightning_ort.strategies import atomic_checkpoints
 from lightning_ort.strategies.atomic_checkpoints import save_atomically
 from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
 
@@ -64,31 +66,71 @@ def test_nothing_stays_in_the_environment(start: Callable[..., Run], tmp_path: P
     assert run.read("environment") == [[], []]
 
 
-def _save_forever(path: Path) -> None:
-    checkpoint: dict[str, Any] = {"number": 0, "weight": torch.zeros(1_000_000)}
+def _save_forever(folder: Path, first: int) -> None:
+    checkpoint: dict[str, Any] = {"number": first, "weight": torch.zeros(1_000_000)}
     while True:
         checkpoint["number"] += 1
         checkpoint["weight"].fill_(checkpoint["number"])
-        save_atomically(checkpoint, path)
+        save_atomically(checkpoint, folder / f"step={checkpoint['number']}.ckpt")
+        save_atomically(checkpoint, folder / "last.ckpt")
 
 
-def test_killed_while_it_saves(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    partial = False
-    for _ in range(8):
-        process = multiprocessing.get_context("fork").Process(target=_save_forever, args=(path,))
+def names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_while_it_saves(kills: int, tmp_path: Path) -> None:
+    """Nothing that was saved is lost, and nothing half is left, under whatever name it was to be."""
+    partial, last = 0, 0
+    draw = random.Random(0)
+    for _ in range(kills):
+        process = multiprocessing.get_context("fork").Process(target=_save_forever, args=(tmp_path, last))
         process.start()
-        while not path.exists():
-            time.sleep(0.01)
-        time.sleep(0.15)
+        while not (tmp_path / f"step={last + 1}.ckpt").exists():
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.1))
         process.kill()
         process.join()
-        checkpoint = torch.load(path, weights_only=True)
-        assert (checkpoint["weight"] == checkpoint["number"]).all()
-        partial |= any(tmp_path.glob(".*.partial"))
-    assert partial  # one was killed while it wrote
-    save_atomically({"number": 0}, path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+        partial += any(tmp_path.glob(".*.partial"))
+        for path in tmp_path.glob("*.ckpt"):
+            checkpoint = torch.load(path, weights_only=True)
+            assert (checkpoint["weight"] == checkpoint["number"]).all()
+            assert path.stem in ("last", f"step={checkpoint['number']}")
+            last = max(last, checkpoint["number"])
+            if path.stem != "last":
+                path.unlink()
+    assert partial > kills / 10  # they were killed while they wrote
+    save_atomically({"number": 0}, tmp_path / "other.ckpt")
+    assert names(tmp_path) - {"last.ckpt"} == {"other.ckpt"}
+
+
+def test_what_is_being_written_elsewhere_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = atomic_checkpoints._checksum(atomic_checkpoints._machine())
+    writing = tmp_path / f".00000000.{os.getppid()}.{here}.partial"
+    elsewhere = tmp_path / ".00000000.999999999.00000000.partial"
+    earlier = tmp_path / ".00000000.partial"  # of a version that had no process in the name
+    foreign = tmp_path / ".mine.partial"
+    for path in (writing, elsewhere, earlier, foreign):
+        path.touch()
+    save_atomically({}, tmp_path / "last.ckpt")
+    assert names(tmp_path) == {"last.ckpt", writing.name, elsewhere.name, earlier.name, foreign.name}
+    now = time.time()
+    monkeypatch.setattr(atomic_checkpoints.time, "time", lambda: now + 2 * 24 * 3600)
+    save_atomically({}, tmp_path / "last.ckpt")
+    assert names(tmp_path) == {"last.ckpt", foreign.name}
+
+
+def test_where_folders_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> int:
+        raise PermissionError("no folders here")
+
+    for name in ("posix", "nt"):
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_checkpoints.os, "open", refuse)
+            patch.setattr(atomic_checkpoints, "_POSIX", name == "posix")
+            save_atomically({"number": 1}, tmp_path / "last.ckpt")
+        assert torch.load(tmp_path / "last.ckpt", weights_only=True) == {"number": 1}
 
 
 def test_a_save_that_fails_leaves_the_checkpoint(tmp_path: Path) -> None:
