@@ -50,8 +50,9 @@ except PackageNotFoundError:  # a source tree that is not installed
 
 # As Lightning does: what we say at INFO is for the person at the console, unless the program configures logging.
 _log = logging.getLogger(__name__)
-_log.setLevel(logging.INFO)
-if not logging.getLogger().hasHandlers():
+if _log.level == logging.NOTSET:
+    _log.setLevel(logging.INFO)
+if not _log.hasHandlers():
     _log.addHandler(logging.StreamHandler())
     _log.propagate = False
 
@@ -65,6 +66,8 @@ def __getattr__(name: str) -> Any:
         from lightning_ort._imports import preferred_flavor
 
         flavor = preferred_flavor()
+        # whole, and first: two threads that import parts of it at once wait for each other
+        importlib.import_module(flavor.package)
         modules = {
             "Strategy": flavor.strategies,
             "Optimizer": flavor.callbacks,

@@ -1,19 +1,39 @@
 """Strategy names in the registry of each installed Lightning.
 
 Importing Lightning takes seconds, and a program uses one of its two names. So a flavor that the program has imported is
-registered at once, and one that it has not is registered at the end of its own import.
+registered at once, and one that it has not is registered at the end of its own import. Either may happen in the middle
+of an import of one of our modules, which need Lightning: so a name is registered without its class, which is imported
+when somebody asks for the name.
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
+import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from lightning_ort._imports import FLAVORS, Flavor
+
+log = logging.getLogger(__name__)
+
+_PARALLEL = [
+    f"{start}{unused}"
+    for start in ("", "_spawn", "_fork", "_notebook")
+    for unused in ("", "_find_unused_parameters_true")
+]
+# what `register_strategies` of each class would register
+NAMES = {
+    "ORTStrategy": ["ort"],
+    "ORTDDPStrategy": [f"ort_ddp{suffix}" for suffix in _PARALLEL],
+    "ORTNativeZeRO1Strategy": [f"ort_zero1_native{suffix}" for suffix in _PARALLEL],
+    "ORTZeRO1Strategy": ["ort_zero1", "ort_zero1_offload"],
+}
 
 
 def register_strategies() -> None:
@@ -26,41 +46,111 @@ def register_strategies() -> None:
 
 
 def _register(flavor: Flavor) -> None:
-    registry = importlib.import_module(f"{flavor.package}.strategies").StrategyRegistry
-    ours = importlib.import_module(flavor.strategies)
-    for strategy in (getattr(ours, name) for name in ours.__all__):
-        if strategy.strategy_name not in registry:  # Lightning refuses a name twice
-            strategy.register_strategies(registry)
+    """Add the names that a registry does not have; Lightning's import is the user's, so that nothing is raised."""
+    try:
+        registry = importlib.import_module(f"{flavor.package}.strategies").StrategyRegistry
+        for kind, names in NAMES.items():
+            for name in names:
+                if name not in registry:
+                    registry[name] = _Entry(name, flavor.strategies, kind, type(registry))
+    except Exception as error:  # a broken Lightning, or something that stands for it
+        log.debug("the strategies are not registered in %s", flavor.package, exc_info=True)
+        if not isinstance(error, ImportError):
+            log.warning("The strategies of lightning-ort are not known to %s: %s", flavor.package, error)
+
+
+class _Entry(dict[str, Any]):
+    """What a registry of Lightning keeps for one name; filled in when somebody looks for the strategy.
+
+    Args:
+        name: The name.
+        module: Where the class is.
+        kind: Its name.
+        registry: The class of the registry.
+
+    """
+
+    def __init__(self, name: str, module: str, kind: str, registry: type) -> None:
+        super().__init__(strategy_name=name)
+        self._module, self._kind, self._registry = module, kind, registry
+
+    def __missing__(self, key: str) -> Any:
+        registry = self._registry()
+        getattr(importlib.import_module(self._module), self._kind).register_strategies(registry)
+        self.update(registry[self["strategy_name"]])
+        return dict(self)[key]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, after a module has been imported.
+    """Calls a function once, when a module has been imported; not when somebody asks whether it could be.
 
     Args:
         name: The module.
-        callback: The function.
+        callback: The function, which raises nothing.
 
     """
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
         self._callback = callback
+        self._asking = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Answer for the one module, with what the other finders say and our callback at the end of its execution."""
-        if fullname != self.name:
+        """Answer for the one module what the other finders say, with our callback at the end of its execution."""
+        if fullname != self.name or getattr(self._asking, "others", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._callback()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        self._asking.others = True  # some of whom may ask all finders again
+        try:
+            spec = self._ask(fullname, path, target)
+        except Exception:  # Python asks them again, and it is for the one that raises to say so
+            return None
+        finally:
+            self._asking.others = False
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self._finish)  # type: ignore[arg-type]
         return spec
+
+    def _ask(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None and (spec := find(fullname, path, target)) is not None:
+                return spec
+        return None
+
+    def _finish(self) -> None:
+        with suppress(ValueError):  # another thread, or the user, took it out
+            sys.meta_path.remove(self)
+        self._callback()
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module by the loader that was found for it, and then calls a function.
+
+    Args:
+        loader: That loader.
+        callback: The function.
+
+    """
+
+    def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
+        self._loader = loader
+        self._callback = callback
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Do what the loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module with its own loader, execute it, and call the function unless that fails."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._callback()

@@ -1,37 +1,237 @@
 """The name ``ort`` is known in each installed Lightning, whoever is imported first."""
 
+import dataclasses
 import importlib
+import importlib.machinery
+import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_ort._imports import FLAVORS, Flavor
+import lightning_ort
+import lightning_ort.strategies
+from lightning_ort import _registration
+from lightning_ort._imports import FLAVORS, LIGHTNING, Flavor
 from lightning_ort._registration import register_strategies
 
+# Runs each piece of code in a fresh interpreter: one that has imported what takes long, but no Lightning, forks.
+FRESH = """
+import json, os, sys, traceback, warnings
+import torch._dynamo, torchmetrics, rich.console, fsspec
+warnings.simplefilter("ignore")
+assert not any(name.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_ort") for name in sys.modules)
+failed = 0
+for name, code in json.loads(sys.argv[1]).items():
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+            os._exit(0)
+        except BaseException:
+            print(f"--- {name}\\n{code}", file=sys.stderr)
+            traceback.print_exc()
+            os._exit(1)
+    failed |= os.waitpid(pid, 0)[1]
+sys.exit(failed != 0)
+"""
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+def run_fresh(codes: dict[str, str]) -> None:
+    """Run pieces of code, each as the first thing in its process that imports Lightning or this package."""
+    command = [sys.executable, "-c", FRESH, json.dumps(codes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+
+
+# what a program may do first
+FIRST = {
+    "nothing": "import lightning_ort",
+    "strategy": "import lightning_ort; lightning_ort.ORTStrategy",
+    "optimizer": "from lightning_ort import ORTOptimizer",
+    "all names": "from lightning_ort import *",
+    "probe pytorch_lightning": "import lightning_ort; assert find_spec('pytorch_lightning').loader.is_package",
+    "probe lightning.pytorch": "import lightning_ort; find_spec('lightning.pytorch'); find_spec('lightning.pytorch')",
+    "strategies": "import lightning_ort.strategies; lightning_ort.strategies.ORTZeRO1Strategy",
+    "callbacks": "import lightning_ort.callbacks; lightning_ort.callbacks.OnnxExport",
+    "pytorch_lightning": "import lightning_ort.pytorch_lightning.strategies",
+    "reload": "import importlib, lightning_ort; importlib.reload(lightning_ort)",
+    "two threads": "\n".join(
+        [
+            "import threading, lightning_ort",
+            "thread = threading.Thread(target=lambda: lightning_ort.ORTStrategy)",
+            "thread.start(); lightning_ort.ORTOptimizer; thread.join()",
+        ]
+    ),
+    "lightning": "import lightning.pytorch, lightning_ort",
+    "the other lightning": "import pytorch_lightning, lightning_ort",
+    "a thread": "\n".join(
+        [
+            "import threading, lightning_ort",
+            "thread = threading.Thread(target=__import__, args=('lightning.pytorch',))",
+            "thread.start(); thread.join()",
+        ]
+    ),
+    **{
+        f"module {name}": f"import lightning_ort.{name}"
+        for name in [
+            *("strategies.ddp", "strategies.zero", "strategies.deepspeed", "strategies.checkpoint_io"),
+            *("callbacks.optimizer", "callbacks.onnx_export", "precision.plugins", "onnx_export.predictor"),
+            *("pytorch_lightning.callbacks", "pytorch_lightning.precision", "pytorch_lightning.predictor"),
+        ]
+    },
+    **{f"name {name}": f"from lightning_ort import {name}" for name in lightning_ort.__all__},
+}
+# what it does then
+THEN = """
+import sys
+from {package} import Trainer
+strategy = Trainer(strategy="ort", accelerator="cpu", logger=False).strategy
+assert type(strategy).__module__ == "{strategies}.single_device", type(strategy)
+assert Trainer(strategy="ort_ddp", accelerator="cpu", logger=False).strategy.strategy_name == "ort_ddp"
+assert not any(getattr(finder, "name", "") == "{package}" for finder in sys.meta_path), sys.meta_path
+assert type(sys.modules["{package}"].__spec__.loader).__name__ == "SourceFileLoader"
+"""
+QUICK = ("optimizer", "probe lightning.pytorch")
+
+
+def orders(flavor: Flavor, firsts: Iterable[str]) -> dict[str, str]:
+    then = THEN.format(package=flavor.package, strategies=flavor.strategies)
+    return {first: f"from importlib.util import find_spec\n{FIRST[first]}\n{then}" for first in firsts}
+
+
+def test_orders_of_imports() -> None:
+    run_fresh(orders(LIGHTNING, QUICK))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.package)
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_either_order_of_imports(flavor: Flavor, ours_first: bool) -> None:
+def test_every_order_of_imports(flavor: Flavor) -> None:
     if not flavor.available:
         pytest.skip(str(flavor.available))
-    imports = ["import lightning_ort", f"import {flavor.package} as pl"]
-    code = [
-        *(imports if ours_first else reversed(imports)),
-        "strategy = pl.Trainer(strategy='ort', accelerator='cpu', logger=False).strategy",
-        "print(type(strategy).__module__, isinstance(strategy, pl.strategies.SingleDeviceStrategy))",
-        "import sys",
-        "other = {'lightning.pytorch', 'pytorch_lightning'} - {pl.__name__}",
-        "assert not other & set(sys.modules)",  # it takes seconds
-    ]
-    assert python("\n".join(code)).endswith(f"{flavor.strategies}.single_device True")
+    run_fresh(orders(flavor, FIRST))
+
+
+OTHER = """
+import sys, {first}
+import {second}
+from {package} import Trainer
+assert Trainer(strategy="ort", accelerator="cpu", logger=False).strategy.strategy_name == "ort"
+assert not {{"lightning.pytorch", "pytorch_lightning"}} - {{"{package}"}} & set(sys.modules)  # it takes seconds
+"""
+
+
+@pytest.mark.slow
+def test_a_lightning_that_is_not_imported_stays_so() -> None:
+    packages = [flavor.package for flavor in FLAVORS if flavor.available]
+    codes = {}
+    for package in packages:
+        for pair in ((package, "lightning_ort"), ("lightning_ort", package)):
+            codes[" ".join(pair)] = OTHER.format(first=pair[0], second=pair[1], package=package)
+    run_fresh(codes)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flavor]:
+    """A Lightning of another name, which fails to import while its file `fails` exists."""
+    package = tmp_path / "fake_lightning"
+    package.mkdir()
+    (package / "strategies.py").write_text("class Registry(dict): pass\nStrategyRegistry = Registry()")
+    failing = "import pathlib\nif (pathlib.Path(__file__).parent / 'fails').exists(): raise RuntimeError('mine')\n"
+    (package / "__init__.py").write_text(f"{failing}from fake_lightning import strategies")
+    monkeypatch.syspath_prepend(tmp_path)
+    flavor = dataclasses.replace(LIGHTNING, package="fake_lightning")
+    monkeypatch.setattr(_registration, "FLAVORS", (flavor,))
+    finders = list(sys.meta_path)
+    yield flavor
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.startswith("fake_lightning")]:
+        del sys.modules[name]
+
+
+def hooks(flavor: Flavor) -> list[Any]:
+    return [finder for finder in sys.meta_path if getattr(finder, "name", None) == flavor.package]
+
+
+def test_the_hook_goes_with_a_real_import_alone(fake: Flavor, tmp_path: Path) -> None:
+    register_strategies()
+    register_strategies()
+    assert len(hooks(fake)) == 1
+    for _ in range(2):
+        spec = importlib.util.find_spec(fake.package)
+        assert spec.loader.get_filename(fake.package) == spec.origin
+        assert importlib.util.find_spec("nothing_of_this_name") is None
+    marker = tmp_path / "fake_lightning" / "fails"
+    marker.touch()
+    with pytest.raises(RuntimeError, match="mine"):
+        importlib.import_module(fake.package)
+    assert len(hooks(fake)) == 1
+    marker.unlink()
+    module = importlib.import_module(fake.package)
+    assert hooks(fake) == []
+    assert isinstance(module.__loader__, importlib.machinery.SourceFileLoader)
+    assert module.__spec__.loader is module.__loader__
+    assert "ort" in module.strategies.StrategyRegistry
+    importlib.reload(module)
+
+
+class Raises:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.startswith("fake_lightning"):
+            raise ImportError("a finder of the user's")
+
+
+def test_the_hook_beside_other_finders(fake: Flavor, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_strategies()
+    again = importlib.reload(importlib.import_module("lightning_ort._registration"))  # its class is another one
+    monkeypatch.setattr(again, "FLAVORS", (fake,))
+    again.register_strategies()
+    assert len(hooks(fake)) == 2
+    sys.meta_path.insert(0, Raises())
+    with pytest.raises(ImportError, match="a finder of the user's"):
+        importlib.import_module(fake.package)
+    sys.meta_path[0] = object()  # type: ignore[assignment]  # of no use to Python either
+    del sys.meta_path[0]
+    assert "ort" in importlib.import_module(fake.package).strategies.StrategyRegistry
+
+
+@pytest.mark.parametrize("registry", ["None", "object()", "1 / 0", "__import__('absent')"])
+def test_an_error_of_the_hook_stays_with_it(fake: Flavor, tmp_path: Path, registry: str) -> None:
+    package = tmp_path / "fake_lightning"
+    (package / "__init__.py").write_text("value = 1")
+    (package / "strategies.py").write_text(f"StrategyRegistry = {registry}")
+    register_strategies()
+    assert importlib.import_module(fake.package).value == 1
+    assert hooks(fake) == []
+    register_strategies()  # as when the package is imported later
+
+
+def test_lightning_that_is_forbidden(fake: Flavor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, fake.package, None)
+    register_strategies()
+    assert hooks(fake) == []
+
+
+def test_names_are_those_that_the_classes_register() -> None:
+    from lightning.fabric.strategies.registry import _StrategyRegistry
+
+    assert set(_registration.NAMES) == set(lightning_ort.strategies.__all__)
+    for kind, names in _registration.NAMES.items():
+        registry = _StrategyRegistry()
+        getattr(lightning_ort.strategies, kind).register_strategies(registry)
+        assert list(registry) == names
+        for name in names:
+            assert dict(_registration._Entry(name, LIGHTNING.strategies, kind, _StrategyRegistry)) != registry[name]
+            entry = _registration._Entry(name, LIGHTNING.strategies, kind, _StrategyRegistry)
+            assert entry["strategy"] is registry[name]["strategy"]
+            assert entry == registry[name]
+            with pytest.raises(KeyError, match="nothing"):
+                entry["nothing"]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.package)

@@ -170,14 +170,14 @@ def _training_step() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    kernels.spare_deepspeed_the_search()
     for name, (purpose, extra) in _OPTIONAL.items():
         todo = f"pip install 'lightning-ort[{extra}]'"
         if not (number := kernels.installed(name)):
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            importlib.import_module(name)
+            with kernels.spare_deepspeed_the_search():
+                importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} does not import: {error}", todo)
         else:

@@ -37,7 +37,7 @@ class ScaledStepsMixin(_MixedPrecision):
         max_overflows: Steps in a row that may overflow before training ends with an error.
 
     Attributes:
-        overflows: Steps of this run that were left out because of an infinite or NaN gradient.
+        overflows: Steps of the last fit that were left out because of an infinite or NaN gradient.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -66,6 +66,7 @@ class ScaledStepsMixin(_MixedPrecision):
             super().__init__(precision, device or "", scaler)
         self.overflows = 0
         self._in_a_row = 0
+        self._counted: Optimizer | None = None
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was left out
         self._rested: list[Any] = []  # schedulers
 
@@ -77,6 +78,10 @@ class ScaledStepsMixin(_MixedPrecision):
             self.device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         if self.precision == "16-mixed" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(self.device)
+        if optimizers and optimizers[0] is not self._counted:  # a fit begins; an evaluation has those of the last one
+            self._counted = optimizers[0]
+            self.overflows = self._in_a_row = 0
+            self._skipped.clear()
         if self.scaler is not None:
             for config in lr_schedulers:
                 if config.interval == "step" and not isinstance(config.scheduler, ReduceLROnPlateau):

@@ -1,21 +1,23 @@
 """The same placement in every process: :class:`AgreedPlacementMixin`."""
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
+
+from lightning_ort.strategies.run_store import RunStoreMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy as _Strategy
+    import torch
 
     from lightning_ort.compiler.backend import ORTBackend
-else:
-    _Strategy = object
+
+log = logging.getLogger(__name__)
 
 
-class AgreedPlacementMixin(_Strategy):
+class AgreedPlacementMixin(RunStoreMixin):
     """Lets the processes of a run share their timings, so that all of them place a region alike.
 
     Processes that compute the same thing by different kernels drift apart in the last bits. The one that has timed a
@@ -29,21 +31,28 @@ class AgreedPlacementMixin(_Strategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        if self._backend is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._backend.agree = agree
+        if self._backend is not None:
+            self._backend.agree = self._agree if self.run_store is not None else None
+
+    def _agree(self, key: str, measured: dict[str, Any]) -> dict[str, Any]:
+        return measured if self.run_store is None else agree(self.run_store, key, measured)
 
 
-def agree(key: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """Publish what was measured, or take what another process has published.
+def agree(store: "torch.distributed.Store", key: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """Publish what was measured, or take what another process of the run has published.
 
     Args:
+        store: Of the run.
         key: Of the region or step; the same in all processes.
         measured: Here, in plain types.
 
     Returns:
-        What was published first.
+        What was published first, of that which was measured here too: a process does not go by what it has not got,
+        such as an engine that failed in it.
 
     """
-    store = torch.distributed.PrefixStore("lightning_ort", torch.distributed.distributed_c10d._get_default_store())
-    published: dict[str, Any] = json.loads(store.compare_set(key, "", json.dumps(measured)))
-    return published
+    published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))
+    common = {name: published[name] for name in measured if name in published}
+    if common.keys() != measured.keys():
+        log.debug("%s: measured %s here, published is %s", key, measured, published)
+    return common or measured

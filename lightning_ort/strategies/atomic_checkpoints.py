@@ -2,7 +2,11 @@
 
 import importlib
 import os
+import platform
+import re
+import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,8 +25,17 @@ else:
     _TorchCheckpointIO = _Strategy = object
 
 
+# a file that nobody has written to for so long is of a process that was killed, perhaps on another machine
+_ABANDONED_SECONDS = 24 * 3600
+_POSIX = os.name == "posix"
+_OURS = re.compile(r"\.([0-9a-f]{8})\.([0-9]+)\.([0-9a-f]{8})\.partial")
+
+
 def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint beside its place, down to the disk, and then rename it.
+
+    What processes that were killed in the middle have left in that folder is removed: at once where the process was one
+    of this machine, else after a day.
 
     Args:
         checkpoint: What ``torch.save`` takes.
@@ -30,9 +43,10 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # the same name each time, so that what a killed process leaves is used again; and not the checkpoint's name, by
-    # which Lightning would find it
-    partial = path.parent / f".{zlib.crc32(path.name.encode()):08x}.partial"
+    _remove_abandoned(path.parent)
+    # not the checkpoint's name, by which Lightning would find it; with the machine and the process, so that another one
+    # can tell whether it is being written
+    partial = path.parent / f".{_checksum(path.name)}.{os.getpid()}.{_checksum(_machine())}.partial"
     try:
         with partial.open("wb") as file:
             torch.save(checkpoint, file)
@@ -42,11 +56,57 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the names in a folder down to the disk, where the system and the file system can."""
+    if not _POSIX:  # Windows opens no folders
+        return
+    with suppress(OSError):  # some network file systems do not
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for file in folder.glob(".*.partial"):
+        # those of earlier versions have no process in their name
+        known = _OURS.fullmatch(file.name)
+        if known is None and not re.fullmatch(r"\.[0-9a-f]{8}\.partial", file.name):
+            continue
+        with suppress(OSError):  # gone, or another user's
+            here = known is not None and known[3] == _checksum(_machine())
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or (
+                here and known is not None and not _is_running(int(known[2]))
+            ):
+                file.unlink()
+
+
+def _is_running(pid: int) -> bool:
+    if not _POSIX:  # where signal 0 would end it
+        return True
     try:
-        os.fsync(folder)  # the new name, too
-    finally:
-        os.close(folder)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _machine() -> str:
+    """Name what process ids are numbers of: a machine since it was started, or a container of it."""
+    facts = [platform.node()]
+    with suppress(OSError):
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(facts)
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 class AtomicSaveMixin(_TorchCheckpointIO):

@@ -2,8 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -19,6 +20,7 @@ from lightning_ort.optim.flat_shards import PARAMETER_NAMES, FlatShards, read_di
 from lightning_ort.optim.registry import runs
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies import deepspeed_config as settings
+from lightning_ort.strategies.step_patches import MISSING, put_back
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -99,20 +101,21 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             raise self.flavor.misconfiguration(str(error)) from None
         if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
             raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
-        kernels.spare_deepspeed_the_search()
         # several times faster on CPUs: no copy of each gradient, and buckets that fit the cache
         suits = (True, 200_000_000) if torch.cuda.is_available() else (False, 5_000_000)
-        super().__init__(
-            config=deepspeed_config,
-            stage=1,
-            offload_optimizer=offload_optimizer,
-            overlap_comm=overlap_comm,
-            contiguous_gradients=suits[0] if contiguous_gradients is None else contiguous_gradients,
-            reduce_bucket_size=suits[1] if reduce_bucket_size is None else reduce_bucket_size,
-            **kwargs,
-        )
+        with kernels.spare_deepspeed_the_search():
+            super().__init__(
+                config=deepspeed_config,
+                stage=1,
+                offload_optimizer=offload_optimizer,
+                overlap_comm=overlap_comm,
+                contiguous_gradients=suits[0] if contiguous_gradients is None else contiguous_gradients,
+                reduce_bucket_size=suits[1] if reduce_bucket_size is None else reduce_bucket_size,
+                **kwargs,
+            )
         if not _DEEPSPEED:
             raise self.flavor.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
+        self._put_back: list[Callable[[], None]] = []
         self._start_method = start_method
         self._checkpoint_form = checkpoint
         self._shards: FlatShards | None = None
@@ -158,14 +161,26 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
+        self._use_deepspeed_on_cpu()
+        self._ddp.setup_environment()
+
+    def _use_deepspeed_on_cpu(self) -> None:
+        """Set what DeepSpeed keeps for the whole process, until the teardown of this run."""
         import deepspeed
-        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        set_accelerator(CPU_Accelerator())  # also on a machine with a GPU that this run does not use
-        # a collective of its inference engine, which would be compiled here and now
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._ddp.setup_environment()
+        operations = deepspeed.ops.__compatible_ops__
+        settings_of_process: tuple[tuple[dict[str, Any], str, Any], ...] = (
+            # also on a machine with a GPU that this run does not use
+            (vars(real_accelerator), "ds_accelerator", CPU_Accelerator()),
+            # a collective of its inference engine, which would be compiled here and now
+            (operations, "deepspeed_shm_comm", False),
+        )
+        for holder, name, value in settings_of_process:
+            before = holder.get(name, MISSING)
+            holder[name] = value
+            self._put_back.append(functools.partial(put_back, holder, name, before))
 
     @override
     def setup_distributed(self) -> None:
@@ -385,6 +400,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
+        while self._put_back:
+            self._put_back.pop()()
         # the states stay, for `trainer.save_checkpoint` after the fit; the configuration does not, since what the next
         # Trainer says may differ
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False

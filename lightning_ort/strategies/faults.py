@@ -1,5 +1,6 @@
 """What happens when a process of a run is killed, or asked to end: :class:`FaultsMixin`."""
 
+import importlib
 import logging
 import os
 import signal
@@ -7,77 +8,137 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_ort._imports import Flavor
+from lightning_ort.strategies.agreed_stop import AgreedStop
+from lightning_ort.strategies.run_store import RunStoreMixin
+
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
+    import subprocess
+
+    from lightning.fabric.utilities.types import _PATH
 
 log = logging.getLogger(__name__)
 
 SIGTERM_CHECKPOINT = "sigterm.ckpt"
+STATUS = 128 + signal.SIGTERM
 _GRACE_SECONDS = 5.0
 _REAPING_SECONDS = 1.0
 _LAUNCHER = "LIGHTNING_ORT_LAUNCHER"
 
+# the process of rank 0 that started the others of this machine, by Lightning's launcher, and in that one the others
+_launcher: int | None = None
+_started: "list[subprocess.Popen[bytes]]" = []
 
-class FaultsMixin(_DDPStrategy):
-    """Ends all processes of a run when one ends, says which, and saves a checkpoint when the run is told to end.
 
-    SIGTERM, which cluster schedulers send before they kill, ends training after a batch that all processes agree on.
-    If the Trainer has checkpointing enabled, ``sigterm.ckpt`` is saved below its ``default_root_dir``. The process that
-    was started first, or each one where something else starts them, then ends with the status 143.
+class FaultsMixin(RunStoreMixin):
+    """Ends all processes of a run when one ends, says which, and saves a checkpoint when one is told to end.
+
+    SIGTERM to any process, which cluster schedulers send before they kill, ends the run in all of them, after a batch
+    that they agree on. If the Trainer has checkpointing enabled and is fitting, ``sigterm.ckpt`` is saved below its
+    ``default_root_dir``. The process that was started first, or each one where something else starts them, then ends
+    with the status 143.
     """
 
-    _stop: "_AgreedStop | None" = None
+    flavor: ClassVar[Flavor]
+
+    _stop: AgreedStop | None = None
     _watch: "_ParentWatch | None" = None
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        assert self.cluster_environment is not None
-        if self._start_method == "popen" and not self.cluster_environment.creates_processes_externally:
-            os.environ[_LAUNCHER] = str(os.getpid())  # for the processes that this one will start
+        start = getattr(self._launcher, "_call_children_scripts", None)  # one that forks or spawns has none
+        if start is not None:
+            self._launcher._call_children_scripts = self._start_others(start)  # type: ignore[union-attr]
+
+    def _start_others(self, start: Callable[[], None]) -> Callable[[], None]:
+        def start_others() -> None:
+            global _launcher, _started
+            _launcher = os.getpid()
+            os.environ[_LAUNCHER] = str(_launcher)  # for the processes that this one starts, and not for later
+            try:
+                start()
+            finally:
+                del os.environ[_LAUNCHER]
+            _started = self.launcher.procs  # type: ignore[union-attr]
+
+        return start_others
 
     @property
     def _started_by_rank_zero(self) -> bool:
         # by the launcher that starts the script once per device, and is rank 0 itself
-        return os.environ.get(_LAUNCHER) == str(os.getppid() if self.local_rank > 0 else os.getpid())
+        return _launcher == (os.getppid() if self.local_rank > 0 else os.getpid())
 
     @override
     def setup_environment(self) -> None:
+        global _launcher
+        if (launcher := os.environ.pop(_LAUNCHER, None)) is not None:
+            _launcher = int(launcher)
         if self._started_by_rank_zero and self.local_rank > 0:
             self._watch = _ParentWatch(self.local_rank)
             self._watch.start()
         super().setup_environment()
+        assert self.lightning_module is not None
+        self._stop = AgreedStop(self.lightning_module.trainer, self.run_store, self._status)
+        self._stop.install()
 
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if threading.current_thread() is threading.main_thread():
-            assert self.lightning_module is not None
-            self._stop = _AgreedStop(self.lightning_module.trainer)
-            self._stop.install()
+    @property
+    def _status(self) -> int:
+        # one that is not 0 makes Lightning's observer of the other processes kill this one
+        return STATUS if self.local_rank == 0 or not self._started_by_rank_zero else 0
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._stop is not None:
-            self._stop.on_batch_start()
+            self._stop.on_train_batch_start()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().predict_step(*args, **kwargs)
+
+    def _before_evaluation_step(self) -> None:
+        if self._stop is not None and self._stop.on_evaluation_step():
+            # here and not after the batch: Lightning takes a validation up again that was left within a batch, and
+            # leaves out the rest of one that was left between two
+            exceptions = importlib.import_module(f"{self.flavor.package}.utilities.exceptions")
+            raise exceptions.SIGTERMException
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: "_PATH", storage_options: Any | None = None
+    ) -> None:
+        with AgreedStop.patience(self._stop):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with AgreedStop.patience(self._stop):  # which is where the others wait for the one that saves
+            super().barrier(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._stop is not None and self._stop.agreed and isinstance(exception, SystemExit):
-            self._save_for_later()
-            # a status that is not 0 makes Lightning's observer of the other processes kill this one
-            exception.code = 128 + signal.SIGTERM if self.local_rank == 0 or not self._started_by_rank_zero else 0
+            with AgreedStop.patience(self._stop):
+                self._save_for_later()
+            exception.code = self._status
         elif isinstance(exception, Exception):
             # a closed connection is a RuntimeError to torch; the system closes those of a killed process first, and
             # only then can it be found to have ended
@@ -90,8 +151,10 @@ class FaultsMixin(_DDPStrategy):
     def _save_for_later(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
-            rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+        if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
+            if trainer.state.fn == "fit":
+                rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+            self.barrier()  # with rank 0 the store may go in which the others look for where to end
             return
         path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
         trainer.save_checkpoint(path)
@@ -103,8 +166,7 @@ class FaultsMixin(_DDPStrategy):
             return self._watch.lost()
         if not self._started_by_rank_zero:
             return []
-        processes = enumerate(self.launcher.procs, start=1)  # type: ignore[union-attr]
-        codes = {(rank, process.pid): process.poll() for rank, process in processes}
+        codes = {(rank, process.pid): process.poll() for rank, process in enumerate(_started, start=1)}
         return [f"rank {rank} (PID {pid}) {_ended(code)}" for (rank, pid), code in codes.items() if code]
 
     @override
@@ -123,70 +185,6 @@ class FaultsMixin(_DDPStrategy):
 
 def _ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-
-
-class _AgreedStop:
-    """Lets all processes stop after the same batch.
-
-    Lightning's own handler starts a collective wherever the signal meets a process, which may be in the middle of
-    another one. This one sets a mark. Each marked process gives a vote in the run's store when its next batch begins,
-    and when rank 0 has seen all votes it names the batch after which to stop. No process can be past that one, since
-    Lightning has them wait for rank 0 at the start of each batch. A run that is not told to end pays nothing.
-
-    Args:
-        trainer: In a fit.
-
-    """
-
-    def __init__(self, trainer: "pl.Trainer") -> None:
-        self._trainer = trainer
-        self._marked = self._voted = self.agreed = False
-        self._batches = 0
-        self._before: Any = None
-
-    def install(self) -> None:
-        """Take the place of Lightning's handler of SIGTERM, which called others that were there before it."""
-        connector = self._trainer._signal_connector
-        self._before = signal.getsignal(signal.SIGTERM)
-        handlers = getattr(self._before, "signal_handlers", ())
-        others = [handler for handler in handlers if callable(handler) and handler != connector._sigterm_notifier_fn]
-        signal.signal(signal.SIGTERM, self._handler(others))
-
-    def _handler(self, others: list[Callable[..., Any]]) -> Callable[..., Any]:
-        def mark(signum: int, frame: Any) -> None:
-            if not self._marked:
-                self._marked = True
-                launcher = self._trainer.strategy.launcher
-                if launcher is not None:
-                    launcher.kill(signum)
-            for handler in others:
-                handler(signum, frame)
-
-        return mark
-
-    def remove(self) -> None:
-        """Put Lightning's handler back."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
-
-    def on_batch_start(self) -> None:
-        """Vote, and see whether all have."""
-        self._batches += 1
-        if not self._marked:
-            return
-        world_size = self._trainer.world_size
-        if world_size > 1:
-            default = torch.distributed.distributed_c10d._get_default_store()
-            store = torch.distributed.PrefixStore("lightning_ort/sigterm", default)
-            votes = store.add("votes", 0 if self._voted else 1)
-            self._voted = True
-            if self._trainer.is_global_zero and votes == world_size and not store.check(["stop"]):
-                store.set("stop", str(self._batches + 1))
-            self.agreed = store.check(["stop"]) and self._batches >= int(store.get("stop"))
-        else:
-            self.agreed = True
-        if self.agreed:  # Lightning's loops end after this batch, and save their progress
-            self._trainer._signal_connector.received_sigterm = True
 
 
 class _ParentWatch(threading.Thread):

@@ -7,6 +7,7 @@ them (``mallopt(3)``: no mapped blocks, no trimming), it does so from the second
 
 import ctypes
 import os
+import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -30,6 +31,7 @@ _DEFAULT = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20, _M_TOP_PAD: 128 << 
 _VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 _users = 0  # runs in this process that want it retained
+_lock = threading.Lock()  # they may be in several threads
 
 
 class HostMemoryMixin(_Strategy):
@@ -91,20 +93,22 @@ def why_not_retained() -> str | None:
 def retain() -> None:
     """Keep freed memory in the process until :func:`release` was called as often as this."""
     global _users
-    _users += 1
-    if _users == 1:
-        _set(_RETAIN)
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _set(_RETAIN)
 
 
 def release() -> None:
     """Undo one :func:`retain`; the last one gives the memory back to the system."""
     global _users
-    _users -= 1
-    if _users == 0:
-        _set(_DEFAULT)
-        malloc = _malloc()
-        assert malloc is not None
-        malloc.malloc_trim(0)
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            _set(_DEFAULT)
+            malloc = _malloc()
+            assert malloc is not None
+            malloc.malloc_trim(0)
 
 
 def _set(options: dict[int, int]) -> None:

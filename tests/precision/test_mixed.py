@@ -117,6 +117,16 @@ def test_overflow_leaves_out_the_step(make_trainer: Callable[..., Any]) -> None:
     assert "step" not in vars(trainer.lr_scheduler_configs[0].scheduler)
 
 
+def test_overflows_are_counted_in_each_fit(make_trainer: Callable[..., Any]) -> None:
+    plugin = ORTMixedPrecision("16-mixed", max_overflows=2)
+    config = {"capture": "off"}
+    train(Net(overflows=lambda step: step == 19), plugin, make_trainer, ORTStrategy(config=config))
+    assert plugin.overflows == 1
+    trainer = train(Net(overflows=lambda step: step in (0, 2)), plugin, make_trainer, ORTStrategy(config=config))
+    trainer.validate(trainer.lightning_module, verbose=False)
+    assert plugin.overflows == 2
+
+
 def test_endless_overflow_is_an_error(make_trainer: Callable[..., Any]) -> None:
     module = Net(overflows=lambda step: True)
     with pytest.raises(RuntimeError, match="5 optimizer steps in a row"):

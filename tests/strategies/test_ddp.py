@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from fault_runs import Run
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from processes import START, Recorded, fit
@@ -15,6 +16,7 @@ from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.strategies import agreed_placement
+from lightning_ort.strategies.step_trial import StepTrial
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:
@@ -81,13 +83,47 @@ def test_measured_placement_is_the_same_on_all_ranks(make_trainer: Callable[...,
     assert ours[0]["weight"] == ours[1]["weight"]
 
 
-def test_first_timing_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_timing_wins() -> None:
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     first, second = {"ort_ms": 1.0, "threads": 1}, {"ort_ms": None, "threads": 2}
-    assert agreed_placement.agree("region", first) == first
-    assert agreed_placement.agree("region", second) == first
-    assert agreed_placement.agree("other", second) == second
+    assert agreed_placement.agree(store, "region", first) == first
+    assert agreed_placement.agree(store, "region", second) == first
+    assert agreed_placement.agree(store, "other", second) == second
+
+
+def test_a_process_goes_by_nothing_that_it_has_not_got() -> None:
+    store = torch.distributed.HashStore()
+    agreed_placement.agree(store, "step", {"ort": 3.0, "torch": 2.0, "inductor": 1.0})
+    assert agreed_placement.agree(store, "step", {"ort": 5.0, "torch": 6.0}) == {"ort": 3.0, "torch": 2.0}
+    assert agreed_placement.agree(store, "step", {"other": 5.0}) == {"other": 5.0}
+
+
+class Long(Recorded):
+    """Enough batches for a trial of the step."""
+
+    def train_dataloader(self) -> Any:
+        return loader(8 * 80)
+
+
+def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """The second one times its own step, on its own engines."""
+    times = iter((1.0, 9.0))
+
+    def train(folder: Path) -> None:
+        for name in ("first", "second"):
+            ms = next(times)
+            patched = property(lambda self, ms=ms: dict(zip(self._samples, (ms, 3 * ms), strict=True)))
+            StepTrial.milliseconds = patched  # type: ignore[method-assign]
+            strategy = ORTDDPStrategy(config={"placement": "measured"})
+            trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0)
+            trainer.fit(Long(folder, name))
+
+    run = Run(tmp_path, lambda: train(tmp_path), torchrun=True)
+    assert run.ended() == [0, 0], run.output
+    for name, ms in (("first", 1.0), ("second", 9.0)):
+        for rank in range(2):
+            steps = json.loads((tmp_path / f"{name}.{rank}.json").read_text())["report"]["steps"]
+            assert [step["ms"] for step in steps] == [{"ort": ms, "torch": 3 * ms}], run.output
 
 
 def test_names() -> None:

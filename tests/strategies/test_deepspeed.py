@@ -1,5 +1,7 @@
 """``ort_zero1``: DeepSpeed's ZeRO stage 1 on CPUs, with real processes."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,40 @@ class SavedLater(Recorded):
 def test_saves_after_the_fit(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     fit(SavedLater(tmp_path, "module"), zero1(), make_trainer, devices=1, max_epochs=1)
     assert_states_equal(tmp_path / "later.ckpt", tmp_path / "module.ckpt")
+
+
+class ProcessSettings(Recorded):
+    """Looks at what DeepSpeed keeps for the whole process: before a run, in it, and after it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "module")
+        self.seen: list[Any] = []
+
+    def look(self) -> None:
+        import deepspeed
+        from deepspeed.accelerator import real_accelerator
+
+        operations = dict(deepspeed.ops.__compatible_ops__)
+        self.seen.append([repr(real_accelerator.ds_accelerator), operations, os.environ.get("DS_ACCELERATOR")])
+
+    def on_fit_start(self) -> None:
+        self.look()
+
+    def on_fit_end(self) -> None:
+        self.look()
+        (self.folder / "seen.json").write_text(json.dumps(self.seen))
+
+
+def test_settings_of_the_process_are_put_back(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    module = ProcessSettings(tmp_path)
+    strategy = zero1()
+    module.look()
+    fit(module, strategy, make_trainer, devices=1, max_epochs=1)
+    before, during, after = json.loads((tmp_path / "seen.json").read_text())
+    assert during[1]["deepspeed_shm_comm"] is False
+    assert during[0] != before[0]
+    assert after == before
+    assert before[2] is None
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
