@@ -103,7 +103,11 @@ class ExportOnnxCallback(_Callback):
 
 
 def _monitoring(trainer: "pl.Trainer") -> Any:
-    return next((c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None) is not None), None)
+    callbacks: list[Any] = [*trainer.checkpoint_callbacks]
+    for callback in callbacks:
+        if any(kind.__name__ == "ModelCheckpoint" for kind in type(callback).__mro__) and callback.monitor is not None:
+            return callback
+    return None
 
 
 def _best(trainer: "pl.Trainer") -> tuple[str, Any]:

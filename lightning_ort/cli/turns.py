@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_ort._imports import FLAVORS, Flavor, preferred_flavor
 from lightning_ort.cli.load import load
+from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.step_patches import ModulePatches, callable_children
 
@@ -238,7 +239,7 @@ def _fit(job: Job, variant: Variant, connection: Connection, folder: Path) -> Su
         )
         trainer.fit(_compiled(module, variant), data)
     report = getattr(trainer.strategy, "report", None)
-    if report is None:
+    if not isinstance(report, CompileReport):  # Lightning's own strategies have none
         return Summary()
     return Summary(report.ort_node_fraction, report.ort_runs, [str(line) for line in report.optimizers])
 

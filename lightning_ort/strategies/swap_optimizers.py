@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.hooks import OptimizerSwap
+from lightning_ort.precision.bfloat16 import BFloat16Mixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy as _Strategy
-
-    from lightning_ort.compiler.report import CompileReport
 else:
     _Strategy = object
 
@@ -49,7 +49,8 @@ class SwapOptimizersMixin(_Strategy):
             )
         # here also for the callback: what comes next may split the optimizers' states
         swap = callbacks[0].swap if callbacks else self._swap
-        wanted = getattr(self.precision_plugin, "optim", None)  # ORTBFloat16Precision(master_weights=True)
+        plugin = self.precision_plugin
+        wanted = plugin.optim if isinstance(plugin, BFloat16Mixin) else None
         if wanted is not None and swap.name == "auto":
             swap = OptimizerSwap(wanted)
         elif wanted not in (None, swap.name):
@@ -80,7 +81,7 @@ def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:
     reports = swap.apply(module, strategy.optimizers, strategy.root_device)
     strategy.optimizers = strategy.optimizers  # Lightning's wrappers imitate the class of what they wrap
     report = getattr(strategy, "report", None)
-    if report is not None:
+    if isinstance(report, CompileReport):
         report.optimizers = reports
     for entry in reports:
         if entry.runs_as != entry.configured:

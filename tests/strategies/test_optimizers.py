@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LearningRa
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from small_modules import Small
 from torch import Tensor, nn
 
@@ -292,6 +294,22 @@ def test_callbacks_with_an_attribute_of_our_name(other: Any, ours: bool, make_tr
     callbacks = [other(), *([ORTOptimizer("adamw_torch_foreach")] if ours else [])]
     fit(module, make_trainer, strategy=ORTStrategy(config=OFF), callbacks=callbacks)
     assert module.mine.param_groups[0]["foreach" if ours else "fused"] is True
+
+
+def test_a_precision_plugin_and_a_strategy_with_attributes_of_our_names(make_trainer: Callable[..., Any]) -> None:
+    class Plugin(Precision):
+        optim = "everything"
+
+    class Strategy(SingleDeviceStrategy):
+        def report(self) -> None:
+            raise RuntimeError("not now")
+
+    module = Adam()
+    fit(module, make_trainer, strategy=ORTStrategy(config=OFF), plugins=Plugin())
+    assert module.mine.param_groups[0]["fused"] is True
+    module = Adam()
+    fit(module, make_trainer, strategy=Strategy("cpu"), callbacks=ORTOptimizer("adamw_torch_foreach"))
+    assert module.mine.param_groups[0]["foreach"] is True
 
 
 def test_two_callbacks(make_trainer: Callable[..., Any]) -> None:
