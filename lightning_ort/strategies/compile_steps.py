@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
-from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome, release
+from lightning_ort.strategies.dynamo_watch import DynamoWatch, Outcome, forget_backend, release
 from lightning_ort.strategies.give_report import GiveReportMixin
 from lightning_ort.strategies.step_patches import (
     MISSING,
@@ -147,6 +147,7 @@ class CapturedModule:
             # the limit is for this function, not for all modules of its class, nor for all our frames around children
             isolate_recompiles=True,
         )
+        forget_backend(self.backend)
         self._regions.append(compiled._isolate_recompiles_id)
         return compiled
 

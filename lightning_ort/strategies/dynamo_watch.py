@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, exc
+from torch._dynamo import convert_frame, eval_frame, exc
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
@@ -262,6 +262,18 @@ def _passes(record: logging.LogRecord) -> bool:
     """Whether a message of dynamo's is for anybody else than the watch of the thread that it comes from."""
     mine = _watch_of_this_thread()
     return mine is None or not mine.take(record)
+
+
+def forget_backend(backend: Any) -> None:
+    """Take a backend out of dynamo's list for its reset, which nothing else ever leaves, and of which it needs none.
+
+    Args:
+        backend: That functions have been compiled with.
+
+    """
+    for key, kept in list(eval_frame.cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            eval_frame.cached_backends.pop(key, None)
 
 
 def release(regions: list[int]) -> None:
