@@ -37,7 +37,7 @@ def windows(values: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 
 
 _OF_NAMES = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh exp floor log neg reciprocal round sin sinh sqrt tan tanh relu"
+    "abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 floor log neg reciprocal round sin sinh sqrt tan tanh relu"
     " sign rsqrt erf expm1 trunc log2 log10 log1p sigmoid square frac isnan isinf isfinite nan_to_num"
 )
 _ACTIVATIONS = (
