@@ -93,7 +93,7 @@ EMPTIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["auto", "standard"])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("standard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EMPTIED)
 def test_size_becomes_0(name: str, kernels: str) -> None:
     backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, kernels=kernels))
