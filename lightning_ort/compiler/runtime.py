@@ -44,18 +44,17 @@ class _Binding(threading.local):
 
     Args:
         session: The session.
-        region: Its region.
+        dtypes: Of each input; of a number that is no tensor its dtype as one, else ``None``.
+        num_outputs: How many outputs there are.
 
     """
 
-    def __init__(self, session: "onnxruntime.InferenceSession", region: Region) -> None:
-        inputs: list[Any] = [None] * len(region.inputs)
-        outputs: list[Any] = [None] * len(region.outputs)
-        numbers = {
-            index: torch.zeros((), dtype=dtype_of(node))
-            for index, node in enumerate(region.inputs)
-            if not isinstance(node.meta["val"], torch.Tensor)
-        }
+    def __init__(
+        self, session: "onnxruntime.InferenceSession", dtypes: Sequence[torch.dtype | None], num_outputs: int
+    ) -> None:
+        inputs: list[Any] = [None] * len(dtypes)
+        outputs: list[Any] = [None] * num_outputs
+        numbers = {index: torch.zeros((), dtype=dtype) for index, dtype in enumerate(dtypes) if dtype is not None}
         # in one attribute, since each access takes time
         self.parts = session.io_binding()._iobinding, inputs, outputs, numbers
 
@@ -85,7 +84,9 @@ class BoundSession:
         self.session = session
         self._rest = rest
         host = OrtDevice(OrtDevice.cpu(), OrtDevice.default_memory(), 0)
-        self._bound = _Binding(session, region)
+        is_tensor = [isinstance(node.meta["val"], torch.Tensor) for node in region.inputs]
+        dtypes = [None if tensor else dtype_of(node) for node, tensor in zip(region.inputs, is_tensor, strict=True)]
+        self._bound = _Binding(session, dtypes, len(region.outputs))
         self.run_options = run_options(device)
         self._place = host
         if device.type == "cuda":

@@ -343,9 +343,9 @@ def test_evaluation_reads_the_weights_of_training(tmp_path: Path, monkeypatch: p
     addresses: dict[int, set[int]] = {}
     bind = BoundSession._bind_input
 
-    def note(session: BoundSession, index: int, size: tuple[int, ...], address: int) -> None:
+    def note(session: BoundSession, binding: Any, index: int, size: tuple[int, ...], address: int) -> None:
         addresses.setdefault(id(session), set()).add(address)
-        bind(session, index, size, address)
+        bind(session, binding, index, size, address)
 
     monkeypatch.setattr(BoundSession, "_bind_input", note)
     module, trainers = Small(), Trainers(True, tmp_path)
