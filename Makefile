@@ -11,10 +11,10 @@ TEST_WORKERS ?= auto
 DEMO_ARGS ?=
 EXAMPLES_ARGS ?=
 
-.PHONY: help install test coverage demo digits examples lint format bench docs conformance wheel clean distclean
+.PHONY: help install test test-slow coverage demo digits examples lint format bench docs conformance wheel clean distclean
 
 help:
-	@echo "make install | test | coverage | demo | digits | examples | lint | format | bench | docs | conformance | wheel | clean | distclean"
+	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | docs | conformance | wheel | clean | distclean"
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS="
 
 install: $(INSTALLED)
@@ -32,6 +32,10 @@ $(VENV)/.examples_installed: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not gpu" $(TEST_ARGS)
+
+# hours on two cores: all of torch's test database, kills by the hundred, thousands of random modules, real clusters
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "slow and not gpu" $(TEST_ARGS)
 
 # without xdist and coverage.py: slipcover does not see xdist's workers, and under the other Python 3.11 takes three times
 # as long; in two parts, since slipcover 1.1 fails at the end of the whole suite, which forks; step_patches.py is
