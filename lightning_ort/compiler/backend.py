@@ -115,7 +115,7 @@ class ORTBackend:
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             # the backward graph now: its regions are part of the decision
-            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            with functorch_config.patch(force_non_lazy_backward_lowering=True), lowering.whole_shrinkages():
                 run = aot(gm, example_inputs)
         finally:
             self.report.compile_seconds += time.perf_counter() - start

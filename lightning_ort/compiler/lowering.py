@@ -4,10 +4,11 @@ Passes over the joint graph (before it is split into forward and backward) and o
 signature, ``(gm) -> None``, and edit in place.
 """
 
+import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ _BATCH_NORMS = (
     aten._native_batch_norm_legit.no_stats,
 )
 
+_SHRINKAGES = (aten.hardshrink.default, aten.softshrink.default)
+
 # what `stack_selections` replaces
 _SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
 
@@ -78,6 +81,25 @@ def _as_eager_lays_out(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: An
     if x.device.type != "cpu" or x.is_contiguous(memory_format=memory_format):
         return NotImplemented  # as it is
     return op(x.contiguous(memory_format=memory_format), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def whole_shrinkages() -> Iterator[None]:
+    """Trace ``hardshrink`` and ``softshrink`` as they are.
+
+    torch (2.13) takes them apart above autograd, whatever the table of decompositions says, and the gradients of the
+    parts are not eager's at a NaN.
+    """
+    key = torch._C.DispatchKey.Autograd
+    taken = {op: op.py_kernels.pop(key) for op in _SHRINKAGES if key in op.py_kernels}
+    for op in taken:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernel in taken.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
 
 
 def split_joint(

@@ -255,11 +255,13 @@ class OrtRegion:
         else:
             self.report.runs += 1
             return outputs
-        # a region has no side effects, so torch can do it again
+        # a region has no side effects, so torch can do it again; where torch raises too, as at a label that is out of
+        # range, the error is the user's, and the region stays as it is
+        outputs = self._module.forward(*args)
         self._run = None
         self.report.executor, self.report.reason = "torch", reason
         self._on_failure(reason)
-        return self._module.forward(*args)
+        return outputs
 
     def rename(self, name: str) -> None:
         """Take another name in the report and in the code of the compiled graph."""

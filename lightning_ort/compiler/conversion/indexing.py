@@ -26,15 +26,18 @@ aten = torch.ops.aten
 Indices = Sequence[fx.Node | None]
 
 
-def refusing_negative(ctx: GraphBuilder, index: ir.Value, size: Any) -> ir.Value:
-    """The index with its negative entries out of range.
+def refusing_negative(ctx: GraphBuilder, index: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+    """The index along a dimension of ``x`` with its negative entries out of range.
 
     ONNX counts them from the end, torch takes them for the errors that they are; now both refuse them.
     """
-    if not isinstance(size, int):
-        return index
-    is_negative = ctx.op("Less", index, ctx.const(0, torch.int64))
-    return ctx.op("Where", is_negative, ctx.const(size, torch.int64), index)
+    axis = dim % rank_of(x)
+    size = shape_of(x)[axis]
+    if isinstance(size, int):
+        beyond = ctx.const(size, torch.int64)
+    else:
+        beyond = ctx.op("Shape", ctx.value(x), start=axis, end=axis + 1)
+    return ctx.op("Where", ctx.op("Less", index, ctx.const(0, torch.int64)), beyond, index)
 
 
 # reading
@@ -98,7 +101,8 @@ def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: 
     """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
     if rank_of(x) == 0 or rank_of(index) == 0:
         raise Unsupported("index_select of or by a scalar")
-    return ctx.op("Gather", ctx.value(x), ctx.value(index), axis=dim)
+    rows = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("Gather", ctx.value(x), rows, axis=dim)
 
 
 @converts(aten.gather.default)
@@ -107,7 +111,8 @@ def gather(
 ) -> ir.Value:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
     _check_ranks("gather", x, index)
-    return ctx.op("GatherElements", ctx.value(x), ctx.value(index, torch.int64), axis=dim)
+    places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("GatherElements", ctx.value(x), places, axis=dim)
 
 
 def _refuse_scalars(name: str, *nodes: fx.Node) -> None:
@@ -127,7 +132,8 @@ def _check_ranks(name: str, x: fx.Node, index: fx.Node) -> None:
 def _scatter(
     ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: ir.Value, reduction: str | None
 ) -> ir.Value:
-    return ctx.op("ScatterElements", ctx.value(x), ctx.value(index, torch.int64), source, axis=dim, reduction=reduction)
+    places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    return ctx.op("ScatterElements", ctx.value(x), places, source, axis=dim, reduction=reduction)
 
 
 def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
@@ -188,7 +194,8 @@ def scatter_reduce(
     if not dtype.is_floating_point:
         raise Unsupported(f"scatter_reduce of {dtype}")
     onnx_reduction, start = _REDUCTIONS[reduce]
-    ids, base, source = ctx.value(index, torch.int64), ctx.value(x), _source_like_index(ctx, src, index, dtype)
+    ids = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
+    base, source = ctx.value(x), _source_like_index(ctx, src, index, dtype)
 
     def scatter_to(target: ir.Value, updates: ir.Value, reduction: str | None) -> ir.Value:
         return ctx.op("ScatterElements", target, ids, updates, axis=dim, reduction=reduction)
@@ -256,12 +263,27 @@ def index_add(
 ) -> ir.Value:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     _refuse_scalars("index_add", x, index, source)
-    dtype, rank = dtype_of(x), rank_of(x)
+    dtype = dtype_of(x)
     updates = ctx.value(source, dtype)
     if alpha != 1:
-        updates = ctx.op("Mul", updates, ctx.const(alpha, dtype))
-    rows = ctx.op("Unsqueeze", ctx.value(index, torch.int64), ctx.ints([1]))
-    return _write_rows(ctx, ctx.value(x), rows, updates, dim % rank, rank, "add")
+        updates = ctx.op("Mul", updates, ctx.value(alpha, dtype))
+    return _write_rows(ctx, ctx.value(x), _rows(ctx, index, x, dim), updates, dim % rank_of(x), rank_of(x), "add")
+
+
+@converts(aten.index_copy.default)
+def index_copy(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node
+) -> ir.Value:
+    """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
+    # torch's decomposition is an index_put, to which a negative index is none of its errors
+    _refuse_scalars("index_copy", x, index, source)
+    updates = ctx.value(source, dtype_of(x))
+    return _write_rows(ctx, ctx.value(x), _rows(ctx, index, x, dim), updates, dim % rank_of(x), rank_of(x), None)
+
+
+def _rows(ctx: GraphBuilder, index: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+    """The index [k] of entries of a dimension of ``x`` as the rows [k, 1] that ScatterND takes."""
+    return ctx.op("Unsqueeze", refusing_negative(ctx, ctx.value(index, torch.int64), x, dim), ctx.ints([1]))
 
 
 def _write_rows(
@@ -290,7 +312,7 @@ def embedding_dense_backward(
     if not static(shape):
         raise Unsupported("the gradient of an embedding of symbolic size", ReasonType.DYNAMIC_SHAPE)
     dtype = dtype_of(node)
-    ids, grads = ctx.value(indices, torch.int64), ctx.value(grad)
+    ids, grads = ctx.value(indices, torch.int64), ctx.value(grad)  # the forward pass has refused negative ones
     if padding_idx >= 0:
         is_padding = ctx.op("Equal", ids, ctx.const(padding_idx, torch.int64))
         grads = ctx.op("Where", ctx.op("Unsqueeze", is_padding, ctx.ints([-1])), ctx.const(0, dtype), grads)

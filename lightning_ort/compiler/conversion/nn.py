@@ -47,13 +47,29 @@ def per_channel(ctx: GraphBuilder, value: ir.Value, x: fx.Node) -> ir.Value:
 @converts(aten._softmax.default)
 def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(ctx, "Softmax", ctx.value(x, dtype_of(node)), x, dim)
+    dtype = dtype_of(node)
+    value = ctx.value(x, dtype)
+    if dtype is not torch.float64 or not ctx.on_cpu:
+        return _along(ctx, "Softmax", value, x, dim)
+    powers = elementary.exp(ctx, _below_largest(ctx, value, x, dim), dtype)
+    return ctx.op("Div", powers, reduce(ctx, "ReduceSum", x, powers, dim, keepdim=True))
 
 
 @converts(aten._log_softmax.default)
 def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
     """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(ctx, "LogSoftmax", ctx.value(x, dtype_of(node)), x, dim)
+    dtype = dtype_of(node)
+    value = ctx.value(x, dtype)
+    if dtype is not torch.float64 or not ctx.on_cpu:
+        return _along(ctx, "LogSoftmax", value, x, dim)
+    below = _below_largest(ctx, value, x, dim)
+    total = reduce(ctx, "ReduceSum", x, elementary.exp(ctx, below, dtype), dim, keepdim=True)
+    return ctx.op("Sub", below, ctx.op("Log", total))
+
+
+def _below_largest(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+    # onnxruntime's kernels for float64 (1.19) return numbers for a row with a NaN or an infinity, where torch has NaN
+    return ctx.op("Sub", value, reduce(ctx, "ReduceMax", x, value, dim, keepdim=True))
 
 
 def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
@@ -360,26 +376,5 @@ def embedding(
 ) -> ir.Value:
     """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq, bool sparse) -> Tensor"""  # noqa: E501
     # the last three matter in the backward pass only
-    rows = refusing_negative(ctx, ctx.value(indices, torch.int64), shape_of(weight)[0])
+    rows = refusing_negative(ctx, ctx.value(indices, torch.int64), weight, 0)
     return ctx.op("Gather", ctx.value(weight), rows, axis=0)
-
-
-@converts(aten.grid_sampler_2d.default)
-def grid_sampler_2d(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    grid: fx.Node,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-) -> ir.Value:
-    """grid_sampler_2d(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor"""  # noqa: E501
-    return ctx.op(
-        "GridSample",
-        ctx.value(x),
-        ctx.value(grid),
-        mode=("bilinear", "nearest", "bicubic")[interpolation_mode],
-        padding_mode=("zeros", "border", "reflection")[padding_mode],
-        align_corners=int(align_corners),
-    )

@@ -65,18 +65,35 @@ def max_pool_with_indices(
     if not dtype.is_floating_point or any(pad >= width for pad, width in zip(after, kernel, strict=True)):
         raise Unsupported("max pooling of integers, or padded by a whole window")
     # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
-    # find where the maximum is, with both replaced by what it handles, and read the values there.
+    # find where the maximum is among numbers that it handles, and read the values there.
     value = ctx.value(x)
-    lifted = ctx.op("Max", value, ctx.const(torch.finfo(dtype).min / 2, dtype))
-    lifted = ctx.op("Where", ctx.op("IsNaN", value), ctx.const(math.inf, dtype), lifted)
     _, indices = ctx.op(
-        "MaxPool", lifted, kernel_shape=kernel, strides=strides, pads=pads + after, dilations=dilations, outputs=2
+        "MaxPool",
+        _ranked(ctx, value, dtype, sizes),
+        kernel_shape=kernel,
+        strides=strides,
+        pads=pads + after,
+        dilations=dilations,
+        outputs=2,
     )
     # ONNX counts over the whole tensor, torch within a plane
     flat = _flat(ctx, ctx.op("Mod", indices, ctx.ints(math.prod(sizes))), pooled_sizes)
     result = ctx.op("GatherElements", _flat(ctx, value, sizes), flat, axis=2)
     shape = ctx.ints([0, 0, *pooled_sizes])
     return ctx.op("Reshape", result, shape), ctx.op("Reshape", flat, shape)
+
+
+def _ranked(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, sizes: Sequence[int]) -> ir.Value:
+    """Finite numbers that rank as torch's max pooling ranks the values: a NaN beyond all, the last one first."""
+    work, largest = torch.float64, torch.finfo(torch.float64).max
+    # there is room beyond the largest float32 number, and beyond half the largest float64 one
+    wide = ctx.op("Mul", value, ctx.const(0.5, work)) if dtype is work else ctx.cast(value, work)
+    bound = ctx.const(0.6 * largest, work)
+    finite = ctx.op("Max", ctx.op("Min", wide, bound), ctx.op("Neg", bound))
+    total = math.prod(sizes)
+    places = ctx.cast(ctx.op("Range", ctx.ints(0), ctx.ints(total), ctx.ints(1)), work)
+    beyond = ctx.op("Add", ctx.op("Mul", places, ctx.const(0.2 * largest / total, work)), ctx.const(0.7 * largest, work))
+    return ctx.op("Where", ctx.op("IsNaN", value), ctx.op("Reshape", beyond, ctx.ints(sizes)), finite)
 
 
 @converts(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)

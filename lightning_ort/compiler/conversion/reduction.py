@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion import elementary
-from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -228,19 +228,25 @@ def sort_stable(
 # variance
 
 
-def moments(
-    ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Scalar | None, dtype: torch.dtype
-) -> tuple[ir.Value, ir.Value]:
-    """Variance and mean, in two passes and with the reduced dimensions kept."""
-    degrees = 1 if correction is None else correction
-    size = count(ctx, x, dims, dtype)
-    if size.const_value is not None and size.const_value.numpy() <= degrees:
-        raise Unsupported(f"a variance of {size.const_value.numpy()} elements with correction={degrees}")
-    value = ctx.value(x, dtype)
+def _moments(
+    ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Arg | None, dtype: torch.dtype
+) -> tuple[ir.Value, ir.Value, torch.dtype]:
+    """Variance and mean, in two passes and with the reduced dimensions kept, and the dtype that they are in."""
+    # torch's CPU kernel sums up float32 in float64, so that squares neither overflow nor vanish
+    work = torch.float64 if dtype is torch.float32 and ctx.on_cpu else dtype
+    degrees = ctx.value(1 if correction is None else correction, work)
+    size = count(ctx, x, dims, work)
+    if size.const_value is not None and degrees.const_value is not None:
+        elements, removed = (float(value.const_value.numpy()) for value in (size, degrees))  # type: ignore[union-attr]
+        if elements <= removed:
+            raise Unsupported(f"a variance of {elements:g} elements with correction={removed:g}")
+    value = ctx.value(x, work)
     average = reduce(ctx, "ReduceMean", x, value, dims, keepdim=True)
     centered = ctx.op("Sub", value, average)
     squares = reduce(ctx, "ReduceSum", x, ctx.op("Mul", centered, centered), dims, keepdim=True)
-    return ctx.op("Div", squares, ctx.op("Sub", size, ctx.const(degrees, dtype))), average
+    # never below 0: of too few elements the variance is infinite or NaN, as in torch
+    freedom = ctx.op("Max", ctx.op("Sub", size, degrees), ctx.const(0, work))
+    return ctx.op("Div", squares, freedom), average, work
 
 
 def _without(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dims: Dims, keepdim: bool) -> ir.Value:
@@ -251,6 +257,10 @@ def _without(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dims: Dims, keepdim
     return ctx.op("Squeeze", value, ctx.ints(axes) if axes else None)
 
 
+def _rounded(ctx: GraphBuilder, value: ir.Value, work: torch.dtype, dtype: torch.dtype) -> ir.Value:
+    return value if work == dtype else ctx.cast(value, dtype)
+
+
 @converts(aten.var.correction)
 def var(
     ctx: GraphBuilder,
@@ -258,17 +268,28 @@ def var(
     x: fx.Node,
     dim: Dims = None,
     *,
-    correction: Scalar | None = None,
+    correction: Arg | None = None,
     keepdim: bool = False,
 ) -> ir.Value:
     """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
-    return _without(ctx, moments(ctx, x, dim, correction, dtype_of(node))[0], x, dim, keepdim)
+    variance, _, work = _moments(ctx, x, dim, correction, dtype_of(node))
+    return _rounded(ctx, _without(ctx, variance, x, dim, keepdim), work, dtype_of(node))
 
 
 @converts(aten.std.correction)
-def std(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, **kwargs: Any) -> ir.Value:
+def std(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    dim: Dims = None,
+    *,
+    correction: Arg | None = None,
+    keepdim: bool = False,
+) -> ir.Value:
     """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
-    return elementary.sqrt(ctx, var(ctx, node, x, dim, **kwargs), dtype_of(node))
+    variance, _, work = _moments(ctx, x, dim, correction, dtype_of(node))
+    root = elementary.sqrt(ctx, _without(ctx, variance, x, dim, keepdim), work)
+    return _rounded(ctx, root, work, dtype_of(node))
 
 
 @converts(aten.var_mean.correction)
@@ -278,12 +299,13 @@ def var_mean(
     x: fx.Node,
     dim: Dims = None,
     *,
-    correction: Scalar | None = None,
+    correction: Arg | None = None,
     keepdim: bool = False,
 ) -> tuple[ir.Value, ...]:
     """var_mean.correction(Tensor self, int[1]? dim, *, Scalar? correction, bool keepdim) -> (Tensor, Tensor)"""
-    both = moments(ctx, x, dim, correction, dtype_of(x))
-    return tuple(_without(ctx, value, x, dim, keepdim) for value in both)
+    dtype = dtype_of(x)
+    *both, work = _moments(ctx, x, dim, correction, dtype)
+    return tuple(_rounded(ctx, _without(ctx, value, x, dim, keepdim), work, dtype) for value in both)  # type: ignore
 
 
 # norms
@@ -292,7 +314,14 @@ def var_mean(
 @converts(aten.logsumexp.default)
 def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> ir.Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
-    return reduce(ctx, "ReduceLogSumExp", x, ctx.value(x, dtype_of(node)), dim, keepdim)
+    # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times as long
+    dtype = dtype_of(node)
+    value = ctx.value(x, dtype)
+    largest = reduce(ctx, "ReduceMax", x, value, dim, keepdim=True)
+    largest = ctx.op("Where", ctx.op("IsInf", largest), ctx.const(0, dtype), largest)
+    powers = elementary.exp(ctx, ctx.op("Sub", value, largest), dtype)
+    result = ctx.op("Log", reduce(ctx, "ReduceSum", x, powers, dim, keepdim=True))
+    return _without(ctx, ctx.op("Add", result, largest), x, dim, keepdim)
 
 
 @converts(aten.linalg_vector_norm.default)
@@ -309,6 +338,9 @@ def vector_norm(
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
     result = dtype_of(node)
     value = ctx.value(x, result)
+    chosen = [dim] if isinstance(dim, int) else list(dim or range(rank_of(x)))
+    if ord != 0 and all(isinstance(size := shape_of(x)[axis], int) and size == 1 for axis in chosen if rank_of(x)):
+        return _without(ctx, ctx.op("Abs", value), x, dim, keepdim)  # so torch, whatever its square is
     if ord == 2 and result is torch.float64:  # ReduceL2 computes in float32 (1.19)
         return ctx.op("Sqrt", reduce(ctx, "ReduceSum", x, ctx.op("Mul", value, value), dim, keepdim))
     if ord in (1, 2):
