@@ -7,6 +7,7 @@ signature, ``(gm) -> None``, and edit in place.
 import contextlib
 import functools
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ _BATCH_NORMS = (
 )
 
 _SHRINKAGES = (aten.hardshrink.default, aten.softshrink.default)
+_SHRINKAGE_GRADIENTS = (aten.hardshrink_backward.default, aten.softshrink_backward.default)
 
 # what `stack_selections` replaces
 _SELECTIONS = {aten.add.Tensor, aten.select_backward.default}
@@ -88,18 +90,26 @@ def whole_shrinkages() -> Iterator[None]:
     """Trace ``hardshrink`` and ``softshrink`` as they are.
 
     torch (2.13) takes them apart above autograd, whatever the table of decompositions says, and the gradients of the
-    parts are not eager's at a NaN.
+    parts are not eager's at a NaN. It knows the shape of those gradients only where no size is symbolic.
     """
-    key = torch._C.DispatchKey.Autograd
-    taken = {op: op.py_kernels.pop(key) for op in _SHRINKAGES if key in op.py_kernels}
-    for op in taken:
-        op._dispatch_cache.clear()
+    keys = torch._C.DispatchKey
+    taken = [(op, keys.Autograd, None) for op in _SHRINKAGES]
+    known = [(op, keys.Meta, lambda grad, x, lambd: torch.empty_like(x)) for op in _SHRINKAGE_GRADIENTS]
+    before = [(op, key, op.py_kernels.get(key)) for op, key, _ in (*taken, *known)]
     try:
+        for op, key, kernel in (*taken, *known):
+            _set_kernel(op, key, kernel)
         yield
     finally:
-        for op, kernel in taken.items():
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
+        for op, key, kernel in before:
+            _set_kernel(op, key, kernel)
+
+
+def _set_kernel(op: OpOverload, key: Any, kernel: Callable[..., Any] | None) -> None:
+    op.py_kernels.pop(key, None)
+    if kernel is not None:
+        op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
 
 
 def split_joint(
@@ -171,10 +181,26 @@ def _is_transposed(node: fx.Node) -> bool:
 
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
-    for graph_pass in (draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims, stack_selections):
+    for graph_pass in (divide_as_eager, draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims, stack_selections):
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()
+
+
+def divide_as_eager(gm: fx.GraphModule) -> None:
+    """Divide symbolic numbers as C++ does in eager's gradients, where a division by 0 is no error.
+
+    The gradient of a variance of n numbers divides by n less the correction.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=operator.truediv):
+        node.target = quotient
+
+
+def quotient(x: Any, y: Any) -> Any:
+    """``x / y``, infinite or NaN where ``y`` is 0."""
+    if isinstance(y, (int, float)) and y == 0:
+        return math.copysign(math.inf, x) * math.copysign(1.0, y) if x else math.nan
+    return x / y
 
 
 def drop_detach(gm: fx.GraphModule) -> None:

@@ -19,6 +19,7 @@ from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
 from lightning_ort.compiler.support import is_static
+from lightning_ort.compiler.vanishing import emptied
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -79,7 +80,7 @@ class BoundSession:
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
         self._integers = {
-            index: torch.zeros((), dtype=torch.int64)
+            index: torch.zeros((), dtype=dtype_of(node))
             for index, node in enumerate(region.inputs)
             if not isinstance(node.meta["val"], torch.Tensor)
         }
@@ -239,12 +240,13 @@ class OrtRegion:
         self.__name__, self.__module__ = region.name, __name__
         self._module = region.module
         self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
+        self._emptied = emptied(region)
         self.report = report
         self._on_failure = on_failure
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region."""
-        if self._run is None:
+        if self._run is None or (self._emptied is not None and self._emptied(*args)):
             return self._module.forward(*args)
         try:
             outputs = self._run(*args)

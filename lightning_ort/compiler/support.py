@@ -6,6 +6,7 @@ builds a session for what the converter emits.
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,7 +42,16 @@ _ALLOCATIONS = {
     torch.ops.aten.empty_permuted.default,
     torch.ops.aten.empty_strided.default,
 }
+_SIZES = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default}
 _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
+# an empty tensor takes part in these by design: statistics that evaluation has none of, the first of what is joined
+_EMPTY_AT_TIMES = {
+    torch.ops.aten.cat.default,
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_batch_norm_backward.default,
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -80,6 +90,7 @@ def is_compute(node: fx.Node) -> bool:
         and node.target not in VIEWS
         and node.target not in _ALLOCATIONS
         and node.target not in _CHECKS
+        and node.target not in _SIZES
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
 
@@ -88,6 +99,12 @@ def values_of(node: fx.Node) -> list[object]:
     """The values (fake tensors, symbolic integers) that a node yields."""
     val = node.meta.get("val")
     return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def _all_sizes(node: fx.Node) -> list[Any]:
+    """The sizes of all tensors that a node takes and yields."""
+    values = (value for source in (node, *node.all_input_nodes) for value in values_of(source))
+    return [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
 
 
 def is_static(node: fx.Node) -> bool:
@@ -122,6 +139,9 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU"))
             if value.is_sparse or value.layout is not torch.strided:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
+    if any(isinstance(size, int) and size == 0 for size in _all_sizes(node)) and node.target not in _EMPTY_AT_TIMES:
+        # some of onnxruntime's kernels divide by such a size, which ends the process (SoftmaxGrad_13 in 1.19)
+        return Support(False, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, f"{node.target} on an empty tensor"))
     try:
         builder = GraphBuilder(kernels)
         for index, source in enumerate(node.all_input_nodes):

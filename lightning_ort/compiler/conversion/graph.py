@@ -46,12 +46,12 @@ def element_type(dtype: torch.dtype) -> Any:
 
 
 def dtype_of(arg: Arg) -> torch.dtype:
-    """The dtype of an argument's value; a symbolic or plain integer counts as int64, a float as float32."""
+    """The dtype of an argument's value; an integer counts as int64, a float as float32, a symbolic one as float64."""
     if isinstance(arg, fx.Node):
         val = arg.meta["val"]
         if isinstance(val, torch.Tensor):
             return val.dtype
-        return torch.bool if isinstance(val, torch.SymBool) else torch.int64
+        return {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}.get(type(val), torch.int64)
     if isinstance(arg, bool):
         return torch.bool
     return torch.int64 if isinstance(arg, int) else torch.float32
@@ -118,14 +118,14 @@ class GraphBuilder:
     # what a region is made of
 
     def add_input(self, node: fx.Node, name: str) -> None:
-        """Declare a graph input for an FX node: a tensor, or a symbolic integer as an int64 scalar."""
+        """Declare a graph input for an FX node: a tensor, or a symbolic number as an int64 or float64 scalar."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
             if val.dtype not in DTYPES:
                 raise Unsupported(f"{val.dtype} has no ONNX counterpart here", ReasonType.DTYPE)
             value = ir.Value(name=name, type=ir.TensorType(DTYPES[val.dtype]), shape=onnx_shape(val.shape))
-        elif isinstance(val, (int, torch.SymInt)):
-            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+        elif isinstance(val, (int, torch.SymInt, torch.SymFloat)):
+            value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype_of(node)]), shape=ir.Shape([]))
         else:
             raise Unsupported(f"an input of type {type(val).__name__}", ReasonType.DTYPE)
         self.inputs.append(value)
@@ -215,6 +215,8 @@ class GraphBuilder:
 
     def const(self, value: Any, dtype: torch.dtype) -> ir.Value:
         """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
+        if isinstance(value, fx.Node):
+            raise Unsupported(f"a symbolic number where a constant is needed: {value}")
         if dtype is torch.bfloat16 or dtype not in DTYPES:
             raise Unsupported(f"a constant of {dtype}", ReasonType.DTYPE)
         try:

@@ -156,7 +156,7 @@ def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.No
 def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> ir.Value:
     """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     _check_ranks("scatter", x, index)
-    return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.const(value, dtype_of(x)), ctx.shape_tensor(index)), None)
+    return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.value(value, dtype_of(x)), ctx.shape_tensor(index)), None)
 
 
 @converts(aten.scatter_add.default)
@@ -306,6 +306,8 @@ def embedding_dense_backward(
     scale_grad_by_freq: bool,
 ) -> ir.Value:
     """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"""  # noqa: E501
+    if isinstance(padding_idx, fx.Node):
+        raise Unsupported("a symbolic padding_idx")
     if scale_grad_by_freq:
         raise Unsupported("embedding gradient scaled by frequency")
     shape = shape_of(node)

@@ -69,6 +69,8 @@ def addmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> ir.Value:
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    if isinstance(alpha, fx.Node) or isinstance(beta, fx.Node):  # attributes are constants
+        return baddbmm(ctx, node, bias, x, y, beta=beta, alpha=alpha)
     _check_product(node, x)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
@@ -96,10 +98,10 @@ def _add_product(
     """``beta * bias + alpha * product``."""
     dtype = dtype_of(node)
     if alpha != 1:
-        product = ctx.op("Mul", product, ctx.const(alpha, dtype))
+        product = ctx.op("Mul", product, ctx.value(alpha, dtype))
     if beta == 0:
         return product
-    scaled = ctx.value(bias) if beta == 1 else ctx.op("Mul", ctx.value(bias), ctx.const(beta, dtype))
+    scaled = ctx.value(bias) if beta == 1 else ctx.op("Mul", ctx.value(bias), ctx.value(beta, dtype))
     return ctx.op("Add", product, scaled)
 
 

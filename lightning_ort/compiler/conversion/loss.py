@@ -24,7 +24,7 @@ def _class_axis(x: fx.Node) -> int:
 def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) -> tuple[ir.Value, ir.Value]:
     """Where a target counts, and the targets with 0 where they do not."""
     labels = ctx.value(target, torch.int64)
-    ignored = ctx.op("Equal", labels, ctx.const(ignore_index, torch.int64))
+    ignored = ctx.op("Equal", labels, ctx.value(ignore_index, torch.int64))
     labels = refusing_negative(ctx, labels, x, _class_axis(x))
     return ctx.op("Not", ignored), ctx.op("Where", ignored, ctx.const(0, torch.int64), labels)
 

@@ -138,7 +138,7 @@ def smooth_l1_loss_backward(
     right = ctx.op("Where", ctx.op("GreaterOrEqual", difference, width), one, ctx.op("Div", difference, width))
     is_left = ctx.op("LessOrEqual", difference, ctx.op("Neg", width))
     slope = ctx.op("Where", is_left, ctx.const(-1, dtype), right)
-    return ctx.op("Mul", _mean_of(ctx, node, slope, reduction), ctx.value(grad, dtype))
+    return ctx.op("Mul", _mean_of(ctx, x, slope, reduction), ctx.value(grad, dtype))
 
 
 @converts(aten.soft_margin_loss_backward.default)
@@ -151,4 +151,4 @@ def soft_margin_loss_backward(
     labels = ctx.op("Neg", ctx.value(target, dtype))
     odds = elementary.exp(ctx, ctx.op("Mul", labels, ctx.value(x, dtype)), dtype)
     slope = ctx.op("Mul", labels, ctx.op("Div", odds, ctx.op("Add", odds, ctx.const(1, dtype))))
-    return ctx.op("Mul", _mean_of(ctx, node, slope, reduction), ctx.value(grad, dtype))
+    return ctx.op("Mul", _mean_of(ctx, x, slope, reduction), ctx.value(grad, dtype))

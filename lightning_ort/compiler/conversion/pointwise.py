@@ -96,7 +96,8 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
 
 def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
-    if isinstance(y, fx.Node) or y == 0:
+    is_size = isinstance(y, fx.Node) and _is_positive(y)
+    if y == 0 or (isinstance(y, fx.Node) and not is_size):
         # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
     work = torch.int32 if dtype in _NARROW else dtype
@@ -104,7 +105,7 @@ def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> d
     # the smallest integer divided by -1 ends the process too
     trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
     rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
-    opposed = ctx.cast(ctx.op("Less" if y > 0 else "Greater", rest, ctx.const(0, work)), work)
+    opposed = ctx.cast(ctx.op("Less" if is_size or y > 0 else "Greater", rest, ctx.const(0, work)), work)
     results = {
         "trunc": trunc,
         "fmod": rest,
@@ -112,6 +113,12 @@ def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> d
         "remainder": ctx.op("Add", rest, ctx.op("Mul", opposed, divisor)),
     }
     return results if work == dtype else {name: ctx.cast(value, dtype) for name, value in results.items()}
+
+
+def _is_positive(node: fx.Node) -> bool:
+    """Whether a symbolic integer, such as a size, is always above 0."""
+    val = node.meta["val"]
+    return isinstance(val, torch.SymInt) and bool(val.node.shape_env.bound_sympy(val.node.expr).lower > 0)
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
@@ -149,7 +156,7 @@ def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -
     if exponent == -0.5 and dtype.is_floating_point:
         return elementary.rsqrt(ctx, value, dtype)
     _refuse_integer_power(dtype)
-    return ctx.op("Pow", value, ctx.const(exponent, dtype))
+    return ctx.op("Pow", value, ctx.value(exponent, dtype))
 
 
 def _refuse_integer_power(dtype: torch.dtype) -> None:
@@ -193,9 +200,9 @@ def clamp(
     value = ctx.value(x, dtype)
     # not Clip: with min > max torch gives max, ONNX Clip of opset 18 leaves it open
     if min is not None:
-        value = ctx.op("Max", value, ctx.const(min, dtype))
+        value = ctx.op("Max", value, ctx.value(min, dtype))
     if max is not None:
-        value = ctx.op("Min", value, ctx.const(max, dtype))
+        value = ctx.op("Min", value, ctx.value(max, dtype))
     return value
 
 

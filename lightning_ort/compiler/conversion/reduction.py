@@ -336,6 +336,8 @@ def vector_norm(
     dtype: Any = None,
 ) -> ir.Value:
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
+    if isinstance(ord, fx.Node):
+        raise Unsupported("a norm of a symbolic order")
     result = dtype_of(node)
     value = ctx.value(x, result)
     chosen = [dim] if isinstance(dim, int) else list(dim or range(rank_of(x)))

@@ -186,7 +186,7 @@ def constant_pad_nd(ctx: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[
     before, after = [0] * rank, [0] * rank
     for index in range(len(pad) // 2):  # torch lists pairs from the last dimension
         before[rank - 1 - index], after[rank - 1 - index] = pad[2 * index], pad[2 * index + 1]  # type: ignore
-    return ctx.op("Pad", ctx.value(x), ctx.ints(before + after), ctx.const(value, dtype_of(x)))
+    return ctx.op("Pad", ctx.value(x), ctx.ints(before + after), ctx.value(value, dtype_of(x)))
 
 
 @converts(aten.as_strided.default)
@@ -273,7 +273,7 @@ def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any
 def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> ir.Value:
     """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, ...) -> Tensor"""
     if isinstance(fill_value, fx.Node):
-        raise Unsupported("full_like with a symbolic value")
+        return ctx.op("Expand", ctx.value(fill_value, dtype_of(node)), ctx.shape_tensor(x))
     array = ir.tensor(ctx.const([fill_value], dtype_of(node)).const_value.numpy(), dtype=DTYPES[dtype_of(node)])  # type: ignore[union-attr]
     return ctx.op("ConstantOfShape", ctx.shape_tensor(x), value=array)
 
@@ -302,8 +302,8 @@ def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1
         raise Unsupported(f"arange of {dtype} of symbolic size", ReasonType.DYNAMIC_SHAPE)
     numbers = ctx.cast(ctx.op("Range", ctx.ints(0), count, ctx.ints(1)), dtype)
     if step != 1:
-        numbers = ctx.op("Mul", numbers, ctx.const(step, dtype))
-    return numbers if start == 0 else ctx.op("Add", numbers, ctx.const(start, dtype))
+        numbers = ctx.op("Mul", numbers, ctx.value(step, dtype))
+    return numbers if start == 0 else ctx.op("Add", numbers, ctx.value(start, dtype))
 
 
 @converts(aten.arange.start)
