@@ -32,6 +32,7 @@ aten = torch.ops.aten
 
 # torch runs these whole and well; taken apart they would be slower there and no better on ORT
 _WHOLE = {
+    aten.bernoulli.default,
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
     aten.native_dropout.default,

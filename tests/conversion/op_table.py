@@ -473,6 +473,15 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
+op("logit", torch.logit, values([0.0, -0.0, 1.0, 0.25, 0.5, 0.9, 1e-6, 0.99]))
+op("logit_eps", lambda x: torch.logit(x, 0.1), values([0.0, -0.0, 1.0, 0.2, 0.5, 0.89, 1e-6, 0.99]))
 op("bce", F.binary_cross_entropy, uniform(4, low=0.1, high=0.9), uniform(4).fixed())
+op(
+    "bce_weighted_sum",
+    lambda x, y, w: F.binary_cross_entropy(x, y, w, reduction="sum"),
+    values([0.0, 1.0, 1e-6, 0.7]),
+    uniform(4).fixed(),
+    uniform(4).fixed(),
+)
 op("bce_with_logits", F.binary_cross_entropy_with_logits, X, uniform(4, 6).fixed())
 op("kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), X, Y, **GRADS)

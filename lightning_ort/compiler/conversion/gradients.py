@@ -139,8 +139,8 @@ def softmax_backward(
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "SoftmaxGrad_13":
         result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
     else:
-        product = ctx.op("Mul", grads, y)
-        result = ctx.op("Sub", product, ctx.op("Mul", y, reduce(ctx, "ReduceSum", output, product, dim, keepdim=True)))
+        total = reduce(ctx, "ReduceSum", output, ctx.op("Mul", grads, y), dim, keepdim=True)
+        result = ctx.op("Mul", ctx.op("Sub", grads, total), y)
     return result if dtype_of(node) == dtype else ctx.cast(result, dtype_of(node))
 
 

@@ -271,9 +271,7 @@ def index_add(
 
 
 @converts(aten.index_copy.default)
-def index_copy(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node
-) -> ir.Value:
+def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> ir.Value:
     """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
     # torch's decomposition is an index_put, to which a negative index is none of its errors
     _refuse_scalars("index_copy", x, index, source)

@@ -92,7 +92,9 @@ def _ranked(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, sizes: Seque
     finite = ctx.op("Max", ctx.op("Min", wide, bound), ctx.op("Neg", bound))
     total = math.prod(sizes)
     places = ctx.cast(ctx.op("Range", ctx.ints(0), ctx.ints(total), ctx.ints(1)), work)
-    beyond = ctx.op("Add", ctx.op("Mul", places, ctx.const(0.2 * largest / total, work)), ctx.const(0.7 * largest, work))
+    beyond = ctx.op(
+        "Add", ctx.op("Mul", places, ctx.const(0.2 * largest / total, work)), ctx.const(0.7 * largest, work)
+    )
     return ctx.op("Where", ctx.op("IsNaN", value), ctx.op("Reshape", beyond, ctx.ints(sizes)), finite)
 
 
