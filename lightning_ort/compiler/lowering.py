@@ -182,7 +182,14 @@ def _is_transposed(node: fx.Node) -> bool:
 
 def lower(gm: fx.GraphModule) -> None:
     """Apply the passes for one final graph."""
-    for graph_pass in (divide_as_eager, draw_masks_first, drop_casts, cancel_transposes, drop_kept_dims, stack_selections):
+    for graph_pass in (
+        divide_as_eager,
+        draw_masks_first,
+        drop_casts,
+        cancel_transposes,
+        drop_kept_dims,
+        stack_selections,
+    ):
         graph_pass(gm)
     gm.graph.lint()
     gm.recompile()

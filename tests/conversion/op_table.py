@@ -473,8 +473,6 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
-op("logit", torch.logit, values([0.0, -0.0, 1.0, 0.25, 0.5, 0.9, 1e-6, 0.99]))
-op("logit_eps", lambda x: torch.logit(x, 0.1), values([0.0, -0.0, 1.0, 0.2, 0.5, 0.89, 1e-6, 0.99]))
 op("bce", F.binary_cross_entropy, uniform(4, low=0.1, high=0.9), uniform(4).fixed())
 op(
     "bce_weighted_sum",

@@ -122,21 +122,6 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
     return ctx.op("Where", _closed(ctx, node, inside, outside), ctx.const(0, dtype), ctx.value(grad))
 
 
-@converts(aten.logit_backward.default)
-def logit_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, eps: float | None = None) -> ir.Value:
-    """logit_backward(Tensor grad_output, Tensor self, float? eps=None) -> Tensor"""
-    dtype, value = dtype_of(x), ctx.value(x)
-    one = ctx.const(1, dtype)
-    low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
-    below, above = ctx.op("Less", value, ctx.const(low, dtype)), ctx.op("Greater", value, ctx.const(high, dtype))
-    at_least = ctx.op("GreaterOrEqual", value, ctx.const(low, dtype))
-    at_most = ctx.op("LessOrEqual", value, ctx.const(high, dtype))
-    outside = _closed(ctx, node, ctx.op("Or", below, above), ctx.op("And", at_least, at_most))
-    # torch takes -0.0 for 0
-    share = ctx.op("Div", ctx.value(grad), ctx.op("Abs", ctx.op("Mul", value, ctx.op("Sub", one, value))))
-    return ctx.op("Where", outside, ctx.const(math.nan if eps is None else 0, dtype), share)
-
-
 def _mean_of(ctx: GraphBuilder, x: fx.Node, value: ir.Value, reduction: int) -> ir.Value:
     """The share of each element where the loss is their mean."""
     return ctx.op("Div", value, count(ctx, x, None, dtype_of(x))) if reduction == MEAN else value
