@@ -140,10 +140,10 @@ def reached(results: Iterable[tuple[Key, Outcome]]) -> dict[str, list[str]]:
 
 def page(results: list[tuple[Key, Outcome]]) -> str:
     """The page as Markdown."""
+    results = [(key, outcome) for key, outcome in results if key.variant != "sampling"]
     rows: dict[str, list[Outcome]] = {}
     for key, outcome in results:
         rows.setdefault(label(key, outcome), []).append(outcome)
-    rows.pop(next((name for name in rows if not name or name.startswith(",")), ""), None)
     outcomes = [outcome for _, outcome in results]
     found = Counter(outcome.status for outcome in outcomes)
     ran = [(key, outcome) for key, outcome in results if outcome.forward or outcome.backward]

@@ -231,9 +231,9 @@ def _difference(case: Case, inputs: list[torch.Tensor], ours: _Run, eager: _Run,
     if not doubtful:
         return None
     references = _references(case.fn, inputs, eager)
-    # where the places are not among what it returns, equal values are expected
     if case.elementwise and inputs[0].shape == eager.outputs[0].shape and not inputs[0].is_complex():
         leeway = replace(leeway, small=torch.nan_to_num(_real(inputs[0]).abs(), nan=0.0).clamp(max=1.0))
+    # where the places are not among what it returns, equal values are expected
     tied = case.ties and not any(x.dtype is torch.int64 for x in eager.outputs)
     for index in doubtful:
         (name, got), (_, want) = pairs[index]
@@ -243,7 +243,9 @@ def _difference(case: Case, inputs: list[torch.Tensor], ours: _Run, eager: _Run,
         if tied and name.startswith("gradient"):  # it goes where the value was taken
             continue
         if not name.startswith("output"):
-            leeway = replace(leeway, gradient=name.startswith("gradient"), small=0.0)
+            # the gradient of what was broadcast is a sum
+            overflow = leeway.overflow or (kind == "huge" and any(x.shape != inputs[0].shape for x in inputs))
+            leeway = replace(leeway, gradient=name.startswith("gradient"), overflow=overflow, small=0.0)
         problem = judge(got, want, [reference[index] for reference in references], leeway)
         if problem is not None:
             return f"{name}: {problem}"

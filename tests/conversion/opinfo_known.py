@@ -83,8 +83,8 @@ KNOWN = [
     ),
     Known(
         ("logit",),
-        "the gradient at -0.0 is an infinity of one sign in torch's vector loop and of the other in the loop over what is"
-        " left; it is the first everywhere",
+        "the gradient at -0.0 is an infinity of one sign in torch's vector loop and of the other in the loop over what"
+        " is left over; here it is the first everywhere",
         detail="gradient",
         values=("nan", "tiny"),
     ),

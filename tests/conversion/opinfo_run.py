@@ -52,6 +52,11 @@ class Key:
         return f"{self.op} {self.dtype} {self.variant} {self.kernels} #{self.sample}"
 
 
+def sampling(name: str) -> Key:
+    """Making the samples of an op, which is no call yet."""
+    return Key(name, "", "sampling", "", 0)
+
+
 def calls(
     name: str, limit: int | None, plain: int | None = None
 ) -> Iterator[tuple[Key, Callable[[], Case | None], Sequence[str]]]:
@@ -115,15 +120,16 @@ def _without_gradients(case: Case | None) -> Case | None:
 
 def run_op(name: str, limits: Limits, start: int, tell: Callable[[Any], None]) -> None:
     """Run an op's calls, and tell of each step before it is taken and of each outcome."""
-    sampling = Key(name, "", "sampling", "", 0)
     try:
-        for number, (key, make, values) in enumerate(calls(name, *limits)):
-            if number < start or (case := make()) is None:
-                continue
-            for outcome in check(case, key.kernels, values, functools.partial(_tell_stage, tell, number, key)):
-                tell(("outcome", key, outcome))
+        planned = list(calls(name, *limits))
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
-        tell(("outcome", sampling, Outcome(Status.EAGER_FAILS, detail=f"sampling: {error}")))
+        tell(("outcome", sampling(name), Outcome(Status.EAGER_FAILS, detail=f"sampling: {error}")))
+        return
+    for number, (key, make, values) in enumerate(planned):
+        if number < start or (case := make()) is None:
+            continue
+        for outcome in check(case, key.kernels, values, functools.partial(_tell_stage, tell, number, key)):
+            tell(("outcome", key, outcome))
 
 
 def _tell_stage(tell: Callable[[Any], None], number: int, key: Key, stage: str) -> None:
@@ -163,7 +169,7 @@ class Worker:
         while True:
             if self._process is None:
                 self._begin()
-            number, key, stage = start, Key(name, "", "sampling", "", 0), "sampling"
+            number, key, stage = start, sampling(name), "sampling"
             self._connection.send((name, start))
             try:
                 while self._connection.poll(SECONDS):
