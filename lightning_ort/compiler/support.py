@@ -6,7 +6,6 @@ builds a session for what the converter emits.
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -44,14 +43,6 @@ _ALLOCATIONS = {
 }
 _SIZES = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default}
 _CHECKS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
-# an empty tensor takes part in these by design: statistics that evaluation has none of, the first of what is joined
-_EMPTY_AT_TIMES = {
-    torch.ops.aten.cat.default,
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_batch_norm_backward.default,
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
-}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -101,12 +92,6 @@ def values_of(node: fx.Node) -> list[object]:
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
-def _all_sizes(node: fx.Node) -> list[Any]:
-    """The sizes of all tensors that a node takes and yields."""
-    values = (value for source in (node, *node.all_input_nodes) for value in values_of(source))
-    return [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-
-
 def is_static(node: fx.Node) -> bool:
     """Whether no size of what a node yields is symbolic."""
     shapes = (value.shape if isinstance(value, torch.Tensor) else [value] for value in values_of(node))
@@ -139,9 +124,6 @@ def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU"))
             if value.is_sparse or value.layout is not torch.strided:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
-    if any(isinstance(size, int) and size == 0 for size in _all_sizes(node)) and node.target not in _EMPTY_AT_TIMES:
-        # some of onnxruntime's kernels divide by such a size, which ends the process (SoftmaxGrad_13 in 1.19)
-        return Support(False, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, f"{node.target} on an empty tensor"))
     try:
         builder = GraphBuilder(kernels)
         for index, source in enumerate(node.all_input_nodes):

@@ -18,7 +18,7 @@ from lightning_ort.compiler.support import values_of
 def emptied(region: Region) -> Callable[..., bool] | None:
     """A function from a region's inputs to whether a tensor in it is empty; ``None`` if that cannot be."""
     values = [value for node in region.module.graph.nodes for value in values_of(node)]
-    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
     doubtful = {size.node.expr for size in sizes if isinstance(size, torch.SymInt) and _may_be_zero(size)}
     if not doubtful:
         return None
@@ -43,7 +43,7 @@ def emptied(region: Region) -> Callable[..., bool] | None:
     arguments = ", ".join(where[symbol] for symbol in names)
     source = f"lambda {', '.join(names.values())}: {' or '.join(f'({test}) == 0' for test in tests)}"
     check = eval(source, {"math": __import__("math")})
-    return eval(f"lambda *a: check({arguments})", {"check": check})  # type: ignore[no-any-return]
+    return eval(f"lambda *a: check({arguments})", {"check": check})
 
 
 def _may_be_zero(size: Any) -> bool:

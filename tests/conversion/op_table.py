@@ -417,21 +417,14 @@ op(
     normal(4, 2, 3, 3),
     **CONV,
 )
-op(
-    "grid_sample",
-    lambda x, g: F.grid_sample(x, g, align_corners=False),
-    normal(2, 3, 5, 5).fixed(),
-    uniform(2, 4, 4, 2, low=-1.2, high=1.2).fixed(),
-    no_f64="grid_sampler_2d.default",
-)
-for _mode in ("nearest", "bicubic"):
-    for _padding in ("border", "reflection"):
-        op(
-            f"grid_sample_{_mode}_{_padding}",
-            lambda x, g, m=_mode, p=_padding: F.grid_sample(x, g, m, p, align_corners=True),
-            *(normal(2, 3, 5, 5).fixed(), uniform(2, 4, 4, 2, low=-1.6, high=1.6).fixed()),
-            no_f64="grid_sampler_2d.default",
-        )
+GRID = {"in_torch": dict.fromkeys((F32, F64), frozenset({"aten.grid_sampler_2d.default"}))}
+for _mode in ("bilinear", "nearest", "bicubic"):
+    op(
+        f"grid_sample_{_mode}",
+        lambda x, g, m=_mode: F.grid_sample(x, g, m, "border", align_corners=True),
+        *(normal(2, 3, 5, 5).fixed(), uniform(2, 4, 4, 2, low=-1.6, high=1.6).fixed()),
+        **GRID,
+    )
 
 # pooling
 

@@ -5,11 +5,11 @@ In reading order:
 1. :mod:`registry`: which overload is converted by which function, and how one refuses.
 2. :mod:`graph`: the ONNX graph under construction, what converters write to.
 3. :mod:`elementary`: exp, log, sqrt and their kin, right at the edges too.
-4. :mod:`pointwise`: arithmetic, comparison, logic, casts; :mod:`activations`.
+4. :mod:`pointwise`: arithmetic, casts; :mod:`logic`: comparison and choice; :mod:`activations`.
 5. :mod:`linalg`: matrix products.
 6. :mod:`shape`: views, layout, tensors made from sizes.
 7. :mod:`reduction`: sums, extrema, variance, norms, sorting.
-8. :mod:`indexing`: gather, scatter, slices written to, triangles.
+8. :mod:`indexing`: gather and scatter; :mod:`slices`: slices written to, diagonals, triangles.
 9. :mod:`nn`: normalization, convolution, embedding; :mod:`pooling`: pooling and its gradient.
 10. :mod:`loss`: negative log likelihood and its gradient.
 11. :mod:`gradients`: backward ops of activations and layers; :mod:`piecewise`: of those that are made of pieces.
@@ -22,6 +22,7 @@ from lightning_ort.compiler.conversion import (  # noqa: F401  (they register th
     gradients,
     indexing,
     linalg,
+    logic,
     loss,
     nn,
     piecewise,
@@ -29,6 +30,7 @@ from lightning_ort.compiler.conversion import (  # noqa: F401  (they register th
     pooling,
     reduction,
     shape,
+    slices,
 )
 from lightning_ort.compiler.conversion.graph import GraphBuilder
 from lightning_ort.compiler.conversion.registry import CONVERTERS, Unsupported, converts

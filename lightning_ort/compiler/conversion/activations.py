@@ -108,7 +108,11 @@ def hardsigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 @converts(aten.hardswish.default)
 def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """hardswish(Tensor self) -> Tensor"""
-    return ctx.op("Mul", ctx.value(x), hardsigmoid(ctx, node, x))
+    dtype, value = dtype_of(x), ctx.value(x)
+    if dtype is torch.float64:  # ONNX attributes are float32
+        gate = ctx.op("Clip", ctx.op("Add", value, ctx.const(3, dtype)), ctx.const(0, dtype), ctx.const(6, dtype))
+        return ctx.op("Div", ctx.op("Mul", value, gate), ctx.const(6, dtype))
+    return ctx.op("Mul", value, hardsigmoid(ctx, node, x))
 
 
 # these two for their gradients, which are not those of torch's decompositions at a NaN

@@ -14,7 +14,14 @@ from torch import fx
 from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.elementary import logistic
 from lightning_ort.compiler.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.conversion.nn import channel_axes, grouped, per_channel, static_sizes, work_dtype
+from lightning_ort.compiler.conversion.nn import (
+    channel_axes,
+    grouped,
+    per_channel,
+    refuse_empty,
+    static_sizes,
+    work_dtype,
+)
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, Unsupported, converts
 
@@ -134,6 +141,7 @@ def softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    refuse_empty(output, "the gradient of a softmax")
     dtype = dtype_of(output)
     grads, y = ctx.value(grad, dtype), ctx.value(output)
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "SoftmaxGrad_13":
@@ -150,6 +158,7 @@ def log_softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, input_dtype: torch.dtype
 ) -> ir.Value:
     """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    refuse_empty(output, "the gradient of a softmax")
     dtype = dtype_of(output)
     grads, y = ctx.value(grad, dtype), ctx.value(output)
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "LogSoftmaxGrad_13":

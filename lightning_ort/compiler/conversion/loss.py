@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion import elementary
-from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.conversion.indexing import refusing_negative
 from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, converts

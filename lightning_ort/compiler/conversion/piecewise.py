@@ -6,6 +6,7 @@ torch's CPU kernels (2.13) take another one in their vector loops than for the e
 import functools
 import math
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
@@ -42,7 +43,7 @@ def _closed(
 
     """
     sizes = shape_of(node)
-    total = math.prod(sizes) if static(sizes) else _FEW + 1
+    total = int(math.prod(sizes)) if static(sizes) else _FEW + 1
     step = vectors_at_once * _vector_bytes() // dtype_of(node).itemsize
     whole = total if total > _FEW else total - total % step
     if not ctx.on_cpu or whole == 0:
@@ -50,7 +51,7 @@ def _closed(
     not_open = ctx.op("Not", is_open)
     if whole == total:
         return not_open
-    in_vectors = ctx.const((torch.arange(total) < whole).view(sizes).tolist(), torch.bool)
+    in_vectors = ctx.const((np.arange(total) < whole).reshape([int(size) for size in sizes]), torch.bool)
     return ctx.op("Or", is_closed, ctx.op("And", not_open, in_vectors))
 
 

@@ -16,7 +16,7 @@ from lightning_ort.compiler.conversion.registry import Unsupported, converts
 aten = torch.ops.aten
 
 # onnxruntime has few kernels for these
-_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
+NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def result_dtype(*args: Arg) -> torch.dtype:
@@ -96,16 +96,17 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
 
 def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
-    is_size = isinstance(y, fx.Node) and _is_positive(y)
-    if y == 0 or (isinstance(y, fx.Node) and not is_size):
+    x, y = wrapped(x, dtype), wrapped(y, dtype)
+    always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
+    if y == 0 or (isinstance(y, fx.Node) and not always_positive):
         # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
-    work = torch.int32 if dtype in _NARROW else dtype
+    work = torch.int32 if dtype in NARROW else dtype
     dividend, divisor = ctx.value(x, work), ctx.value(y, work)
     # the smallest integer divided by -1 ends the process too
     trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
     rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
-    opposed = ctx.cast(ctx.op("Less" if is_size or y > 0 else "Greater", rest, ctx.const(0, work)), work)
+    opposed = ctx.cast(ctx.op("Less" if always_positive else "Greater", rest, ctx.const(0, work)), work)
     results = {
         "trunc": trunc,
         "fmod": rest,
@@ -113,6 +114,14 @@ def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> d
         "remainder": ctx.op("Add", rest, ctx.op("Mul", opposed, divisor)),
     }
     return results if work == dtype else {name: ctx.cast(value, dtype) for name, value in results.items()}
+
+
+def wrapped(arg: Arg, dtype: torch.dtype) -> Arg:
+    """A Python integer as torch converts it to a dtype that has no room for it: -1 is 255 as a byte."""
+    if isinstance(arg, (bool, float, fx.Node)) or dtype is torch.bool:
+        return arg
+    info = torch.iinfo(dtype)
+    return (arg - info.min) % (info.max - info.min + 1) + info.min
 
 
 def _is_positive(node: fx.Node) -> bool:
@@ -371,97 +380,6 @@ def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.V
     zero = ctx.const(0, dtype)
     reciprocal = ctx.op("Less", ctx.op("Reciprocal", value), zero)
     return ctx.op("Or", ctx.op("Less", value, zero), ctx.op("And", ctx.op("Equal", value, zero), reciprocal))
-
-
-# comparison and logic
-
-
-def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        # no kernels for narrow ones in onnxruntime; `torch.eye` compares bytes
-        dtype = torch.int32 if result_dtype(x, y) in _NARROW else None
-        result = binary(ctx, onnx_op, x, y, dtype)
-        return ctx.op("Not", result) if negate else result
-
-    convert.__doc__ = f"{'not ' if negate else ''}{onnx_op}(Tensor self, Tensor other) -> Tensor"
-    convert.__qualname__ = f"compare_{onnx_op.lower()}"
-    return convert
-
-
-converts(aten.eq.Tensor, aten.eq.Scalar)(_compare("Equal"))
-converts(aten.ne.Tensor, aten.ne.Scalar)(_compare("Equal", negate=True))
-converts(aten.lt.Tensor, aten.lt.Scalar)(_compare("Less"))
-converts(aten.le.Tensor, aten.le.Scalar)(_compare("LessOrEqual"))
-converts(aten.gt.Tensor, aten.gt.Scalar)(_compare("Greater"))
-converts(aten.ge.Tensor, aten.ge.Scalar)(_compare("GreaterOrEqual"))
-
-
-def _logical(onnx_op: str, bitwise: bool) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
-        if bitwise and dtype_of(node) is not torch.bool:
-            return binary(ctx, f"Bitwise{onnx_op}", x, y)
-        return ctx.op(onnx_op, ctx.value(x, torch.bool), ctx.value(y, torch.bool))
-
-    convert.__doc__ = f"{onnx_op}(Tensor self, Tensor other) -> Tensor"
-    convert.__qualname__ = f"logical_{onnx_op.lower()}"
-    return convert
-
-
-for _name, _onnx_op in (("and", "And"), ("or", "Or"), ("xor", "Xor")):
-    converts(getattr(aten, f"logical_{_name}").default)(_logical(_onnx_op, bitwise=False))
-    _bitwise = getattr(aten, f"bitwise_{_name}")
-    converts(_bitwise.Tensor, _bitwise.Scalar)(_logical(_onnx_op, bitwise=True))
-
-
-@converts(aten.logical_not.default)
-def logical_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """logical_not(Tensor self) -> Tensor"""
-    return ctx.op("Not", ctx.value(x, torch.bool))
-
-
-@converts(aten.bitwise_not.default)
-def bitwise_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """bitwise_not(Tensor self) -> Tensor"""
-    return ctx.op("Not" if dtype_of(x) is torch.bool else "BitwiseNot", ctx.value(x))
-
-
-@converts(aten.isnan.default)
-def isnan(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """isnan(Tensor self) -> Tensor"""
-    return ctx.op("IsNaN", ctx.value(x))
-
-
-@converts(aten.isinf.default)
-def isinf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """isinf(Tensor self) -> Tensor"""
-    return ctx.op("IsInf", ctx.value(x))
-
-
-@converts(aten.where.self)
-def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
-    """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
-    chosen, x_value, y_value = ctx.value(condition, torch.bool), ctx.value(x, dtype), ctx.value(y, dtype)
-    if dtype is torch.bool:  # no kernel of Where in onnxruntime 1.19 to 1.31
-        kept = ctx.op("And", chosen, x_value)
-        return ctx.op("Or", kept, ctx.op("And", ctx.op("Not", chosen), y_value))
-    return ctx.op("Where", chosen, x_value, y_value)
-
-
-@converts(aten.masked_fill.Scalar)
-def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> ir.Value:
-    """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
-    filled, dtype = ctx.value(mask, torch.bool), dtype_of(node)
-    if dtype is torch.bool:
-        chosen = ctx.op("And", filled, ctx.value(value, dtype))
-        return ctx.op("Or", chosen, ctx.op("And", ctx.op("Not", filled), ctx.value(x)))
-    return ctx.op("Where", filled, ctx.value(value, dtype), ctx.value(x))
-
-
-@converts(aten.masked_fill.Tensor)
-def masked_fill_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: fx.Node) -> ir.Value:
-    """masked_fill.Tensor(Tensor self, Tensor mask, Tensor value) -> Tensor"""
-    return masked_fill(ctx, node, x, mask, value)
 
 
 # copies and casts

@@ -305,7 +305,7 @@ def var_mean(
     """var_mean.correction(Tensor self, int[1]? dim, *, Scalar? correction, bool keepdim) -> (Tensor, Tensor)"""
     dtype = dtype_of(x)
     *both, work = _moments(ctx, x, dim, correction, dtype)
-    return tuple(_rounded(ctx, _without(ctx, value, x, dim, keepdim), work, dtype) for value in both)  # type: ignore
+    return tuple(_rounded(ctx, _without(ctx, value, x, dim, keepdim), work, dtype) for value in both)
 
 
 # norms
@@ -314,7 +314,7 @@ def var_mean(
 @converts(aten.logsumexp.default)
 def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> ir.Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
-    # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times as long
+    # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times longer
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
     largest = reduce(ctx, "ReduceMax", x, value, dim, keepdim=True)
