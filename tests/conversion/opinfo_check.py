@@ -39,6 +39,7 @@ class Outcome:
         detail: What differs.
         forward: Whether ONNX Runtime ran in the forward pass.
         backward: The same for the backward pass.
+        ops: The ATen ops that it ran.
 
     """
 
@@ -47,6 +48,7 @@ class Outcome:
     detail: str = ""
     forward: bool = False
     backward: bool = False
+    ops: tuple[str, ...] = ()
 
 
 @dataclass
@@ -130,9 +132,14 @@ def _compare(
         status = Status.MISMATCH
         if isinstance(eager, _Run) and _differs_from_itself(case.fn, inputs, eager):
             status = Status.UNDEFINED
-        elif isinstance(eager, _Run) and _torch_differs(case, inputs, ours, eager, kind):
+        elif _torch_differs(case, inputs, ours, eager, kind):
             status = Status.TORCH
-    return Outcome(status, kind, difference or "", forward, backward)
+    return Outcome(status, kind, difference or "", forward, backward, _ops_on_ort(report) if kind == "plain" else ())
+
+
+def _ops_on_ort(report: CompileReport) -> tuple[str, ...]:
+    regions = [region for graph in report.graphs for region in graph.regions if region.executor == "ort"]
+    return tuple(sorted({op for region in regions for op in region.ops}))
 
 
 def _runs(report: CompileReport) -> tuple[int, int]:
@@ -197,15 +204,20 @@ def _torch_fails(case: Case, num_outputs: int) -> bool:
     return False
 
 
-def _torch_differs(case: Case, inputs: list[torch.Tensor], ours: Any, eager: _Run, kind: str) -> bool:
+def _torch_differs(
+    case: Case, inputs: list[torch.Tensor], ours: _Run | Exception, eager: _Run | Exception, kind: str
+) -> bool:
     """Whether the graph that torch captures, run by torch, differs from eager as well, and as ours does."""
 
     def captured(*given: torch.Tensor) -> Any:
-        return aot_eager(as_graph(case.fn, len(inputs), len(eager.outputs)), copies(inputs))(*given)
+        num_outputs = len((eager if isinstance(ours, Exception) else ours).outputs)  # type: ignore[union-attr]
+        return aot_eager(as_graph(case.fn, len(inputs), num_outputs), copies(inputs))(*given)
 
     theirs = _attempt(captured, copies(inputs))
     if isinstance(theirs, Exception) or isinstance(ours, Exception):
         return isinstance(theirs, Exception) and isinstance(ours, Exception)
+    if isinstance(eager, Exception):
+        return True
     differs = _difference(case, inputs, theirs, eager, kind) is not None
     return differs and _difference(case, inputs, ours, theirs, kind) is None
 
