@@ -72,7 +72,13 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         for op, decomposition in core_aten_decompositions().items()
         if op not in CONVERTERS and op not in _WHOLE
     }
+    needed[aten.sgn.default] = _sign
     return needed | {op: functools.partial(_as_eager_lays_out, op) for op in _BATCH_NORMS}
+
+
+def _sign(x: torch.Tensor) -> Any:
+    """``sgn`` of real numbers. That of complex ones stays whole: divided by its size, a denormal becomes NaN."""
+    return NotImplemented if x.is_complex() else aten.sign.default(x)
 
 
 def _as_eager_lays_out(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -272,3 +272,15 @@ def test_a_view_of_an_input_that_is_written_back_keeps_its_offset() -> None:
         assert torch.equal(got, want)
     assert torch.equal(given, expected)
     assert report.ort_runs == 1
+
+
+def direction(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.view_as_real(torch.complex(x * 2, y * 2).sgn()), x.sgn()
+
+
+def test_the_direction_of_a_denormal_complex_number_is_eagers() -> None:
+    x, y = torch.full((16,), 1e-40), torch.full((16,), -2e-40)
+    compiled, report = compile_function(direction, [x, y], 2)
+    for got, want in zip(compiled(x, y), direction(x, y), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+    assert report.ort_runs > 0
