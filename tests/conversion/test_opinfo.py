@@ -1,9 +1,11 @@
 """torch's test database: a sample of each op that reaches ONNX Runtime, and, marked as slow, the rest."""
 
+import math
 import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
@@ -14,6 +16,7 @@ from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
 from tests.conversion import opinfo, opinfo_run
 from tests.conversion.opinfo_cases import OPS, case_of, samples
 from tests.conversion.opinfo_check import Outcome, Status, check
+from tests.conversion.opinfo_judge import Leeway, judge
 from tests.conversion.opinfo_known import explained
 from tests.conversion.opinfo_run import Key, Worker
 
@@ -87,3 +90,35 @@ def test_an_input_that_ends_the_process_is_counted_and_the_rest_is_run() -> None
     finally:
         worker.end()
     assert found == [(0, Status.OK), (1, Status.CRASH), (2, Status.EAGER_CRASH), (3, Status.OK)]
+
+
+ORDINARY = Leeway(ordinary=True, gradient=False, overflow=False)
+EXTREME = Leeway(ordinary=False, gradient=False, overflow=False)
+
+
+@pytest.mark.parametrize(
+    ("got", "eager", "wide", "leeway", "differs"),
+    [
+        (1.0000002, 1.0, 1.0, ORDINARY, False),  # a few units in the last place
+        (1.0001, 1.0, 1.0, ORDINARY, True),
+        (1.0001, 1.0, 1.0001, ORDINARY, False),  # nearer to the truth than eager
+        (-1e-8, -1e-8, -1e-8, EXTREME, False),
+        (0.0, -1e-8, -1e-8, EXTREME, True),  # a small result is a result
+        (9.0, 10.0, 10.0, ORDINARY, True),
+        (math.nan, math.inf, math.inf, EXTREME, True),
+        (math.inf, math.nan, math.nan, EXTREME, True),
+        (math.nan, math.nan, math.nan, EXTREME, False),
+        (math.inf, 1e30, 1e30, EXTREME, True),
+        (math.inf, 1e30, 1e30, replace(EXTREME, overflow=True), False),
+        (2.0, math.inf, 2.0, EXTREME, False),  # eager overflows on the way
+    ],
+)
+def test_what_counts_as_rounding(got: float, eager: float, wide: float, leeway: Leeway, differs: bool) -> None:
+    results = torch.tensor([got]), torch.tensor([eager]), [torch.tensor([wide], dtype=torch.float64)]
+    assert (judge(*results, leeway) is not None) == differs
+
+
+def test_a_jump_is_no_rounding() -> None:
+    # moved by one unit in the last place, 1 // 0.1 is 10 instead of 9
+    moved = [torch.tensor([value], dtype=torch.float64) for value in (9.0, 10.0, 9.0)]
+    assert judge(torch.tensor([10.0]), torch.tensor([9.0]), moved, ORDINARY) is not None
