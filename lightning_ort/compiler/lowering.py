@@ -40,6 +40,7 @@ _WHOLE = {
     aten.native_batch_norm_backward.default,
     aten.native_group_norm_backward.default,
     aten.max_pool2d_with_indices_backward.default,
+    aten.max_unpool2d.default,  # nor would its result be channels_last any more
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,

@@ -119,7 +119,7 @@ def _compare(
     ours = _attempt(compiled, copies(inputs))
     forward, backward = (after > old for after, old in zip(_runs(report), before, strict=True))
     failed = [str(entry.reason) for entry in report.fallbacks if entry.reason.type.is_failure]
-    at(f"eager again on {kind}")
+    at(f"compare on {kind}")
     if isinstance(eager, Exception):
         difference = None if isinstance(ours, Exception) else f"eager raises {_text(eager)}"
         status = Status.EAGER_FAILS

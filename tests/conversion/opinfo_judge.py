@@ -85,7 +85,7 @@ def judge(got: torch.Tensor, eager: torch.Tensor, references: list[Any], leeway:
 
 def real(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().resolve_conj().resolve_neg()
-    return torch.view_asreal(x).double() if x.is_complex() else x.double()
+    return torch.view_as_real(x).double() if x.is_complex() else x.double()
 
 
 def _examples(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor, reference: torch.Tensor | None = None) -> str:
@@ -107,7 +107,7 @@ def same_values(x: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().resolve_conj().resolve_neg()
-    x = torch.view_asreal(x) if x.is_complex() else x
+    x = torch.view_as_real(x) if x.is_complex() else x
     return torch.nan_to_num(x.double(), nan=0.12345) if x.is_floating_point() else x
 
 

@@ -70,7 +70,7 @@ KNOWN = [
         values=("limits",),
     ),
     Known(
-        ("nn_functional_max_unpool2d", "nn_functional_max_unpool2d_grad", "native_dropout_backward"),
+        ("native_dropout_backward",),
         "torch's own decomposition gives a contiguous result",
         detail="strides",
     ),

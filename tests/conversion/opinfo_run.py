@@ -128,7 +128,11 @@ def run_op(name: str, limits: Limits, start: int, tell: Callable[[Any], None]) -
     for number, (key, make, values) in enumerate(planned):
         if number < start or (case := make()) is None:
             continue
-        for outcome in check(case, key.kernels, values, functools.partial(_tell_stage, tell, number, key)):
+        try:
+            outcomes = check(case, key.kernels, values, functools.partial(_tell_stage, tell, number, key))
+        except Exception as error:  # of the check itself; it must not pass for a call that went well
+            outcomes = [Outcome(Status.CRASH, detail=f"check: {type(error).__name__}: {error}")]
+        for outcome in outcomes:
             tell(("outcome", key, outcome))
 
 
