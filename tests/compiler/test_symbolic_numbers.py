@@ -93,7 +93,7 @@ EMPTIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["auto", "standard"])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("standard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EMPTIED)
 def test_size_becomes_0(name: str, kernels: str) -> None:
     backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, kernels=kernels))
@@ -105,9 +105,8 @@ def test_size_becomes_0(name: str, kernels: str) -> None:
     assert backend.report.fallbacks == []
 
 
-def test_size_becomes_0_in_a_graph_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_size_becomes_0_in_a_graph_that_takes_it() -> None:
     def first(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         number = count.item()
         torch._check(number >= 0)

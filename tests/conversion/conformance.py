@@ -60,8 +60,10 @@ values and other memory layouts.
 What to know of single operations:
 
 - NaN and infinity are tested in every elementwise operation, reduction and sort. `gelu` of infinity is infinity, where
-  torch's float32 kernel returns NaN; `rsqrt` of -0.0 is infinity and not -infinity. In float64 `sort` and `topk` take
-  infinity for equal to the largest finite number.
+  torch's float32 kernel returns NaN. In float64 `sort` and `topk` take infinity for equal to the largest finite number.
+- The gradient at a NaN is eager's, which is another in the vector loops of torch's CPU kernels than for the elements
+  left over: both are met up to 4096 elements, beyond that the vectors'.
+- `grid_sampler_2d` has a faster kernel in torch, which is also right where a grid is NaN or huge.
 - Which of several equal values `topk` lists first is not torch's promise, and may differ.
 - Division of integers by a tensor stays in torch, which raises for a zero.
 

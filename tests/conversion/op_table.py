@@ -364,6 +364,12 @@ op(
 op("select_scatter", lambda x, y: x.select_scatter(y, 1, -2), X, normal(4))
 op("triangles", lambda x: (x.tril(), x.triu(1), x.tril(-1)), X)
 
+op("windows", lambda x: (x.unfold(1, 2, 1) * 2, x.unfold(-1, 3, 2) * 2, x.unfold(0, 2, 2) * 2), CUBE)
+op("columns", lambda x: F.unfold(x, (2, 3), padding=1) * 2, normal(1, 2, 4, 5))
+op("index_fill", lambda x, i: x.index_fill(1, i, 2.0) * 2, X, ints(3, high=6))
+op("index_copy", lambda x, y: (x * 2).index_copy(1, torch.tensor([4, 0]), y), X, normal(4, 2))
+op("exp2", torch.exp2, X)
+
 # layers
 
 op("embedding", lambda w, i: F.embedding(i, w), normal(7, 4), ints(2, 5, high=7))

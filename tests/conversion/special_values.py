@@ -37,8 +37,8 @@ def windows(values: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 
 
 _OF_NAMES = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh exp floor log neg reciprocal round sin sinh sqrt tan tanh relu"
-    " sign rsqrt erf expm1 trunc log2 log10 log1p sigmoid square frac isnan isinf isfinite nan_to_num"
+    "abs acos acosh asin asinh atan atanh ceil cos cosh exp exp2 floor log neg reciprocal round sin sinh sqrt tan tanh"
+    " relu sign rsqrt erf expm1 trunc log2 log10 log1p sigmoid square frac isnan isinf isfinite nan_to_num"
 )
 _ACTIVATIONS = (
     "silu leaky_relu elu softplus hardtanh hardsigmoid hardswish relu6 selu celu mish logsigmoid softsign hardshrink"

@@ -326,6 +326,13 @@ def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     return elementary.erf(ctx, ctx.value(x, dtype_of(node)))
 
 
+@converts(aten.exp2.default)
+def exp2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+    """exp2(Tensor self) -> Tensor"""
+    dtype = dtype_of(node)
+    return ctx.op("Pow", ctx.const(2, dtype), ctx.value(x, dtype))
+
+
 @converts(aten.trunc.default)
 def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
     """trunc(Tensor self) -> Tensor"""

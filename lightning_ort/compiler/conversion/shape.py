@@ -278,6 +278,12 @@ def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **k
     return ctx.op("ConstantOfShape", ctx.shape_tensor(x), value=array)
 
 
+@converts(aten._efficientzerotensor.default)
+def zero_tensor(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], **kwargs: Any) -> ir.Value:
+    """_efficientzerotensor(SymInt[] size, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
+    return full(ctx, node, size, 0)
+
+
 @converts(aten.scalar_tensor.default)
 def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> ir.Value:
     """scalar_tensor(Scalar s, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""

@@ -1,4 +1,4 @@
-"""Slices and diagonals that are written to, and triangles."""
+"""Slices and diagonals that are written to, triangles, and windows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
-from lightning_ort.compiler.conversion.indexing import inverse, write_rows
+from lightning_ort.compiler.conversion.indexing import inverse, write_rows, zeros_of
 from lightning_ort.compiler.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
 
@@ -174,3 +174,41 @@ def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.
 def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
     """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
     return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=1)
+
+
+# windows
+
+
+def _windows(size: Any, width: int, step: int) -> list[list[int]]:
+    """The positions of each window along a dimension."""
+    if not isinstance(size, int):
+        raise Unsupported("windows over a symbolic size", ReasonType.DYNAMIC_SHAPE)
+    return [list(range(first, first + width)) for first in range(0, size - width + 1, step)]
+
+
+@converts(aten.unfold.default)
+def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> ir.Value:
+    """unfold(Tensor(a) self, int dimension, int size, int step) -> Tensor(a)"""
+    if rank_of(x) == 0:
+        raise Unsupported("windows over a scalar")
+    axis, rank = dimension % rank_of(x), rank_of(x)
+    places = ctx.const(_windows(shape_of(x)[axis], size, step), torch.int64)
+    gathered = ctx.op("Gather", ctx.value(x), places, axis=axis)  # the windows' entries right behind the windows
+    return ctx.transpose(gathered, [dim for dim in range(rank + 1) if dim != axis + 1] + [axis + 1])
+
+
+@converts(aten.unfold_backward.default)
+def unfold_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, size: int, step: int
+) -> ir.Value:
+    """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
+    sizes, rank = shape_of(node), rank_of(node)
+    if not static(sizes) or rank == 0:
+        raise Unsupported("the gradient of windows over a symbolic size", ReasonType.DYNAMIC_SHAPE)
+    axis = dim % rank
+    front = [axis, *(other for other in range(rank) if other != axis)]
+    rows = ctx.const([[[place] for place in window] for window in _windows(sizes[axis], size, step)], torch.int64)
+    zeros = zeros_of(ctx, ctx.ints([int(sizes[other]) for other in front]), dtype_of(node))
+    # from [..., windows, ..., entries] to [windows, entries, ...]
+    updates = ctx.transpose(ctx.value(grad), [axis, rank, *front[1:]])
+    return ctx.transpose(ctx.op("ScatterND", zeros, rows, updates, reduction="add"), inverse(front))
