@@ -73,8 +73,19 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         for op, decomposition in core_aten_decompositions().items()
         if op not in CONVERTERS and op not in _WHOLE
     }
-    needed[aten.sgn.default] = _sign
+    needed |= {aten.sgn.default: _sign, aten.take.default: _take, aten.put.default: _put}
     return needed | {op: functools.partial(_as_eager_lays_out, op) for op in _BATCH_NORMS}
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``take`` by an index of any shape: torch's own decomposition asks for the value of a scalar one."""
+    return aten.index.Tensor(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """``put``, likewise."""
+    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
 
 
 def _sign(x: torch.Tensor) -> Any:

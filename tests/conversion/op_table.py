@@ -472,6 +472,9 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
+op("take_one", torch.take, normal(3, 4), values(5, torch.int64).fixed())
+op("take", torch.take, normal(3, 4), values([[5, -1], [0, 5]], torch.int64).fixed())
+op("put", torch.put, normal(3, 4), values([[5, -1]], torch.int64).fixed(), normal(1, 2))
 op("bce", F.binary_cross_entropy, uniform(4, low=0.1, high=0.9), uniform(4).fixed())
 op(
     "bce_weighted_sum",
