@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, SampleInput, UnaryUfuncInfo
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, ReductionOpInfo, SampleInput, UnaryUfuncInfo
 from torch.utils import _pytree as pytree
 
 # random ops of the database set a seed of their own, which tracing does not capture: whoever calls sets it
@@ -42,6 +42,7 @@ class Case:
         inputs: The tensors.
         mutates: Whether it writes to its first input.
         elementwise: Whether each element of the result is computed of one element of each input.
+        reduces: Whether it adds up or multiplies elements, which may cancel.
         ties: Whether it lists the places of values, and those of equal values in any order.
 
     """
@@ -50,6 +51,7 @@ class Case:
     inputs: list[torch.Tensor]
     mutates: bool = False
     elementwise: bool = False
+    reduces: bool = False
     ties: bool = False
 
 
@@ -80,7 +82,8 @@ def case_of(op: OpInfo, sample: SampleInput, in_place: bool = False) -> Case | N
         return tuple(pytree.tree_leaves(result if in_place else finish(result)))
 
     ties = op.name in TIES and not sample.kwargs.get("stable")
-    return Case(fn, tensors, in_place, isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)), ties)
+    elementwise, reduces = isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)), isinstance(op, ReductionOpInfo)
+    return Case(fn, tensors, in_place, elementwise, reduces, ties)
 
 
 def copies(inputs: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:

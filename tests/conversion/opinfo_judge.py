@@ -18,7 +18,8 @@ class Leeway:
         gradient: Whether it is one: cotangents, whose size is about 1, were multiplied by what may cancel.
         overflow: Whether numbers near the largest are added up or multiplied, which overflows in one order and in
             another not.
-        small: For each element, the size of the one that it is computed of, if it is below 1.
+        small: The size of what may cancel: for each element that of the one that it is computed of, up to 1, or that
+            of the largest that is added up.
 
     """
 

@@ -45,7 +45,7 @@ KNOWN = [
         " goes, and vectors of values that are nearly the same are any that span the same space",
     ),
     Known(
-        ("linalg_pinv", "pinverse"),
+        ("linalg_pinv", "linalg_pinv_hermitian", "pinverse"),
         "the gradient of the inverse of a matrix with singular values near 0: eager's float64 has no digit of it",
         detail="gradient",
         values=("tiny",),
@@ -70,8 +70,8 @@ KNOWN = [
         values=("limits",),
     ),
     Known(
-        ("native_dropout_backward",),
-        "torch's own decomposition gives a contiguous result",
+        ("native_dropout_backward", "put"),
+        "the result is contiguous, where eager's lies as the input does",
         detail="strides",
     ),
     Known(

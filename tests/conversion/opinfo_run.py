@@ -160,11 +160,15 @@ class Worker:
     Args:
         limits: Of :func:`calls`.
         work: What the process does; see :func:`_work`.
+        start_method: How it starts, one of those of :mod:`multiprocessing`.
 
     """
 
-    def __init__(self, limits: Limits, work: Callable[[Connection, Limits], None] | None = None) -> None:
+    def __init__(
+        self, limits: Limits, work: Callable[[Connection, Limits], None] | None = None, start_method: str = "spawn"
+    ) -> None:
         self._limits, self._work = limits, work or _work
+        self._context: Any = multiprocessing.get_context(start_method)
         self._process: Any = None
 
     def run(self, name: str) -> Iterator[tuple[Key, Outcome]]:
@@ -197,9 +201,8 @@ class Worker:
             start = number + 1
 
     def _begin(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=self._work, args=(theirs, self._limits), daemon=True)
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=self._work, args=(theirs, self._limits), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -84,7 +84,7 @@ def die_in_turn(connection: Connection, limits: opinfo_run.Limits) -> None:
 
 
 def test_an_input_that_ends_the_process_is_counted_and_the_rest_is_run() -> None:
-    worker = Worker((None, None), die_in_turn)
+    worker = Worker((None, None), die_in_turn, "fork")
     try:
         found = [(key.sample, outcome.status) for key, outcome in worker.run("add")]
     finally:
