@@ -81,6 +81,7 @@ docs: $(INSTALLED)
 # the pages that are found out by running things; for the models, install the extra `conformance` first
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
+	$(BIN)/python -m tests.conversion.opinfo
 	$(BIN)/python -m tests.models.conformance
 	$(BIN)/python tests/strategies/feature_table.py
 

@@ -29,6 +29,7 @@ aten = torch.ops.aten
 
 # torch runs these whole and well; taken apart they would be slower there and no better on ORT
 _WHOLE = {
+    aten.bernoulli.default,
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
     aten.native_dropout.default,
@@ -36,6 +37,7 @@ _WHOLE = {
     aten.native_batch_norm_backward.default,
     aten.native_group_norm_backward.default,
     aten.max_pool2d_with_indices_backward.default,
+    aten.max_unpool2d.default,  # nor would its result be channels_last any more
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
@@ -68,7 +70,24 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         for op, decomposition in core_aten_decompositions().items()
         if op not in CONVERTERS and op not in _WHOLE
     }
+    needed |= {aten.sgn.default: _sign, aten.take.default: _take, aten.put.default: _put}
     return needed | {op: functools.partial(_as_eager_lays_out, op) for op in _BATCH_NORMS}
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``take`` by an index of any shape: torch's own decomposition asks for the value of a scalar one."""
+    return aten.index.Tensor(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """``put``, likewise."""
+    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
+
+
+def _sign(x: torch.Tensor) -> Any:
+    """``sgn`` of real numbers. That of complex ones stays whole: divided by its size, a denormal becomes NaN."""
+    return NotImplemented if x.is_complex() else aten.sign.default(x)
 
 
 def _as_eager_lays_out(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

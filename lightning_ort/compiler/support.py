@@ -33,6 +33,7 @@ VIEWS = {
     torch.ops.aten.split.Tensor,
     torch.ops.aten.split_with_sizes.default,
     torch.ops.aten.unbind.int,
+    torch.ops.aten.as_strided.default,
     torch.ops.aten.alias.default,
     torch.ops.aten.detach.default,
     IN_ORDER,

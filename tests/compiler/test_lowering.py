@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.backend import ORTBackend
+from tests.conversion.harness import compile_function
 
 aten = torch.ops.aten
 
@@ -273,3 +274,30 @@ def test_what_torch_makes_and_reads_is_saved_as_it_is(monkeypatch):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         strides = saved_layouts(monkeypatch, function, q, k)
     assert (80, 8, 16, 1) in strides
+
+
+def restride(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x.as_strided_((2, 2), (1, 2), 1)
+    return x * 2, x
+
+
+def test_a_view_of_an_input_that_is_written_back_keeps_its_offset() -> None:
+    x = torch.arange(9.0).view(3, 3)
+    compiled, report = compile_function(restride, [x.clone()], 2)
+    given, expected = x.clone(), x.clone()
+    for got, want in zip(compiled(given), restride(expected), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(given, expected)
+    assert report.ort_runs == 1
+
+
+def direction(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.view_as_real(torch.complex(x * 2, y * 2).sgn()), x.sgn()
+
+
+def test_the_direction_of_a_denormal_complex_number_is_eagers() -> None:
+    x, y = torch.full((16,), 1e-40), torch.full((16,), -2e-40)
+    compiled, report = compile_function(direction, [x, y], 2)
+    for got, want in zip(compiled(x, y), direction(x, y), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+    assert report.ort_runs > 0

@@ -54,6 +54,9 @@ region.
 - *also with*: other dtypes that ONNX Runtime runs entirely. On a CPU float16 and bfloat16 stay in torch, whose kernels
   are real ones; ONNX Runtime would cast to float32 and back.
 
+Thousands of other samples of these and further operations are in [torch's test database](opinfo.md), with special
+values and other memory layouts.
+
 What to know of single operations:
 
 - NaN and infinity are tested in every elementwise operation, reduction and sort. `gelu` of infinity is infinity, where

@@ -30,11 +30,16 @@ def compile_function(
 ) -> tuple[Callable[..., Any], CompileReport]:
     """Compile a function that returns a tuple as dynamo would hand it over, without the time that dynamo takes."""
     backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, intra_op_threads=1, **config))
+    return backend(as_graph(fn, len(inputs), num_outputs), list(inputs)), backend.report
+
+
+def as_graph(fn: Callable[..., Any], num_inputs: int, num_outputs: int) -> fx.GraphModule:
+    """A function that returns a tuple as dynamo would hand it over: one opaque call."""
     graph = fx.Graph()
-    placeholders = [graph.placeholder(f"x{index}") for index in range(len(inputs))]
+    placeholders = [graph.placeholder(f"x{index}") for index in range(num_inputs)]
     call = graph.call_function(fn, tuple(placeholders))
     graph.output(tuple(graph.call_function(operator.getitem, (call, index)) for index in range(num_outputs)))
-    return backend(fx.GraphModule({}, graph), list(inputs)), backend.report
+    return fx.GraphModule({}, graph)
 
 
 def _as_tuple(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -208,6 +208,7 @@ op("mm_transposed", lambda x, y: x.t() @ y.t(), normal(6, 4), normal(3, 6))
 op("mm_of_what_stays", lambda x, y: (x.transpose(1, -1) @ y, y.permute(0, 1).t() @ x), normal(3, 3), normal(3, 3))
 op("mm_strided", torch.mm, normal(6, 4).viewed(lambda x: x.t()), normal(6, 3))
 op("addmm", lambda b, x, y: torch.addmm(b, x, y, alpha=0.5, beta=2), normal(3), normal(4, 6), normal(6, 3))
+op("addmm_fractions", lambda b, x, y: torch.addmm(b, x, y, alpha=0.3, beta=0.7), normal(3), normal(4, 6), normal(6, 3))
 op("addmm_no_beta", lambda b, x, y: torch.addmm(b, x, y, beta=0), values([NAN] * 3).fixed(), X, normal(6, 3))
 op("bmm", torch.bmm, normal(2, 4, 6), normal(2, 6, 3))
 op("bmm_transposed", lambda x, y: x @ y.transpose(1, 2), normal(2, 4, 6), normal(2, 3, 6))
@@ -381,6 +382,7 @@ op(
     tolerance={F32: (1e-3, 1e-3)},
 )
 op("layer_norm_2d", lambda x, w, b: F.layer_norm(x, (3, 4), w, b), CUBE, normal(3, 4), normal(3, 4), **GRADS)
+op("layer_norm_of_one", lambda x, w, b: F.layer_norm(x, (1,), w, b), normal(5, 1), normal(1), normal(1), **GRADS)
 op("layer_norm_plain", lambda x: F.layer_norm(x, (4,)), CUBE, **GRADS)
 op("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), CUBE, normal(4))
 op("weight_norm", lambda v, g: torch._weight_norm(v, g, 0), normal(4, 3, 2), normal(4, 1, 1))
@@ -470,6 +472,16 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
+op("take_one", torch.take, normal(3, 4), values(5, torch.int64).fixed())
+op("take", torch.take, normal(3, 4), values([[5, -1], [0, 5]], torch.int64).fixed())
+op("put", torch.put, normal(3, 4), values([[5, -1]], torch.int64).fixed(), normal(1, 2))
 op("bce", F.binary_cross_entropy, uniform(4, low=0.1, high=0.9), uniform(4).fixed())
+op(
+    "bce_weighted_sum",
+    lambda x, y, w: F.binary_cross_entropy(x, y, w, reduction="sum"),
+    values([0.0, 1.0, 1e-6, 0.7]),
+    uniform(4).fixed(),
+    uniform(4).fixed(),
+)
 op("bce_with_logits", F.binary_cross_entropy_with_logits, X, uniform(4, 6).fixed())
 op("kl_div", lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), X, Y, **GRADS)

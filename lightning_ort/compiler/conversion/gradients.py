@@ -147,8 +147,8 @@ def softmax_backward(
     if dtype is torch.float32 and rank_of(output) and ctx.form(node) == "SoftmaxGrad_13":
         result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
     else:
-        product = ctx.op("Mul", grads, y)
-        result = ctx.op("Sub", product, ctx.op("Mul", y, reduce(ctx, "ReduceSum", output, product, dim, keepdim=True)))
+        total = reduce(ctx, "ReduceSum", output, ctx.op("Mul", grads, y), dim, keepdim=True)
+        result = ctx.op("Mul", ctx.op("Sub", grads, total), y)
     return result if dtype_of(node) == dtype else ctx.cast(result, dtype_of(node))
 
 
@@ -201,7 +201,9 @@ def layer_norm_backward(
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     if 0 in shape_of(x):
         raise Unsupported("a layer norm of an empty tensor")
-    if dtype_of(x) is torch.float32 and ctx.form(node) == "LayerNormalizationGrad":
+    # the kernel of onnxruntime 1.19 refuses rows of one element
+    fits = dtype_of(x) is torch.float32 and any(size != 1 for size in normalized_shape)
+    if fits and ctx.form(node) == "LayerNormalizationGrad":
         scale = _scale(ctx, weight, normalized_shape, torch.float32)
         inputs = [ctx.value(arg) for arg in (mean, rstd)]
         gradients = ctx.ms(

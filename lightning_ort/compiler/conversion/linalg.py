@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
@@ -73,6 +74,8 @@ def addmm(
     _check_product(node, x)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
+    if any(float(np.float32(factor)) != factor for factor in (alpha, beta)) and dtype_of(node) is torch.float64:
+        return _add_product(ctx, node, bias, _matmul(ctx, node, x, y), beta, alpha)  # attributes are float32
     scale: dict[str, Any] = {"alpha": float(alpha)} if alpha != 1 else {}
     if beta == 0:  # torch then ignores even a NaN in the bias
         return ctx.op("Gemm", a, b, transA=trans_a or None, transB=trans_b or None, **scale)
@@ -86,8 +89,14 @@ def baddbmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> ir.Value:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _add_product(ctx, node, bias, _matmul(ctx, node, x, y), beta, alpha)
+
+
+def _add_product(
+    ctx: GraphBuilder, node: fx.Node, bias: fx.Node, product: ir.Value, beta: Scalar, alpha: Scalar
+) -> ir.Value:
+    """``beta * bias + alpha * product``."""
     dtype = dtype_of(node)
-    product = _matmul(ctx, node, x, y)
     if alpha != 1:
         product = ctx.op("Mul", product, ctx.value(alpha, dtype))
     if beta == 0:

@@ -7,9 +7,10 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.conversion import elementary
 from lightning_ort.compiler.conversion.graph import GraphBuilder, dtype_of, rank_of
 from lightning_ort.compiler.conversion.indexing import refusing_negative
-from lightning_ort.compiler.conversion.reduction import reduce
+from lightning_ort.compiler.conversion.reduction import count, reduce
 from lightning_ort.compiler.conversion.registry import EXPANDED, converts
 
 aten = torch.ops.aten
@@ -36,6 +37,53 @@ def _weights(
     if weight is None:
         return ctx.cast(counts, dtype)
     return ctx.op("Where", counts, ctx.op("Gather", ctx.value(weight, dtype), labels), ctx.const(0, dtype))
+
+
+@converts(aten.binary_cross_entropy.default)
+def binary_cross_entropy(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, target: fx.Node, weight: fx.Node | None = None, reduction: int = MEAN
+) -> ir.Value:
+    """binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""
+    # torch's decomposition does not refuse what is no probability
+    dtype, value, labels = dtype_of(x), ctx.value(x), ctx.value(target)
+    lowest, one = ctx.const(-100, dtype), ctx.const(1, dtype)
+    missed = ctx.op("Max", elementary.log1p(ctx, ctx.op("Neg", value), dtype), lowest)
+    hit = ctx.op("Max", elementary.log(ctx, value, dtype), lowest)
+    losses = ctx.op("Sub", ctx.op("Mul", ctx.op("Sub", labels, one), missed), ctx.op("Mul", labels, hit))
+    at_least, at_most = ctx.op("GreaterOrEqual", value, ctx.const(0, dtype)), ctx.op("LessOrEqual", value, one)
+    losses = _refusing(ctx, losses, ctx.op("Not", ctx.op("And", at_least, at_most)), dtype)
+    if weight is not None:
+        losses = ctx.op("Mul", losses, ctx.value(weight))
+    return losses if reduction == NONE else reduce(ctx, "ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)
+
+
+@converts(aten.binary_cross_entropy_backward.default)
+def binary_cross_entropy_backward(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    grad: fx.Node,
+    x: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None = None,
+    reduction: int = MEAN,
+) -> ir.Value:
+    """binary_cross_entropy_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""  # noqa: E501
+    dtype, value = dtype_of(x), ctx.value(x)
+    variance = ctx.op("Mul", value, ctx.op("Sub", ctx.const(1, dtype), value))
+    # torch's smallest variance is a float32 in float64 too
+    variance = ctx.op("Max", variance, ctx.const(torch.tensor(1e-12).item(), dtype))
+    slope = ctx.op("Div", ctx.op("Sub", value, ctx.value(target)), variance)
+    if weight is not None:
+        slope = ctx.op("Mul", slope, ctx.value(weight))
+    if reduction == MEAN:
+        slope = ctx.op("Div", slope, count(ctx, x, None, dtype))
+    return ctx.op("Mul", slope, ctx.value(grad))
+
+
+def _refusing(ctx: GraphBuilder, value: ir.Value, wrong: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """The value, of which no run gets if anything is wrong; torch then raises what it has to say."""
+    place = ctx.op("ReduceMax", ctx.cast(wrong, torch.int64), keepdims=0)
+    return ctx.op("Add", value, ctx.op("Gather", ctx.const([0], dtype), place))
 
 
 @converts(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)

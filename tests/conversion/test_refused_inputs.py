@@ -1,0 +1,40 @@
+"""What eager refuses is refused on ONNX Runtime, with eager's words."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conversion.harness import compile_function
+
+
+def loss(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.binary_cross_entropy(x, target),)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -1e-3, float("nan")])
+def test_binary_cross_entropy_refuses_what_is_no_probability(wrong: float) -> None:
+    target = torch.rand(6)
+    compiled, report = compile_function(loss, [torch.rand(6), target], 1, fallback="raise")
+    x = torch.rand(6)
+    x[3] = wrong
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        compiled(x, target)
+    x[3] = 0.5  # and it runs on with what is right
+    torch.testing.assert_close(compiled(x, target)[0], loss(x, target)[0])
+    assert report.ort_runs == 1
+
+
+def bernoulli(p: torch.Tensor) -> tuple[torch.Tensor]:
+    return (torch.bernoulli(p) * 2,)
+
+
+def test_bernoulli_draws_and_refuses_as_eager() -> None:
+    p = torch.rand(50)
+    compiled, report = compile_function(bernoulli, [p], 1)
+    torch.manual_seed(1)
+    expected = bernoulli(p)[0]
+    torch.manual_seed(1)
+    assert torch.equal(compiled(p)[0], expected)
+    assert report.ort_runs == 1
+    with pytest.raises(RuntimeError, match="p_in"):
+        compiled(p + 1)
