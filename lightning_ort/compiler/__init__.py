@@ -11,7 +11,8 @@
 - :mod:`.placement`: who is faster
 - :mod:`.cache`: decisions kept between runs
 - :mod:`.runtime`: the hot path
-- :mod:`.vanishing`: regions of symbolic sizes in which a tensor may be empty
+- :mod:`.sizes`: symbolic sizes of a region, as functions of its inputs
+- :mod:`.linking`: one function of the regions
 - :mod:`.fallbacks`: a graph that fails while it runs is done in eager
 - :mod:`.report`: what ran where, why not, how fast
 """

@@ -20,13 +20,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.graph import _BoxedCodeGen
 
 from lightning_ort.compiler import cuda_graphs, forms, kernels, lowering, placement, session, support
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.cuda_graphs import RecordedSession
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
-from lightning_ort.compiler.partitioning import Partition, Region, copy_with_views, demote, partition
+from lightning_ort.compiler.linking import Placed, link
+from lightning_ort.compiler.partitioning import Region, demote, partition
 from lightning_ort.compiler.placement import Setup
 from lightning_ort.compiler.report import (
     CompileReport,
@@ -190,7 +190,7 @@ class ORTBackend:
         )
         return watch.watch(run)
 
-    def _place(self, gm: fx.GraphModule, device: torch.device, graph: GraphReport) -> "Placed":
+    def _place(self, gm: fx.GraphModule, device: torch.device, graph: GraphReport) -> Placed:
         """Cut the graph and build its ORT regions; what fails or loses goes to torch, until every ORT region stands."""
         providers = self.config.providers or kernels.providers_for(device)
         supported = self._support(gm, providers, device, graph.name)
@@ -421,35 +421,6 @@ class ORTBackend:
             self._note(name, RegionFailed(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}").reason)
             return None
         return region.module.forward
-
-
-@dataclasses.dataclass
-class Placed:
-    """A cut graph and what runs each of its regions, in the same order."""
-
-    parts: Partition
-    executables: list["OrtRegion | TorchRegion"]
-
-
-def link(placed: Placed) -> Callable[[list[Any]], Any]:
-    """Make one boxed function of the regions: it calls them in order, by name, and frees what is no longer needed."""
-    gm = placed.parts.gm
-    graph = fx.Graph()
-    graph.set_codegen(_BoxedCodeGen())
-    outer: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            outer[node] = graph.node_copy(node)
-    for region, executable in zip(placed.parts.regions, placed.executables, strict=True):
-        call = graph.call_function(executable, tuple(outer[source] for source in region.inputs))
-        for index, node in enumerate(region.outputs):
-            outer[node] = graph.call_function(operator.getitem, (call, index))
-    output = gm.graph.output_node()
-    for node in output.all_input_nodes:
-        copy_with_views(node, graph, outer)
-    graph.output(fx.map_arg(output.args[0], outer.__getitem__))
-    log.debug("%s", graph)
-    return fx.GraphModule(gm, graph).forward
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._prims_common import is_contiguous_or_false
-from torch.utils._sympy.printers import PythonPrinter
 
 from lightning_ort.compiler import masks, openmp
 from lightning_ort.compiler.conversion.graph import dtype_of, element_type, input_dtype
@@ -20,8 +18,8 @@ from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.partitioning import Region, is_random
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 from lightning_ort.compiler.session import RegionFailed
+from lightning_ort.compiler.sizes import emptied, output_sizes
 from lightning_ort.compiler.support import is_static
-from lightning_ort.compiler.vanishing import emptied
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -101,7 +99,7 @@ class BoundSession:
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
         self._allocate = _allocator(region.outputs, device)
         self._restride = _non_contiguous(region.outputs)
-        sizes = _size_program(region)
+        sizes = output_sizes(region)
         self._static_sizes = sizes if isinstance(sizes, tuple) else None
         self._input_sizes = [tuple(getattr(node.meta["val"], "shape", ())) for node in region.inputs]
         self._sizes_of = None if isinstance(sizes, tuple) else sizes
@@ -366,43 +364,3 @@ def _non_contiguous(outputs: Sequence[fx.Node]) -> list[tuple[int, list[int]]]:
     """Outputs that later nodes expect in another memory layout, such as channels_last: index, order of dimensions."""
     values = [(index, node.meta["val"]) for index, node in enumerate(outputs)]
     return [(index, memory_order(val)) for index, val in values if not is_contiguous_or_false(val)]
-
-
-def _size_program(region: Region) -> Any:
-    """The outputs' sizes: a tuple of tuples if static, else a function from the region's inputs to one.
-
-    Raises:
-        RegionFailed: If a symbol is shown by no input.
-
-    """
-    shapes = [tuple(node.meta["val"].shape) for node in region.outputs]
-    symbolic_inputs = any(
-        not isinstance(val := node.meta["val"], torch.Tensor) or not all(isinstance(s, int) for s in val.shape)
-        for node in region.inputs
-    )
-    if not symbolic_inputs and all(isinstance(size, int) for shape in shapes for size in shape):
-        return tuple(shapes)
-    where: dict[sympy.Symbol, str] = {}
-    for index, node in enumerate(region.inputs):
-        val = node.meta["val"]
-        found = val.shape if isinstance(val, torch.Tensor) else [val]
-        for dim, size in enumerate(found):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                code = f"a[{index}].shape[{dim}]" if isinstance(val, torch.Tensor) else f"a[{index}]"
-                where.setdefault(size.node.expr, code)
-    printer = PythonPrinter()
-
-    def code_of(size: Any) -> str:
-        if isinstance(size, int):
-            return str(size)
-        expression = size.node.expr
-        if missing := expression.free_symbols - where.keys():
-            raise RegionFailed(ReasonType.DYNAMIC_SHAPE, f"size {expression}: no input shows {missing}")
-        text = printer.doprint(expression)
-        for symbol in sorted(expression.free_symbols, key=lambda s: -len(s.name)):
-            text = text.replace(symbol.name, where[symbol])
-        return text
-
-    body = ", ".join("(" + "".join(f"{code_of(size)}, " for size in shape) + ")" for shape in shapes)
-    # the expressions come from torch's own printer, over names made above
-    return eval(f"lambda *a: ({body},)" if shapes else "lambda *a: ()", {"math": __import__("math")})

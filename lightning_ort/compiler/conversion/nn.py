@@ -47,7 +47,7 @@ def per_channel(ctx: GraphBuilder, value: ir.Value, x: fx.Node) -> ir.Value:
 def refuse_empty(x: fx.Node, what: str) -> None:
     """Refuse an empty tensor: SoftmaxGrad_13 divides by its size, which ends the process (onnxruntime 1.19).
 
-    A symbolic size that turns out to be 0 is seen to by :mod:`~lightning_ort.compiler.vanishing`.
+    A symbolic size that turns out to be 0 is seen to by :mod:`~lightning_ort.compiler.sizes`.
     """
     if any(isinstance(size, int) and size == 0 for size in shape_of(x)):
         raise Unsupported(f"{what} of an empty tensor")
