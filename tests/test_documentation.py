@@ -147,7 +147,7 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr("sys.argv", words)
             main()
         case ["make", target, *_]:
-            targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
             assert target in targets, f"no target of the Makefile: {line}"
         case ["pip", "install" | "uninstall", *rest]:
             optional = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition(".optional-dependencies]")[2]

@@ -16,6 +16,7 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -57,6 +58,8 @@ _RECOMPILE_LIMIT = 32
 Mode = Literal["step", "modules", "off"]
 
 _regions_of_the_dead: list[int] = []  # what dynamo has compiled for modules that are gone
+_living: "weakref.WeakSet[CapturedModule]" = weakref.WeakSet()
+_collect_at = 8  # so many, most of which are likely to be gone but for a collection of garbage
 
 
 class CapturedModule:
@@ -85,7 +88,9 @@ class CapturedModule:
         self.steps: dict[str, AbstractContextManager[None]] = {}
         self._regions: list[int] = []
         # now, between the runs of the Trainer, and not when the collector of garbage comes by
+        _collect()
         release(_regions_of_the_dead)
+        _living.add(self)
         weakref.finalize(self, _regions_of_the_dead.extend, self._regions).atexit = False
 
     def start(self) -> None:
@@ -166,6 +171,14 @@ class CapturedModule:
 
     def _on_closure(self) -> None:
         self.closure_seen = self.watch.dirty = True
+
+
+def _collect() -> None:
+    """Have modules of earlier runs go, with their sessions: each is part of a cycle with its Trainer."""
+    global _collect_at
+    if len(_living) >= _collect_at:
+        gc.collect()
+        _collect_at = max(8, 2 * len(_living))
 
 
 class StepCapture(AbstractContextManager):
