@@ -14,7 +14,7 @@ from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, Reducti
 from torch.utils import _pytree as pytree
 
 # torch's test modules forbid the process to set torch's flags, such as cuDNN's, which Trainers do
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010  # no mangled name
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 # random ops of the database set a seed of their own, which tracing does not capture: whoever calls sets it
 for _name, _module in list(sys.modules.items()):
     if _name.startswith("torch.testing._internal") and hasattr(_module, "wrapper_set_seed"):
