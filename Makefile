@@ -33,7 +33,7 @@ $(VENV)/.examples_installed: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not gpu" $(TEST_ARGS)
 
-# hours on two cores: all of torch's test database, kills by the hundred, thousands of random modules, real clusters
+# takes an hour or more on two cores: all of torch's test database, kills by the hundred, thousands of random modules, real clusters
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "slow and not gpu" $(TEST_ARGS)
 

@@ -37,11 +37,11 @@ def traced_order(traced: Any) -> list[int] | None:
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return None
     try:
-        sizes, strides = list(map(int_hint, traced.shape)), list(map(int_hint, traced.stride()))
+        order = memory_order(traced)
+        dense = _is_dense(list(map(int_hint, traced.shape)), list(map(int_hint, traced.stride())), order)
     except TypeError:  # a size that depends on data has no hint
         return None
-    order = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim]), reverse=True)
-    return order if _is_dense(sizes, strides, order) else None
+    return order if dense else None
 
 
 def is_in_order(x: torch.Tensor, order: Sequence[int]) -> bool:

@@ -134,11 +134,15 @@ class BoundSession:
                 tensor = value
                 if index in numbers:
                     tensor = numbers[index].fill_(value)
-                elif not tensor.is_contiguous() or tensor.is_neg() or (not tensor.data_ptr() and tensor.numel()):
+                elif not tensor.is_contiguous() or tensor.is_neg():
                     kept = (kept, tensor := _in_memory(tensor))
-                where = (tensor.data_ptr(), tensor.shape)
+                address = tensor.data_ptr()
+                if not address and tensor.numel():
+                    kept = (kept, tensor := _in_memory(tensor))
+                    address = tensor.data_ptr()
+                where = (address, tensor.shape)
                 if where != bound[index]:
-                    self._bind_input(binding, index, tuple(tensor.shape), where[0])
+                    self._bind_input(binding, index, tuple(tensor.shape), address)
                     bound[index] = where
         outputs = self._allocate(sizes)
         for index, tensor in enumerate(outputs):
