@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.runtime import BoundSession, OrtRegion
+from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion
 
 
 def microseconds(call: Callable[[], object]) -> float:

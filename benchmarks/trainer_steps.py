@@ -12,7 +12,7 @@ import zoo
 from rich.console import Console
 
 from lightning_ort.cli.bench import machine, measure, plot, to_table
-from lightning_ort.cli.turns import Job, Variant
+from lightning_ort.cli.bench_worker import Job, Variant
 
 NAMES = [kind.__name__ for kind in zoo.MODULES]
 PRECISIONS = ("stock", "stock@bf16-mixed", "compile@bf16-mixed", "ort", "ort@bf16-mixed", "ort@medium")

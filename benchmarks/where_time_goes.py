@@ -21,7 +21,8 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ort.cli.bench import machine
-from lightning_ort.compiler import backend, session
+from lightning_ort.compiler import backend
+from lightning_ort.compiler.executors.ort import session
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import host_memory
 

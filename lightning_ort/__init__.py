@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_ort.optim.param_groups import param_groups
     from lightning_ort.precision.plugins import ORTBFloat16Precision, ORTMatmulPrecision, ORTMixedPrecision
     from lightning_ort.strategies.ddp import ORTDDPStrategy
-    from lightning_ort.strategies.deepspeed import ORTZeRO1Strategy
+    from lightning_ort.strategies.deepspeed_strategy import ORTZeRO1Strategy
     from lightning_ort.strategies.single_device import ORTStrategy
     from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
@@ -63,17 +63,17 @@ _FUNCTIONS = {"export_onnx": "lightning_ort.onnx_export.export", "param_groups":
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and name.startswith(("ORT", "Onnx")):  # ORTConfig is there already
-        from lightning_ort._imports import preferred_flavor
+        from lightning_ort._imports import preferred_namespace
 
-        flavor = preferred_flavor()
+        namespace = preferred_namespace()
         # whole, and first: two threads that import parts of it at once wait for each other
-        importlib.import_module(flavor.package)
+        importlib.import_module(namespace.package)
         modules = {
-            "Strategy": flavor.strategies,
-            "Optimizer": flavor.callbacks,
-            "Export": flavor.callbacks,
-            "Precision": flavor.precision,
-            "Predictor": flavor.predictor,
+            "Strategy": namespace.strategies,
+            "Optimizer": namespace.callbacks,
+            "Export": namespace.callbacks,
+            "Precision": namespace.precision,
+            "Predictor": namespace.predictor,
         }
         module = next(module for kind, module in modules.items() if name.endswith(kind))
         return getattr(importlib.import_module(module), name)

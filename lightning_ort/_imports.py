@@ -1,7 +1,7 @@
 """What is installed: the one place that knows that Lightning comes under two names.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees with the same content: a strategy of one fails
-in the Trainer of the other. A :class:`Flavor` names the modules of one of them, without importing them.
+in the Trainer of the other. A :class:`LightningNamespace` names the modules of one of them, without importing them.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 
 @dataclass(frozen=True)
-class Flavor:
+class LightningNamespace:
     """One of the two names of Lightning.
 
     Args:
@@ -43,12 +43,12 @@ class Flavor:
         return self.package in sys.modules
 
     def misconfiguration(self, message: str) -> Exception:
-        """Return this flavor's ``MisconfigurationException``."""
+        """Return this namespace's ``MisconfigurationException``."""
         module = importlib.import_module(f"{self.package}.utilities.exceptions")
         return module.MisconfigurationException(message)
 
 
-LIGHTNING = Flavor(
+LIGHTNING = LightningNamespace(
     "lightning.pytorch",
     "lightning",
     "lightning_ort.strategies",
@@ -56,7 +56,7 @@ LIGHTNING = Flavor(
     "lightning_ort.precision",
     "lightning_ort.onnx_export.predictor",
 )
-PYTORCH_LIGHTNING = Flavor(
+PYTORCH_LIGHTNING = LightningNamespace(
     "pytorch_lightning",
     "pytorch-lightning",
     "lightning_ort.pytorch_lightning.strategies",
@@ -64,19 +64,19 @@ PYTORCH_LIGHTNING = Flavor(
     "lightning_ort.pytorch_lightning.precision",
     "lightning_ort.pytorch_lightning.predictor",
 )
-FLAVORS = (LIGHTNING, PYTORCH_LIGHTNING)
+NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 # what torch.onnx.export converts with
 ONNXSCRIPT = RequirementCache("onnxscript")
 
 
-def preferred_flavor() -> Flavor:
-    """Return the flavor of the top-level names: ``lightning``, or ``pytorch-lightning`` where only that is installed.
+def preferred_namespace() -> LightningNamespace:
+    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` where only that is installed.
 
     Raises:
         ModuleNotFoundError: If neither is installed.
 
     """
-    for flavor in FLAVORS:
-        if flavor.available:
-            return flavor
+    for namespace in NAMESPACES:
+        if namespace.available:
+            return namespace
     raise ModuleNotFoundError(f"The strategies of lightning-ort need Lightning. {LIGHTNING.available}")

@@ -1,6 +1,6 @@
 """Strategy names in the registry of each installed Lightning.
 
-Importing Lightning takes seconds, and a program uses one of its two names. So a flavor that the program has imported is
+Importing Lightning takes seconds, and a program uses one of its two names. So a namespace that the program has imported is
 registered at once, and one that it has not is registered at the end of its own import. Either may happen in the middle
 of an import of one of our modules, which need Lightning: so a name is registered without its class, which is imported
 when somebody asks for the name.
@@ -18,7 +18,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from lightning_ort._imports import FLAVORS, Flavor
+from lightning_ort._imports import NAMESPACES, LightningNamespace
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +38,25 @@ NAMES = {
 
 def register_strategies() -> None:
     """Make our strategy names known to every installed Lightning; a second call changes nothing."""
-    for flavor in FLAVORS:
-        if flavor.imported:
-            _register(flavor)
-        elif not any(isinstance(finder, _AfterImport) and finder.name == flavor.package for finder in sys.meta_path):
-            sys.meta_path.insert(0, _AfterImport(flavor.package, partial(_register, flavor)))
+    for namespace in NAMESPACES:
+        if namespace.imported:
+            _register(namespace)
+        elif not any(isinstance(finder, _AfterImport) and finder.name == namespace.package for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(namespace.package, partial(_register, namespace)))
 
 
-def _register(flavor: Flavor) -> None:
+def _register(namespace: LightningNamespace) -> None:
     """Add the names that a registry does not have; Lightning's import is the user's, so that nothing is raised."""
     try:
-        registry = importlib.import_module(f"{flavor.package}.strategies").StrategyRegistry
+        registry = importlib.import_module(f"{namespace.package}.strategies").StrategyRegistry
         for kind, names in NAMES.items():
             for name in names:
                 if name not in registry:
-                    registry[name] = _Entry(name, flavor.strategies, kind, type(registry))
+                    registry[name] = _Entry(name, namespace.strategies, kind, type(registry))
     except Exception as error:  # a broken Lightning, or something that stands for it
-        log.debug("the strategies are not registered in %s", flavor.package, exc_info=True)
+        log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
-            log.warning("The strategies of lightning-ort are not known to %s: %s", flavor.package, error)
+            log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
 
 
 class _Entry(dict[str, Any]):

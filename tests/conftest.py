@@ -72,7 +72,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def recordings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region recorded as a CUDA graph is always the fastest, where it can be recorded."""
-    from lightning_ort.compiler import placement
+    from lightning_ort.compiler import placer as placement
 
     measure = placement.measure
 

@@ -29,10 +29,10 @@ from lightning_ort import (
     param_groups,
 )
 from lightning_ort.callbacks import OnnxExport
-from lightning_ort.cli.turns import Variant
+from lightning_ort.cli.bench_worker import Variant
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.optim import memory
-from lightning_ort.optim.hooks import OptimizerSwap
+from lightning_ort.optim.swap import OptimizerSwap
 
 LINEAR = nn.Linear(2, 2)
 # what is passed; a substring that stands for a file or folder of the test's is replaced by it

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 
 HEAVY = ("onnxruntime", "onnx", "deepspeed", "bitsandbytes", "transformers", "lightning.pytorch", "pytorch_lightning")
 
@@ -32,7 +32,7 @@ def test_import_is_lean() -> None:
 ONNXRUNTIME = """
 import sys
 import torch.utils.checkpoint
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 assert kernels.unavailable() is None
 print(",".join(name for name in ("deepspeed", "onnxruntime.training") if name in sys.modules))
 print(torch.utils.checkpoint.checkpoint.__module__)

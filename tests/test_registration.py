@@ -16,7 +16,7 @@ import pytest
 import lightning_ort
 import lightning_ort.strategies
 from lightning_ort import _registration
-from lightning_ort._imports import FLAVORS, LIGHTNING, Flavor
+from lightning_ort._imports import LIGHTNING, NAMESPACES, LightningNamespace
 from lightning_ort._registration import register_strategies
 
 # Runs each piece of code in a fresh interpreter: one that has imported what takes long, but no Lightning, forks.
@@ -100,8 +100,8 @@ assert type(sys.modules["{package}"].__spec__.loader).__name__ == "SourceFileLoa
 QUICK = ("optimizer", "probe lightning.pytorch")
 
 
-def orders(flavor: Flavor, firsts: Iterable[str]) -> dict[str, str]:
-    then = THEN.format(package=flavor.package, strategies=flavor.strategies)
+def orders(namespace: LightningNamespace, firsts: Iterable[str]) -> dict[str, str]:
+    then = THEN.format(package=namespace.package, strategies=namespace.strategies)
     return {first: f"from importlib.util import find_spec\n{FIRST[first]}\n{then}" for first in firsts}
 
 
@@ -110,11 +110,11 @@ def test_orders_of_imports() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.package)
-def test_every_order_of_imports(flavor: Flavor) -> None:
-    if not flavor.available:
-        pytest.skip(str(flavor.available))
-    run_fresh(orders(flavor, FIRST))
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=lambda namespace: namespace.package)
+def test_every_order_of_imports(namespace: LightningNamespace) -> None:
+    if not namespace.available:
+        pytest.skip(str(namespace.available))
+    run_fresh(orders(namespace, FIRST))
 
 
 OTHER = """
@@ -128,7 +128,7 @@ assert not {{"lightning.pytorch", "pytorch_lightning"}} - {{"{package}"}} & set(
 
 @pytest.mark.slow
 def test_a_lightning_that_is_not_imported_stays_so() -> None:
-    packages = [flavor.package for flavor in FLAVORS if flavor.available]
+    packages = [namespace.package for namespace in NAMESPACES if namespace.available]
     codes = {}
     for package in packages:
         for pair in ((package, "lightning_ort"), ("lightning_ort", package)):
@@ -137,7 +137,7 @@ def test_a_lightning_that_is_not_imported_stays_so() -> None:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flavor]:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningNamespace]:
     """A Lightning of another name, which fails to import while its file `fails` exists."""
     package = tmp_path / "fake_lightning"
     package.mkdir()
@@ -145,20 +145,20 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flavor]:
     failing = "import pathlib\nif (pathlib.Path(__file__).parent / 'fails').exists(): raise RuntimeError('mine')\n"
     (package / "__init__.py").write_text(f"{failing}from fake_lightning import strategies")
     monkeypatch.syspath_prepend(tmp_path)
-    flavor = dataclasses.replace(LIGHTNING, package="fake_lightning")
-    monkeypatch.setattr(_registration, "FLAVORS", (flavor,))
+    namespace = dataclasses.replace(LIGHTNING, package="fake_lightning")
+    monkeypatch.setattr(_registration, "NAMESPACES", (namespace,))
     finders = list(sys.meta_path)
-    yield flavor
+    yield namespace
     sys.meta_path[:] = finders
     for name in [name for name in sys.modules if name.startswith("fake_lightning")]:
         del sys.modules[name]
 
 
-def hooks(flavor: Flavor) -> list[Any]:
-    return [finder for finder in sys.meta_path if getattr(finder, "name", None) == flavor.package]
+def hooks(namespace: LightningNamespace) -> list[Any]:
+    return [finder for finder in sys.meta_path if getattr(finder, "name", None) == namespace.package]
 
 
-def test_the_hook_goes_with_a_real_import_alone(fake: Flavor, tmp_path: Path) -> None:
+def test_the_hook_goes_with_a_real_import_alone(fake: LightningNamespace, tmp_path: Path) -> None:
     register_strategies()
     register_strategies()
     assert len(hooks(fake)) == 1
@@ -186,10 +186,10 @@ class Raises:
             raise ImportError("a finder of the user's")
 
 
-def test_the_hook_beside_other_finders(fake: Flavor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_beside_other_finders(fake: LightningNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     register_strategies()
     again = importlib.reload(importlib.import_module("lightning_ort._registration"))  # its class is another one
-    monkeypatch.setattr(again, "FLAVORS", (fake,))
+    monkeypatch.setattr(again, "NAMESPACES", (fake,))
     again.register_strategies()
     assert len(hooks(fake)) == 2
     sys.meta_path.insert(0, Raises())
@@ -201,7 +201,7 @@ def test_the_hook_beside_other_finders(fake: Flavor, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("registry", ["None", "object()", "1 / 0", "__import__('absent')"])
-def test_an_error_of_the_hook_stays_with_it(fake: Flavor, tmp_path: Path, registry: str) -> None:
+def test_an_error_of_the_hook_stays_with_it(fake: LightningNamespace, tmp_path: Path, registry: str) -> None:
     package = tmp_path / "fake_lightning"
     (package / "__init__.py").write_text("value = 1")
     (package / "strategies.py").write_text(f"StrategyRegistry = {registry}")
@@ -211,7 +211,7 @@ def test_an_error_of_the_hook_stays_with_it(fake: Flavor, tmp_path: Path, regist
     register_strategies()  # as when the package is imported later
 
 
-def test_lightning_that_is_forbidden(fake: Flavor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_that_is_forbidden(fake: LightningNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, fake.package, None)
     register_strategies()
     assert hooks(fake) == []
@@ -234,12 +234,12 @@ def test_names_are_those_that_the_classes_register() -> None:
                 entry["nothing"]
 
 
-@pytest.mark.parametrize("flavor", FLAVORS, ids=lambda flavor: flavor.package)
-def test_each_flavor_has_each_name(flavor: Flavor) -> None:
-    if not flavor.available:
-        pytest.skip(str(flavor.available))
-    theirs = importlib.import_module(f"{flavor.package}.strategies")
-    ours = importlib.import_module(flavor.strategies)
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=lambda namespace: namespace.package)
+def test_each_namespace_has_each_name(namespace: LightningNamespace) -> None:
+    if not namespace.available:
+        pytest.skip(str(namespace.available))
+    theirs = importlib.import_module(f"{namespace.package}.strategies")
+    ours = importlib.import_module(namespace.strategies)
     classes = [getattr(ours, name) for name in ours.__all__]
     assert {kind.strategy_name for kind in classes} == {kind.strategy_name for kind in strategies()}
     for kind in classes:
@@ -290,6 +290,6 @@ def test_top_level_names() -> None:
 def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning_ort
 
-    monkeypatch.setattr(Flavor, "available", False)
+    monkeypatch.setattr(LightningNamespace, "available", False)
     with pytest.raises(ModuleNotFoundError, match="need Lightning"):
         _ = lightning_ort.ORTStrategy

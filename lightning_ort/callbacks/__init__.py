@@ -14,7 +14,7 @@ __all__ = ["ORTOptimizer", "OnnxExport"]
 
 
 def __getattr__(name: str) -> Any:
-    # not imported at the top: the other flavor uses the mixins of this package, perhaps without `lightning` installed
+    # not imported at the top: the other namespace uses the mixins of this package, perhaps without `lightning` installed
     if name == "ORTOptimizer":
         from lightning_ort.callbacks.optimizer import ORTOptimizer
 

@@ -1,4 +1,4 @@
-"""The trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`, for both flavors of Lightning."""
+"""The trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`, for both namespaces of Lightning."""
 
 import logging
 from pathlib import Path

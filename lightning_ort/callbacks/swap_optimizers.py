@@ -1,13 +1,13 @@
-"""The optimizers of a fit by another implementation: :class:`SwapOptimizersCallback`, for both flavors of Lightning."""
+"""The optimizers of a fit by another implementation: :class:`SwapOptimizersCallback`, for both namespaces of Lightning."""
 
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_ort.optim import registry
-from lightning_ort.optim.hooks import OptimizerSwap
 from lightning_ort.optim.registry import OptimName
-from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin, swap_optimizers
+from lightning_ort.optim.swap import OptimizerSwap
+from lightning_ort.strategies.optimizers import SwapOptimizersMixin, swap_optimizers
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -20,11 +20,11 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
-from lightning_ort._imports import preferred_flavor
+from lightning_ort._imports import preferred_namespace
 from lightning_ort._text import PlainTable, console, plain
+from lightning_ort.cli.bench_worker import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 from lightning_ort.cli.load import load
-from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
-from lightning_ort.compiler.kernels import installed
+from lightning_ort.compiler.executors.ort.kernels import installed
 from lightning_ort.config import ORTConfig
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
@@ -216,7 +216,7 @@ def bench(
     for path, argument in ((module, "module"), (data, "data")):
         if path is not None:
             load(path, argument)  # an error now rather than in each process, which inherits what this has imported
-    __import__(preferred_flavor().package)
+    __import__(preferred_namespace().package)
     job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import say
-from lightning_ort.optim.flat_shards import read_directory
 from lightning_ort.optim.shard_files import NotTrusted
-from lightning_ort.strategies.atomic_checkpoints import save_atomically
+from lightning_ort.strategies.checkpoints import save_atomically
+from lightning_ort.strategies.deepspeed.states import read_directory
 
 
 def convert(directory: Path, output: Path, trust: bool = False) -> None:

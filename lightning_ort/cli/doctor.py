@@ -19,12 +19,12 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from lightning_ort._imports import FLAVORS
+from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
-from lightning_ort.compiler import kernels
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import why_not_trusted
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.strategies.host_memory import why_not_retained
 
 COMPROMISED = ("2.6.2", "2.6.3")
@@ -101,7 +101,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _lightning() -> Iterator[Finding]:
-    found = {flavor.distribution: kernels.installed(flavor.distribution) for flavor in FLAVORS}
+    found = {namespace.distribution: kernels.installed(namespace.distribution) for namespace in NAMESPACES}
     installed = {name: number for name, number in found.items() if number}
     if not installed:
         yield Finding("Lightning", "absent", "no strategies without it", "pip install lightning")

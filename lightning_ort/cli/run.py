@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from lightning_ort.strategies.start_again import started_by
+from lightning_ort.strategies.distributed.relaunch import started_by
 
 SUMMARY = "Run a script in which the strategies ort, ort_ddp, ort_zero1, ... are known by name."
 USAGE = f"""usage: lightning-ort run SCRIPT [ARGUMENT ...]

@@ -21,13 +21,18 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lightning_ort.compiler import cuda_graphs, forms, kernels, lowering, placement, session, support
+from lightning_ort.compiler import autotune as forms
+from lightning_ort.compiler import lowering
+from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
-from lightning_ort.compiler.cuda_graphs import RecordedSession
+from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
+from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
+from lightning_ort.compiler.executors.ort.session import RegionRejected
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
 from lightning_ort.compiler.linking import Placed, link
-from lightning_ort.compiler.partitioning import Region, demote, partition
-from lightning_ort.compiler.placement import Setup
+from lightning_ort.compiler.placer import Setup
+from lightning_ort.compiler.regions import Region, demote, partition
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -36,8 +41,6 @@ from lightning_ort.compiler.report import (
     ReasonType,
     RegionReport,
 )
-from lightning_ort.compiler.runtime import BoundSession, OrtRegion, TorchRegion
-from lightning_ort.compiler.session import RegionFailed
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -142,7 +145,7 @@ class ORTBackend:
 
     def _give_up(self, where: str, graphs: Sequence[GraphReport], error: Exception) -> None:
         """Report that a captured graph has failed while it ran, and is left to eager."""
-        reason = RegionFailed(ReasonType.RUN_FAILED, error).reason
+        reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
         for region in (region for graph in graphs for region in graph.regions):
             region.executor, region.reason = "torch", reason
         self.fall_back(where, reason)
@@ -169,7 +172,7 @@ class ORTBackend:
                 raise
             except Exception as error:  # a bug of ours must not lose the run
                 log.debug("compiling %s failed", name, exc_info=True)
-                reason = RegionFailed(ReasonType.CONVERSION_FAILED, error).reason
+                reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
                 nodes = [node for node in gm.graph.nodes if support.is_compute(node)]
                 graph.regions = [RegionReport("torch_0", "torch", len(nodes), _count(nodes), reason)]
                 self.fall_back(name, reason)
@@ -211,7 +214,7 @@ class ORTBackend:
                 where = f"{graph.name}/{region.name}"
                 try:
                     built[tuple(region.nodes)] = self._build(region, providers, device, where)
-                except RegionFailed as failure:
+                except RegionRejected as failure:
                     demote(region, supported, failure.reason)
                     if failure.timing is not None:
                         lost[tuple(region.nodes)] = failure.timing
@@ -279,7 +282,7 @@ class ORTBackend:
         """Convert a region, build its session, time it; what the cache has of that is not done again.
 
         Raises:
-            RegionFailed: If any of that fails, or the region is slower than torch.
+            RegionRejected: If any of that fails, or the region is slower than torch.
 
         """
         description = describe(region.module.graph)
@@ -290,7 +293,7 @@ class ORTBackend:
         elif kept is not None:
             try:
                 return self._build_from(kept, entry, description, region, providers, device, name)
-            except RegionFailed as failure:
+            except RegionRejected as failure:
                 if not failure.reason.type.is_failure:
                     raise
                 log.debug("cache entry %s is not used: %s", entry, failure)
@@ -340,7 +343,7 @@ class ORTBackend:
             self._cache.store(entry, Entry(model, timing))
         if timing.torch_ms is not None and timing.ort_ms is not None and timing.torch_ms < timing.ort_ms:
             text = f"{timing.ort_ms:.3f} ms on ONNX Runtime, {timing.torch_ms:.3f} ms in torch"
-            raise RegionFailed(ReasonType.SLOWER, text, timing)
+            raise RegionRejected(ReasonType.SLOWER, text, timing)
         compute = region.compute_nodes
         report = RegionReport(
             region.name,
@@ -365,13 +368,13 @@ class ORTBackend:
         """Return the timing of a region where it need not be timed, or was in an earlier run.
 
         Raises:
-            RegionFailed: If the static rule of deterministic mode leaves it to torch.
+            RegionRejected: If the static rule of deterministic mode leaves it to torch.
 
         """
         measured = self.config.placement == "measured"
         if torch.are_deterministic_algorithms_enabled():
             if measured and placement.loses_by_rule(region):
-                raise RegionFailed(ReasonType.STATIC_RULE, "no matrix product or convolution")
+                raise RegionRejected(ReasonType.STATIC_RULE, "no matrix product or convolution")
             return Timing(None, None, *candidates[0])
         if not measured and len(candidates) == 1:
             return Timing(None, None, *candidates[0])
@@ -393,7 +396,7 @@ class ORTBackend:
         """Time a region.
 
         Raises:
-            RegionFailed: If it does not run.
+            RegionRejected: If it does not run.
 
         """
         args = placement.samples(region)
@@ -404,12 +407,12 @@ class ORTBackend:
                     bind(setup)(*args)
                     sessions[setup] = bind(setup)
                 except Exception as error:  # it goes on without
-                    self._note(name, RegionFailed(ReasonType.NOT_RECORDED, error).reason)
+                    self._note(name, RegionRejected(ReasonType.NOT_RECORDED, error).reason)
             return placement.measure(sessions, self._torch_side(region, args, name), args)
-        except RegionFailed:
+        except RegionRejected:
             raise
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
-            raise RegionFailed(ReasonType.RUN_FAILED, error) from error
+            raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
     def _torch_side(self, region: Region, args: Sequence[Any], name: str) -> Callable[..., Any] | None:
         """What to time the sessions of a region against: nothing, where torch cannot run it on what is made up."""
@@ -418,7 +421,7 @@ class ORTBackend:
         try:
             region.module.forward(*args)
         except Exception as error:
-            self._note(name, RegionFailed(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}").reason)
+            self._note(name, RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}").reason)
             return None
         return region.module.forward
 

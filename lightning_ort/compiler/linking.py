@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler.partitioning import Partition, copy_with_views
-from lightning_ort.compiler.runtime import OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.ort.binding import OrtRegion, TorchRegion
+from lightning_ort.compiler.regions import Partition, copy_with_views
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
-from lightning_ort._imports import FLAVORS, ONNXSCRIPT
-from lightning_ort.compiler.conversion.graph import DTYPES
+from lightning_ort._imports import NAMESPACES, ONNXSCRIPT
+from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession
@@ -366,7 +366,7 @@ def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quanti
 
     versions = {"lightning_ort": lightning_ort.__version__}
     versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
-    versions |= {f.package: sys.modules[f.package].__version__ for f in FLAVORS if f.imported}
+    versions |= {f.package: sys.modules[f.package].__version__ for f in NAMESPACES if f.imported}
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "inputs": [described(value) for value in model.graph.inputs],

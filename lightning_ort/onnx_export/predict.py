@@ -1,4 +1,4 @@
-"""Prediction by an ONNX model: :class:`PredictorMixin`, for both flavors of Lightning."""
+"""Prediction by an ONNX model: :class:`PredictorMixin`, for both namespaces of Lightning."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

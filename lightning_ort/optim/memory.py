@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_type
-from lightning_ort.optim.hooks import EMBEDDINGS, OptimizerSwap
 from lightning_ort.optim.states import BNB_BLOCK
+from lightning_ort.optim.swap import EMBEDDINGS, OptimizerSwap
 
 _SCALE = 4  # bytes of a block's float32 scale
 _MIN_8BIT_SIZE = 4096  # bitsandbytes' and torchao's rule

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_ort._arguments import check_number, check_type
 from lightning_ort._text import PlainTable, rendered
-from lightning_ort.optim.hooks import EMBEDDINGS
+from lightning_ort.optim.swap import EMBEDDINGS
 
 
 class ParamGroups(list[dict[str, Any]]):

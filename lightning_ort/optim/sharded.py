@@ -8,8 +8,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ort.optim.hooks import become
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
+from lightning_ort.optim.swap import become
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice
-from lightning_ort.optim.hooks import OptimizerSwap
+from lightning_ort.optim.swap import OptimizerSwap
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import HalfPrecision as _HalfPrecision

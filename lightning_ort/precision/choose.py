@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_ort._imports import Flavor
+from lightning_ort._imports import LightningNamespace
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
@@ -20,7 +20,7 @@ class ChoosePrecisionMixin(_Strategy):
     Any other plugin stays, one of a class derived from ``MixedPrecision`` too.
     """
 
-    flavor: ClassVar[Flavor]
+    namespace: ClassVar[LightningNamespace]
 
     @property
     @override
@@ -30,6 +30,6 @@ class ChoosePrecisionMixin(_Strategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: "Precision | None") -> None:
         self._precision_plugin: Any = plugin
-        if type(plugin) is importlib.import_module(f"{self.flavor.package}.plugins.precision").MixedPrecision:
-            ours = importlib.import_module(f"{self.flavor.precision}.plugins").ORTMixedPrecision
+        if type(plugin) is importlib.import_module(f"{self.namespace.package}.plugins.precision").MixedPrecision:
+            ours = importlib.import_module(f"{self.namespace.precision}.plugins").ORTMixedPrecision
             self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

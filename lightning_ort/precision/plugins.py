@@ -6,7 +6,7 @@ from lightning.pytorch.plugins.precision import Precision as _Precision
 
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
-from lightning_ort.precision.scaled_steps import ScaledStepsMixin
+from lightning_ort.precision.mixed import ScaledStepsMixin
 
 
 class ORTMixedPrecision(ScaledStepsMixin, _MixedPrecision):

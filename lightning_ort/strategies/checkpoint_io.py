@@ -2,7 +2,7 @@
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_ort.strategies.atomic_checkpoints import AtomicSaveMixin
+from lightning_ort.strategies.checkpoints import AtomicSaveMixin
 
 
 class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):

@@ -6,13 +6,13 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_ort._imports import LIGHTNING, Flavor
+from lightning_ort._imports import LIGHTNING, LightningNamespace
 from lightning_ort.callbacks.optimizer import ORTOptimizer
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import ChoosePrecisionMixin
-from lightning_ort.strategies.data_parallel import DataParallelMixin, check_ddp_keywords
 from lightning_ort.strategies.host_memory import HostMemory
+from lightning_ort.strategies.parallel import DataParallelMixin, check_ddp_keywords
 
 _DEFAULT = ORTConfig()
 
@@ -35,7 +35,7 @@ class ORTDDPStrategy(ChoosePrecisionMixin, DataParallelMixin, DDPStrategy):
     """
 
     strategy_name = "ort_ddp"
-    flavor: ClassVar[Flavor] = LIGHTNING
+    namespace: ClassVar[LightningNamespace] = LIGHTNING
 
     def __init__(
         self,

@@ -15,9 +15,10 @@ import yaml
 from running import is_running
 from torch import nn
 
-from lightning_ort._imports import preferred_flavor
-from lightning_ort.cli import bench, main, turns
-from lightning_ort.cli.turns import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+from lightning_ort._imports import preferred_namespace
+from lightning_ort.cli import bench, main
+from lightning_ort.cli import bench_worker as turns
+from lightning_ort.cli.bench_worker import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
@@ -49,7 +50,7 @@ def test_variants_are_written_as_they_are_read(text: str, expected: Variant) -> 
 )
 def test_engines_of_the_strategy(text: str, config: dict[str, str], engine: str, tmp_path: Path) -> None:
     job = turns.Job(f"{MODULES}:Small", ort_config=config)
-    strategy = turns._settings(job, Variant.parse(text), preferred_flavor(), tmp_path)["strategy"]
+    strategy = turns._settings(job, Variant.parse(text), preferred_namespace(), tmp_path)["strategy"]
     assert strategy.ort_config.engine == engine
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_ort.cli.doctor  # noqa: F401  (before anything is faked)
 from lightning_ort.cli import main
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 
 Faked = Callable[[dict[str, str | None]], None]
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
-from lightning_ort.cli.turns import Job, Turn, Variant
+from lightning_ort.cli.bench_worker import Job, Turn, Variant
 from lightning_ort.compiler.cache import Cache, Entry, Timing
 from lightning_ort.compiler.report import (
     CompileReport,

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 import lightning_ort
 from lightning_ort.cli import main
-from lightning_ort.strategies import start_again
+from lightning_ort.strategies.distributed import relaunch as start_again
 
 PROJECT = Path(__file__).with_name("cli_project.py")
 RUN = ("-m", "lightning_ort", "run")

@@ -16,9 +16,11 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cache, cache_folder, placement, session, support
+from lightning_ort.compiler import cache, cache_folder
+from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe
+from lightning_ort.compiler.executors.ort import session, support
 
 
 def mlp() -> nn.Module:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cuda_graphs, placement
+from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cuda_graphs import RecordedSession
+from lightning_ort.compiler.executors.ort import cuda_graphs
+from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
 from lightning_ort.compiler.report import ReasonType
 
 MEASURE = placement.measure

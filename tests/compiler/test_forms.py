@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ort.compiler import forms, placement
+from lightning_ort.compiler import autotune as forms
+from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.conversion.graph import forms_of
-from lightning_ort.compiler.conversion.registry import EXPANDED, FORMS
-from lightning_ort.compiler.kernels import Kernels
+from lightning_ort.compiler.executors.ort.conversion.graph import forms_of
+from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, FORMS
+from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import ORTConfig
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler import masks
+from lightning_ort.compiler import mask_prefetcher as masks
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.config import ORTConfig
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.report import GraphReport
 from tests.conversion import harness
 from tests.conversion.core_op_samples import SAMPLES, Call

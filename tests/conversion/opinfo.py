@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 from tests.conversion.opinfo_cases import LAYOUTS, OPS
 from tests.conversion.opinfo_check import Outcome, Status
 from tests.conversion.opinfo_known import explained

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_ort.compiler import kernels
-from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
+from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS, GraphBuilder
 from tests.conversion import conformance
 from tests.conversion.core_op_samples import SAMPLES
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS, GraphBuilder
 from tests.conversion import opinfo, opinfo_run
 from tests.conversion.opinfo_cases import OPS, case_of, samples
 from tests.conversion.opinfo_check import Outcome, Status, check

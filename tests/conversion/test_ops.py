@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 from tests.conversion.harness import TOLERANCES, check
 from tests.conversion.op_table import TABLE, Op
 from tests.conversion.samples import build

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.report import CompileReport, Reason
 from tests.models.zoo import MODELS, Batch, Made, Model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_ort.compiler.conversion import CONVERTERS, GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS, GraphBuilder
 from tests.models import conformance
 from tests.models.zoo import MODELS
 

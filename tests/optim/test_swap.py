@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ort.optim import hooks
+from lightning_ort.optim import swap as hooks
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
-from lightning_ort.optim.hooks import OptimizerSwap
+from lightning_ort.optim.swap import OptimizerSwap
 
 CPU = torch.device("cpu")
 bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

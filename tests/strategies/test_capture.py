@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import kernels
 from lightning_ort.compiler.backend import ORTFallbackError
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
 
 
@@ -213,7 +213,7 @@ def test_recompiling_step_becomes_modules(make_trainer: Callable[..., Any]) -> N
 def test_recompiling_step_under_step(
     make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_ort.strategies.compile_steps._RECOMPILE_LIMIT", 5)
+    monkeypatch.setattr("lightning_ort.strategies.capture.steps._RECOMPILE_LIMIT", 5)
     plain, module = Appends(), Appends()
     fit(plain, "auto", make_trainer, max_epochs=2)
     report = fit(module, always(capture="step"), make_trainer, max_epochs=2)

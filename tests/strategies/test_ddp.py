@@ -15,8 +15,8 @@ from processes import START, Recorded, fit
 from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies import agreed_placement
-from lightning_ort.strategies.step_trial import StepTrial
+from lightning_ort.strategies.capture.autotuner import StepAutotuner
+from lightning_ort.strategies.distributed import shared_timings as agreed_placement
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:
@@ -113,7 +113,7 @@ def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp
         for name in ("first", "second"):
             ms = next(times)
             patched = property(lambda self, ms=ms: dict(zip(self._samples, (ms, 3 * ms), strict=True)))
-            StepTrial.milliseconds = patched  # type: ignore[method-assign]
+            StepAutotuner.milliseconds = patched  # type: ignore[method-assign]
             strategy = ORTDDPStrategy(config={"placement": "measured"})
             trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0)
             trainer.fit(Long(folder, name))

@@ -14,7 +14,7 @@ from processes import START, Recorded, fit
 from torch import nn
 
 from lightning_ort import ORTDDPStrategy, ORTZeRO1Strategy
-from lightning_ort.optim.flat_shards import read_directory
+from lightning_ort.strategies.deepspeed.states import read_directory
 
 pytest.importorskip("deepspeed")
 

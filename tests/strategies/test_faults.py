@@ -17,9 +17,9 @@ from fault_runs import Run, Slow, train
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
-from lightning_ort.strategies import atomic_checkpoints
-from lightning_ort.strategies.atomic_checkpoints import save_atomically
+from lightning_ort.strategies import checkpoints as atomic_checkpoints
 from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_ort.strategies.checkpoints import save_atomically
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 

@@ -11,7 +11,7 @@ from small_modules import Small, loader
 from torch import nn
 
 from lightning_ort import ORTDDPStrategy, ORTMatmulPrecision, ORTStrategy, ORTZeRO1Strategy
-from lightning_ort.compiler import kernels
+from lightning_ort.compiler.executors.ort import kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
-from lightning_ort.strategies import give_report
+from lightning_ort.strategies import run_report as give_report
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:

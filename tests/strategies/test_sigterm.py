@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies import agreed_stop
 from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
-from lightning_ort.strategies.faults import SIGTERM_CHECKPOINT, STATUS
+from lightning_ort.strategies.distributed import sigterm as agreed_stop
+from lightning_ort.strategies.distributed.fault_tolerance import SIGTERM_CHECKPOINT, STATUS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 STEPS = 40

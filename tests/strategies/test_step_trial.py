@@ -13,12 +13,12 @@ import torch._inductor.compile_fx
 from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import placement
+from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.compiler.runtime import BoundSession
-from lightning_ort.strategies import step_trial
-from lightning_ort.strategies.step_trial import MAX_ROUNDS, ROUNDS, StepTrial
+from lightning_ort.strategies.capture import autotuner as step_trial
+from lightning_ort.strategies.capture.autotuner import MAX_ROUNDS, ROUNDS, StepAutotuner
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
@@ -107,10 +107,10 @@ def test_nothing_is_tried_where_timing_does_not_decide(
     assert report.steps == []
 
 
-def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled: int) -> StepTrial:
+def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled: int) -> StepAutotuner:
     now = 0.0
     monkeypatch.setattr(step_trial.time, "perf_counter", lambda: now)
-    trial = StepTrial(("ort", "torch"), lambda: None)
+    trial = StepAutotuner(("ort", "torch"), lambda: None)
     for index in range(100):
         engine = trial.next()
         if trial.over:
@@ -138,7 +138,7 @@ def test_a_close_trial_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = StepTrial(("ort", "torch"), lambda: None)
+    trial = StepAutotuner(("ort", "torch"), lambda: None)
     trial.next()
     with suppress(ValueError), trial.clock():
         raise ValueError
@@ -148,7 +148,7 @@ def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_is_dropped_does_not_count() -> None:
-    trial = StepTrial(("ort", "torch", "inductor"), lambda: None)
+    trial = StepAutotuner(("ort", "torch", "inductor"), lambda: None)
     assert [trial.next() for _ in range(4)] == ["ort", "torch", "inductor", "ort"]
     assert [trial.next() for _ in range(2)] == ["torch", "inductor"]
     trial.drop("inductor")

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.runtime import BoundSession
+from lightning_ort.compiler.executors.ort.binding import BoundSession
 
 # --- the loop
 

@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from pytorch_lightning.strategies import DeepSpeedStrategy
 
-from lightning_ort._imports import PYTORCH_LIGHTNING, Flavor
+from lightning_ort._imports import PYTORCH_LIGHTNING, LightningNamespace
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
-from lightning_ort.strategies.data_parallel import DataParallelMixin
-from lightning_ort.strategies.deepspeed_zero import CheckpointForm, DeepSpeedZeRO1Mixin
+from lightning_ort.strategies.deepspeed.mixin import CheckpointForm, DeepSpeedZeRO1Mixin
 from lightning_ort.strategies.host_memory import HostMemory
+from lightning_ort.strategies.parallel import DataParallelMixin
 
 _DEFAULT = ORTConfig()
 
@@ -51,7 +51,7 @@ class ORTZeRO1Strategy(DataParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy
     """
 
     strategy_name = "ort_zero1"
-    flavor: ClassVar[Flavor] = PYTORCH_LIGHTNING
+    namespace: ClassVar[LightningNamespace] = PYTORCH_LIGHTNING
     stock: ClassVar[type] = DeepSpeedStrategy
 
     def __init__(

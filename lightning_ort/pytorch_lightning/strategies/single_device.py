@@ -8,23 +8,23 @@ from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from lightning_ort._imports import PYTORCH_LIGHTNING, Flavor
+from lightning_ort._imports import PYTORCH_LIGHTNING, LightningNamespace
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.pytorch_lightning.callbacks.optimizer import ORTOptimizer
-from lightning_ort.strategies.atomic_checkpoints import AtomicCheckpointsMixin
-from lightning_ort.strategies.compile_steps import CompiledStepsMixin
+from lightning_ort.strategies.auto_device import AutoDeviceMixin
+from lightning_ort.strategies.capture.steps import CompiledStepsMixin
+from lightning_ort.strategies.checkpoints import AtomicCheckpointsMixin
 from lightning_ort.strategies.host_memory import HostMemory, HostMemoryMixin
-from lightning_ort.strategies.one_device import OneDeviceMixin
-from lightning_ort.strategies.swap_optimizers import SwapOptimizersMixin
+from lightning_ort.strategies.optimizers import SwapOptimizersMixin
 
 _DEFAULT = ORTConfig()
 
 
 class ORTStrategy(
     ChoosePrecisionMixin,
-    OneDeviceMixin,
+    AutoDeviceMixin,
     HostMemoryMixin,
     AtomicCheckpointsMixin,
     SwapOptimizersMixin,
@@ -54,7 +54,7 @@ class ORTStrategy(
     """
 
     strategy_name = "ort"
-    flavor: ClassVar[Flavor] = PYTORCH_LIGHTNING
+    namespace: ClassVar[LightningNamespace] = PYTORCH_LIGHTNING
 
     def __init__(
         self,

@@ -1,0 +1,371 @@
+"""Trainers that take turns: each in a process of its own, doing as many steps as it is told to."""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ort._imports import NAMESPACES, LightningNamespace, preferred_namespace
+from lightning_ort.cli.load import load
+from lightning_ort.compiler.report import CompileReport
+from lightning_ort.optim.registry import check_name
+from lightning_ort.strategies.capture.shims import ModulePatches, callable_children
+
+ENGINES = ("stock", "compile", "ort", "auto")
+MATMUL_PRECISIONS = ("high", "medium")
+_MANY = 1_000_000  # steps: training ends when the last turn is over, but a schedule may ask how many there will be
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train a module, written ``ENGINE[+OPTIM][@PRECISION]``.
+
+    Args:
+        engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same, and ``torch.compile`` for the module's
+            children), ``"ort"`` or ``"auto"`` (the same with ``ORTConfig(engine="auto")``).
+        optim: An implementation of the optimizer, as in ``ORTStrategy(optim=...)``. Left out, it is ``"auto"`` under
+            ``"ort"`` and ``"auto"``, and what the module configures elsewhere.
+        precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for float32 with
+            :class:`~lightning_ort.ORTMatmulPrecision`. Left out, it is the Trainer's default, or the configuration's.
+
+    """
+
+    engine: str
+    optim: str | None = None
+    precision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Variant":
+        """Read the written form.
+
+        Raises:
+            ValueError: If the engine or the optimizer is unknown.
+
+        """
+        rest, _, precision = text.partition("@")
+        engine, _, optim = rest.partition("+")
+        if engine not in ENGINES:
+            raise ValueError(
+                f"Variant {text!r}: {engine!r} is no engine; allowed are {', '.join(ENGINES)}. "
+                "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
+            )
+        if optim:
+            check_name(optim, f"variant {text!r}: optim")
+        return cls(engine, optim or None, precision or None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the strategy is ours."""
+        return self.engine in ("ort", "auto")
+
+    def __str__(self) -> str:
+        optim = f"+{self.optim}" if self.optim else ""
+        return f"{self.engine}{optim}" + (f"@{self.precision}" if self.precision else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Args:
+        module: Path of what makes the LightningModule, see :func:`~lightning_ort.cli.load.load`.
+        args: Keyword arguments for it.
+        data: Path of what makes the data, anything that ``Trainer.fit`` takes; None if the module has its own.
+        data_args: Keyword arguments for it.
+        config: A LightningCLI configuration, which has the arguments then.
+        accelerator: The Trainer's, where there is no configuration.
+        seed: For random weights and the order of the data.
+        ort_config: Settings of ``ORTStrategy``.
+
+    """
+
+    module: str | None
+    args: dict[str, Any] = field(default_factory=dict)
+    data: str | None = None
+    data_args: dict[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    accelerator: str = "auto"
+    seed: int = 0
+    ort_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a Trainer.
+
+    Args:
+        step_seconds: Mean over the turn's batches, with all that the Trainer does between them except validation.
+        losses: Of each batch; empty if the module returns none.
+        peak_bytes: The most memory so far: of the device where that is a GPU, else of the process. None if the system
+            does not tell.
+
+    """
+
+    step_seconds: float
+    losses: list[float]
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished Trainer's strategy reports, if it is one of ours.
+
+    Args:
+        ort_node_fraction: Share of the compute nodes on ONNX Runtime.
+        ort_runs: How often ONNX Runtime ran a region.
+        optimizers: A line for each optimizer.
+
+    """
+
+    ort_node_fraction: float | None = None
+    ort_runs: int = 0
+    optimizers: list[str] = field(default_factory=list)
+
+
+_ours: set[Connection] = set()  # this process's ends of the connections to its Trainers
+
+
+class VariantFailed(RuntimeError):
+    """A Trainer that cannot train, with its own error as the message."""
+
+
+class TurnTaker:
+    """A process with a Trainer, which waits until it is told to do some steps.
+
+    Args:
+        job: What is trained.
+        variant: How.
+        folder: A folder for what the Trainer writes and, in ``log.txt``, prints.
+
+    """
+
+    def __init__(self, job: Job, variant: Variant, folder: Path) -> None:
+        # a forked process need not import everything again, but cannot use CUDA where the parent has looked for it
+        forks = sys.platform == "linux" and torch.version.cuda is None
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        self._connection, theirs = context.Pipe()
+        self._log = folder / "log.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        _ours.add(self._connection)
+        self._process = context.Process(target=_serve, args=(job, variant, folder, self._log, theirs))
+        self._process.start()
+        theirs.close()
+
+    def turn(self, steps: int) -> Turn:
+        """Do this many steps.
+
+        Raises:
+            VariantFailed: If the Trainer fails, or ends before it has done them.
+
+        """
+        answer = self._ask(steps)
+        if not isinstance(answer, Turn):
+            raise VariantFailed(f"training ended by itself before it had done {steps} steps more")
+        return answer
+
+    def finish(self) -> Summary:
+        """End training."""
+        answer = self._ask(0)
+        self.stop()
+        assert isinstance(answer, Summary)
+        return answer
+
+    def stop(self) -> None:
+        """End the process, at once."""
+        _ours.discard(self._connection)
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def _ask(self, steps: int) -> Turn | Summary:
+        try:
+            self._connection.send(steps)
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise VariantFailed(f"its process ended with code {self._process.exitcode}; see {self._log}") from None
+        if isinstance(answer, VariantFailed):
+            raise answer
+        return answer
+
+
+def _serve(job: Job, variant: Variant, folder: Path, log: Path, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    for end in _ours:  # which a forked process has too: while it is open, nobody notices that the parent has gone
+        end.close()
+    with log.open("w", buffering=1) as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    try:
+        connection.send(_fit(job, variant, connection, folder))
+    except (EOFError, ConnectionError):
+        pass  # the parent has gone
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        first = next(iter(str(error).strip().splitlines()), "")  # of what may be a page; the log has it all
+        connection.send(VariantFailed(f"{type(error).__name__}: {first}"))
+
+
+def _fit(job: Job, variant: Variant, connection: Connection, folder: Path) -> Summary:
+    steps = connection.recv()
+    make = load(job.module, "module") if job.module else None
+    namespace = _namespace_of(make) if isinstance(make, type) else preferred_namespace()
+    if job.config is not None:
+        turns = _turns(namespace, connection, steps)
+        trainer = _fit_configured(job, variant, namespace, turns, folder)
+    else:
+        assert make is not None
+        importlib.import_module(namespace.package).seed_everything(job.seed, workers=True, verbose=False)
+        module = make(**job.args)
+        namespace = _namespace_of(type(module))
+        data = load(job.data, "data")(**job.data_args) if job.data else None
+        turns = _turns(namespace, connection, steps)
+        settings = _settings(job, variant, namespace, folder)
+        callbacks = [turns, *_callbacks(variant, namespace)]
+        trainer = importlib.import_module(namespace.package).Trainer(
+            accelerator=job.accelerator, logger=False, enable_checkpointing=False, callbacks=callbacks, **settings
+        )
+        trainer.fit(_compiled(module, variant), data)
+    report = getattr(trainer.strategy, "report", None)
+    if not isinstance(report, CompileReport):  # Lightning's own strategies have none
+        return Summary()
+    return Summary(report.ort_node_fraction, report.ort_runs, [str(line) for line in report.optimizers])
+
+
+def _fit_configured(job: Job, variant: Variant, namespace: LightningNamespace, turns: Any, folder: Path) -> Any:
+    """Do what ``python project.py fit --config`` does, with this variant's settings in place of the file's."""
+    cli = importlib.import_module(f"{namespace.package}.cli")
+
+    class Cli(cli.LightningCLI):  # type: ignore[name-defined]
+        model: Any
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            return super().instantiate_trainer(**kwargs, **_settings(job, variant, namespace, folder))
+
+        def before_fit(self) -> None:
+            self.model = _compiled(self.model, variant)
+
+    return Cli(
+        load(job.module, "module") if job.module else None,
+        load(job.data, "data") if job.data else None,
+        save_config_callback=None,
+        trainer_defaults={"callbacks": [turns, *_callbacks(variant, namespace)]},
+        args=["fit", f"--config={job.config}", f"--seed_everything={job.seed}"],
+    ).trainer
+
+
+def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder: Path) -> dict[str, Any]:
+    """Return the Trainer's arguments that a variant decides."""
+    strategies = importlib.import_module(namespace.strategies)
+    settings: dict[str, Any] = {
+        "strategy": "auto",
+        "devices": 1,
+        "num_nodes": 1,
+        "min_epochs": 0,
+        "max_epochs": -1,
+        "min_steps": None,
+        "max_steps": _MANY,
+        "default_root_dir": folder,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    if variant.is_ours:
+        config = job.ort_config | ({"engine": "auto"} if variant.engine == "auto" else {})
+        settings["strategy"] = strategies.ORTStrategy(config=config, optim=variant.optim or "auto")
+    if variant.precision in MATMUL_PRECISIONS:
+        plugins = importlib.import_module(f"{namespace.precision}.plugins")
+        settings.update(precision=None, plugins=[plugins.ORTMatmulPrecision(variant.precision)])
+    elif variant.precision is not None:
+        settings["precision"] = variant.precision
+    return settings
+
+
+def _callbacks(variant: Variant, namespace: LightningNamespace) -> list[Any]:
+    if variant.is_ours or variant.optim is None:
+        return []
+    return [importlib.import_module(namespace.callbacks).ORTOptimizer(variant.optim)]
+
+
+def _compiled(module: Any, variant: Variant) -> Any:
+    if variant.engine == "compile":
+        # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
+        # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
+        ModulePatches(callable_children(module), partial(torch.compile, isolate_recompiles=True)).apply()
+    return module
+
+
+def _namespace_of(kind: type) -> LightningNamespace:
+    for namespace in NAMESPACES:
+        if any(base.__module__.startswith(f"{namespace.package}.") for base in kind.__mro__):
+            return namespace
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no LightningModule: name a class or function that is.")
+
+
+def _turns(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
+    callback = importlib.import_module(f"{namespace.package}.callbacks").Callback
+    return type("Turns", (_Turns, callback), {})(connection, steps)
+
+
+class _Turns:
+    """Ends each turn by sending what it took, and waits for the next."""
+
+    def __init__(self, connection: Connection, steps: int) -> None:
+        self._connection, self._steps = connection, steps
+        self._begin()
+
+    def _begin(self) -> None:
+        self._losses: list[Tensor] = []
+        self._done = 0
+        self._start = time.perf_counter()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock."""
+        self._begin()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock."""
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Go on where it was stopped."""
+        self._start += time.perf_counter() - self._validation_start
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        """Take the loss; wait if the turn is over."""
+        self._done += 1
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach().clone())
+        if self._done < self._steps:
+            return
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - self._start) / self._done
+        self._connection.send(Turn(seconds, [loss.item() for loss in self._losses], _peak_bytes(device)))
+        self._steps = self._connection.recv()
+        trainer.should_stop = self._steps == 0
+        self._begin()
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,1 @@
+"""Who can run a region: ONNX Runtime, torch."""

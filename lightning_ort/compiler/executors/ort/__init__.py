@@ -1,0 +1,1 @@
+"""ONNX Runtime as an executor of regions."""
