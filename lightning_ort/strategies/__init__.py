@@ -36,7 +36,7 @@ _MODULES = {
     "ORTDDPStrategy": "ddp",
     "ORTNativeZeRO1Strategy": "zero",
     "ORTStrategy": "single_device",
-    "ORTZeRO1Strategy": "deepspeed",
+    "ORTZeRO1Strategy": "deepspeed_strategy",
 }
 
 
