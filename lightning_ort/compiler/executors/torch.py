@@ -6,8 +6,8 @@ from typing import Any
 from torch import fx, ops
 
 from lightning_ort.compiler import mask_prefetcher as masks
-from lightning_ort.compiler.executors.ort.support import is_static
-from lightning_ort.compiler.regions import Region, is_random
+from lightning_ort.compiler.nodes import is_random, is_static
+from lightning_ort.compiler.regions import Region
 
 aten = ops.aten
 

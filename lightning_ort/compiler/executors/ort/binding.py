@@ -14,8 +14,8 @@ from torch._prims_common import is_contiguous_or_false
 
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.graph import dtype_of, element_type, input_dtype
-from lightning_ort.compiler.executors.ort.support import is_static
 from lightning_ort.compiler.layouts import in_order, memory_order
+from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.output_shapes import output_sizes
 from lightning_ort.compiler.regions import Region
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
-from lightning_ort.compiler.executors.ort.support import values_of
+from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.regions import Region, RegionRejected
 from lightning_ort.compiler.report import ReasonType
 
