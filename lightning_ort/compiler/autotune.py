@@ -21,7 +21,7 @@ from lightning_ort.compiler import regions as partitioning
 from lightning_ort.compiler.cache import Cache, describe
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.executors.ort.conversion.graph import FORM, forms_of
+from lightning_ort.compiler.executors.ort.conversion.graph import VARIANT, variants_of
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.session import RegionRejected
 from lightning_ort.compiler.executors.ort.support import Support, is_view, values_of
@@ -67,7 +67,7 @@ class Forms:
         """
         views = {node for node in support if is_view(node)}
         for node in [node for node, answer in support.items() if answer.ok and _is_large(node)]:
-            forms = forms_of(node, self.kernels)
+            forms = variants_of(node, self.kernels)
             if not forms:
                 continue
             region = Region(1, [node, *(user for user in node.users if user.target is operator.getitem)])
@@ -84,7 +84,7 @@ class Forms:
                 text = f"{node.target} alone: {measured[best]:.3f} ms on ONNX Runtime, {times[TORCH]:.3f} ms in torch"
                 partitioning.demote(region, support, Reason(ReasonType.SLOWER, text))
             else:
-                node.meta[FORM] = best
+                node.meta[VARIANT] = best
 
     def _time(self, region: Region, forms: tuple[str, ...]) -> dict[str, float]:
         """Return the median time of each form that runs and is another one, and of torch's kernel, in ms."""
@@ -92,7 +92,7 @@ class Forms:
         candidates: dict[str, Callable[..., object]] = {}
         models: set[bytes] = set()
         for form in forms:
-            node.meta[FORM] = form
+            node.meta[VARIANT] = form
             try:
                 model = session.convert(region, self.kernels, region.name).SerializeToString()
                 if model not in models:  # as the kernel of gelu's other form is

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES, GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.layouts import IN_ORDER
