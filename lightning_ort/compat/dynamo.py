@@ -15,6 +15,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
 from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
@@ -229,3 +230,11 @@ def release_backend(backend: Any) -> None:
     for key, kept in list(eval_frame.cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend:
             eval_frame.cached_backends.pop(key, None)
+
+
+# The backend
+
+
+def aot_backend(**options: Any) -> Callable[..., Any]:
+    """Return a backend that compiles ATen graphs, forward and backward, with these compilers (torch 2.13)."""
+    return aot_autograd(**options)

@@ -19,9 +19,8 @@ from torch import fx
 from lightning_ort.compiler import openmp, timing
 from lightning_ort.compiler.cache import Cache, describe
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.executors.ort.conversion.graph import VARIANT
 from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import is_view, values_of
+from lightning_ort.compiler.nodes import VARIANT, is_view, values_of
 from lightning_ort.compiler.regions import TORCH, Candidates, Region, RegionRejected, finalize_region
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -74,7 +73,7 @@ class OpAutotuner:
                 node.meta[VARIANT] = best
 
     def _time(self, region: Region, variants: Sequence[str]) -> dict[str, float]:
-        """Return the median time in ms of each variant that works and differs from the others, and of torch's kernel."""
+        """Return the times in ms of torch's kernel and of each variant that works and differs from the others."""
         (node,) = region.module.graph.find_nodes(op="call_function", target=region.nodes[0].target)
         calls: dict[str, Callable[..., Any]] = {}
         artifacts: set[bytes] = set()

@@ -36,10 +36,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE, FORM
-from lightning_ort.compiler.executors.ort.support import Support
-from lightning_ort.compiler.nodes import values_of
-from lightning_ort.compiler.regions import Timing
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, values_of
+from lightning_ort.compiler.regions import Support, Timing
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import MAX_THREADS
 
@@ -239,7 +237,7 @@ def describe(graph: fx.Graph) -> str:
         called = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Named(numbers[source]))
         made = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        ways = f"{node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
+        ways = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
         lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made} {ways}")
     return "\n".join(lines)
 

@@ -12,6 +12,10 @@ from lightning_ort.compiler.layouts import IN_ORDER
 
 aten = torch.ops.aten
 
+# Keys of a node's meta that say how to convert it
+ANY_BYTE = "any_byte"  # of booleans: true may be any number but 0 in memory, where onnxruntime expects 1
+VARIANT = "variant"  # which variant of its op it is
+
 # Executors run views inside a region; a view alone is no reason to make one.
 VIEWS = {
     aten.view.default,

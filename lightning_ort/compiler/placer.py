@@ -197,20 +197,20 @@ class RegionBuilder:
         artifact = self._executor.convert(self._region) if entry is None else entry.model
         self._executor.save(artifact, self._where)
         build = functools.cache(functools.partial(self._executor.build, self._region, artifact))
-        timing = known or self._time(build)
-        if timing.ms:
-            agreed = self._placer.agree(self._fingerprint, dataclasses.asdict(timing))
-            timing = Timing(agreed["ms"], Variant(**agreed["variant"]))
+        times = known or self._time(build)
+        if times.ms:
+            agreed = self._placer.agree(self._fingerprint, dataclasses.asdict(times))
+            times = Timing(agreed["ms"], Variant(**agreed["variant"]))
         cached = entry is not None and known is not None
         if not cached:
-            self._placer.cache.store(self._entry_name, Entry(artifact, timing))
-        own, in_torch = timing.ms.get(self._executor.name), timing.ms.get(TORCH)
+            self._placer.cache.store(self._entry_name, Entry(artifact, times))
+        own, in_torch = times.ms.get(self._executor.name), times.ms.get(TORCH)
         if own is not None and in_torch is not None and in_torch < own:
             text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
-            raise RegionRejected(ReasonType.SLOWER, text, timing)
-        report = region_report(self._region, ms=dict(timing.ms), cached=cached, **dataclasses.asdict(timing.variant))
+            raise RegionRejected(ReasonType.SLOWER, text, times)
+        report = region_report(self._region, ms=dict(times.ms), cached=cached, **dataclasses.asdict(times.variant))
         on_failure = functools.partial(self._placer.fall_back, self._where)
-        return GuardedRegion(self._region, build(timing.variant), report, on_failure, self._config.check_against_eager)
+        return GuardedRegion(self._region, build(times.variant), report, on_failure, self._config.check_against_eager)
 
     def _known_timing(self, entry: Entry | None) -> Timing | None:
         """Return the timing of a region that need not be timed, or was in an earlier run.
@@ -276,9 +276,9 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     """Report why a region runs in torch: the commonest reason, and one for each op."""
     own_reasons = [(node, reasons[node]) for node in region.compute_nodes if node in reasons]
     ms: Counter[str] = Counter()
-    for (_, *nodes), timing in lost.items():
+    for (_, *nodes), times in lost.items():
         if set(region.nodes).issuperset(nodes):
-            ms.update(timing.ms)
+            ms.update(times.ms)
     return region_report(
         region,
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,

@@ -52,8 +52,9 @@ class Candidates:
         """Collect the answers of executors, which are in order of preference."""
         candidates = cls({node: [name for name in answers if answers[name][node].ok] + [TORCH] for node in nodes})
         for node in nodes:
-            refusals = [answers[name][node].reason for name in answers]
-            candidates.reasons.update({node: reason for reason in reversed(refusals) if reason is not None})
+            refusals = [reason for name in answers if (reason := answers[name][node].reason) is not None]
+            if refusals:
+                candidates.reasons[node] = refusals[0]
         return candidates
 
     def demote(self, region: "Region", reason: Reason) -> None:
@@ -216,9 +217,7 @@ def _assign(candidates: Candidates, unassigned_views: set[fx.Node]) -> list[Regi
     return sorted(regions.values(), key=lambda region: region.level)
 
 
-def finalize_region(
-    region: Region, gm: fx.GraphModule, unassigned_views: set[fx.Node], candidates: Candidates
-) -> None:
+def finalize_region(region: Region, gm: fx.GraphModule, unassigned_views: set[fx.Node], candidates: Candidates) -> None:
     """Find what a region reads and returns, and make its module."""
     own = set(region.nodes)
 

@@ -66,7 +66,10 @@ def measure(
         return Timing({}, variants[0])
     medians = race(candidates, args)
     fastest = min(variants, key=medians.__getitem__)
-    return Timing({name: medians[key] for name, key in ((executor, fastest), (TORCH, TORCH)) if key in medians}, fastest)
+    ms = {executor: medians[fastest]}
+    if TORCH in medians:
+        ms[TORCH] = medians[TORCH]
+    return Timing(ms, fastest)
 
 
 def warm_up(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort._arguments import check_path, passed
-from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES, element_type
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
 from lightning_ort.compiler.executors.ort.kernels import import_onnxruntime
 from lightning_ort.compiler.executors.ort.session import session_options, why_not_on
 from lightning_ort.onnx_export.signature import Structure, restored

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_ort.compiler import autotune as forms
 from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.ort.conversion.graph import forms_of
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, FORMS
+from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
+from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, VARIANTS
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import ORTConfig
@@ -60,7 +60,7 @@ def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 CASES = [
     pytest.param(op, form, id=f"{op.name()}-{form}")
     for op in FUNCTIONS
-    for form in (*forms_of(torch.fx.Graph().call_function(op), KERNELS), forms.TORCH)
+    for form in (*variants_of(torch.fx.Graph().call_function(op), KERNELS), forms.TORCH)
     if form != "FastGeluGrad"  # of the tanh form
 ]
 
@@ -137,6 +137,6 @@ def test_the_processes_of_a_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forms_are_kernels_that_are_known() -> None:
-    for listed in FORMS.values():
+    for listed in VARIANTS.values():
         for form in listed:
             assert form == EXPANDED or isinstance(KERNELS.has_training(form), bool)  # KeyError: nobody knows it

@@ -70,7 +70,7 @@ class Executor(ABC):
         """Return why a cached artifact cannot have been written by :meth:`convert`, or ``None``."""
         return None
 
-    def save(self, artifact: bytes, name: str) -> None:
+    def save(self, artifact: bytes, name: str) -> None:  # noqa: B027  (most executors have no such option)
         """Write the artifact of a region to a file for the user, if the config says so."""
 
     @abstractmethod
