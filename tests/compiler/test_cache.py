@@ -16,11 +16,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cache, cache_folder
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import cache, cache_folder, timing
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache import Cache, Entry, Timing, describe
+from lightning_ort.compiler.cache import Cache, Entry, describe
 from lightning_ort.compiler.executors.ort import session, support
+from lightning_ort.compiler.regions import Timing, Variant
+
+TIMING = Timing({"ort": 1.0, "torch": 2.0}, Variant(1))
 
 
 def mlp() -> nn.Module:
@@ -41,7 +43,7 @@ def regions(backend: ORTBackend) -> list[Any]:
 
 
 def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
+    monkeypatch.setattr(timing, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
     monkeypatch.setattr(session, "convert", lambda *args: pytest.fail("converted in spite of the cache"))
     monkeypatch.setattr(support, "check", lambda *args: pytest.fail("asked in spite of the cache"))
 
@@ -96,13 +98,14 @@ def write_json(path: Path, content: Any) -> None:
 
 def change(path: Path, key: str, value: Any) -> None:
     content = json.loads(path.read_text())["content"]
-    content[key] = value
+    within = {"ort": "ms", "torch": "ms", "threads": "variant", "cuda_graph": "variant"}
+    (content[within[key]] if key in within else content)[key] = value
     write_json(path, content)
 
 
 DAMAGED = [b"", b"[]", b"[[]]", b"{}", b"null", b"1", b'"text"', b"\xff\xfe\x00", b"\x00", b"[" * 100_000, b"{" * 9]
 DAMAGED += [b'{"a":' * 100_000, b'{"sha256": 1}', b'{"content": [], "sha256": []}', b"1" * 5000, b'[["NONSENSE", 1]]']
-DAMAGED += [b'{"model": "", "timing": {"ort_ms": 1}}', b"[NaN, Infinity]", b" " * (cache_folder.MAX_BYTES + 1)]
+DAMAGED += [b'{"model": "", "timing": {"ms": 1}}', b"[NaN, Infinity]", b" " * (cache_folder.MAX_BYTES + 1)]
 
 
 def check_same(backend: ORTBackend, module: nn.Module, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
@@ -187,9 +190,7 @@ def test_files_under_another_name_count_as_absent(tmp_path):
 
 
 IMPOSSIBLE = [("threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
-IMPOSSIBLE += [
-    (key, value) for key in ("ort_ms", "torch_ms") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1)
-]
+IMPOSSIBLE += [(key, value) for key in ("ort", "torch") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1)]
 IMPOSSIBLE += [*[("cuda_graph", value) for value in (1, None, "yes")], ("more", 1)]
 
 
@@ -207,7 +208,9 @@ def test_impossible_timings_count_as_absent(kept, tmp_path):
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
     options = {**options, "placement": "measured"}
-    monkeypatch.setattr(placement, "measure", lambda sessions, *args: Timing(1.0, 2.0, *next(iter(sessions))))
+    monkeypatch.setattr(
+        timing, "measure", lambda executor, calls, *args: Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
+    )
     train(ORTBackend(options), module, x)
     for path in tmp_path.glob("region-*.json"):
         change(path, key, value)
@@ -332,7 +335,7 @@ REGION = f"region-{'0' * 64}"
 def _store_again_and_again(folder: Path, models: list[bytes], times: int = 200) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
     for number in range(times):
-        kept.store(REGION, Entry(models[number % 2], Timing(1.0, 2.0, 1)))
+        kept.store(REGION, Entry(models[number % 2], TIMING))
 
 
 def test_processes_share_a_folder(tmp_path):
@@ -348,7 +351,7 @@ def test_processes_share_a_folder(tmp_path):
         if (entry := reader.load(REGION)) is not None:
             found += 1
             assert entry.model in models
-            assert entry.timing == Timing(1.0, 2.0, 1)
+            assert entry.timing == TIMING
     assert found
     assert not list(tmp_path.glob("*.tmp"))
     assert [writer.exitcode for writer in writers] == [0, 0]
@@ -416,7 +419,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch, caplog):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    kept.store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+    kept.store(REGION, Entry(b"model", TIMING))
     assert not list(tmp_path.iterdir())
     assert caplog.text.count("no space left on device") == 1
 
@@ -425,7 +428,7 @@ def test_the_folder_is_for_its_user_alone(tmp_path):
     before = os.umask(0)
     try:
         folder = tmp_path / "of" / "mine"
-        Cache(ORTConfig(cache_dir=str(folder))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+        Cache(ORTConfig(cache_dir=str(folder))).store(REGION, Entry(b"model", TIMING))
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -464,8 +467,8 @@ def test_a_system_without_owners(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "getuid")
     monkeypatch.setattr(cache_folder, "fcntl", None)
     tmp_path.chmod(0o777)
-    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
-    assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", Timing(1.0, 2.0, 1))
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", TIMING))
+    assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", TIMING)
 
 
 def traced(function: Any, *args: Any, dynamic: bool = False) -> fx.Graph:
