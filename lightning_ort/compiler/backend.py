@@ -27,6 +27,7 @@ from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
 from lightning_ort.compiler.executors.ort.session import RegionRejected
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
@@ -106,12 +107,13 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", watch)
 
+        converted = frozenset(CONVERTERS)
         aot = aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute),
-            decompositions=lowering.decompositions(),
+            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=converted),
+            decompositions=lowering.decompositions(converted),
         )
         try:
             if not self.available or (self.leave is not None and self.leave()):

@@ -36,9 +36,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE, FORM
+from lightning_ort.compiler.executors.ort.conversion.graph import FORM
 from lightning_ort.compiler.executors.ort.support import Support
-from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.nodes import ANY_BYTE, values_of
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import MAX_THREADS
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, FORMS, Unsupported
+from lightning_ort.compiler.nodes import ANY_BYTE
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ IR_VERSION = 10
 MICROSOFT = "com.microsoft"
 # in the meta of an FX node: the form that it was found to be fastest in
 FORM = "onnx_form"
-# in the meta of an FX node of booleans: true may be any number but 0 in memory, where onnxruntime expects 1
-ANY_BYTE = "any_byte"
 
 Scalar = bool | int | float
 Arg = fx.Node | Scalar
