@@ -26,14 +26,15 @@ from lightning_ort.compiler import lowering
 from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
-from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
-from lightning_ort.compiler.executors.ort.session import RegionRejected
+from lightning_ort.compiler.executors.torch import TorchRegion
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
+from lightning_ort.compiler.guarded_region import GuardedRegion
 from lightning_ort.compiler.linking import Placed, link
 from lightning_ort.compiler.nodes import is_compute
 from lightning_ort.compiler.placer import Setup
-from lightning_ort.compiler.regions import Region, demote, partition
+from lightning_ort.compiler.regions import Region, RegionRejected, demote, partition
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -202,7 +203,7 @@ class ORTBackend:
             self._choose_forms(gm, supported, providers, device)
         if self.config.cuda_graphs and (obstacle := cuda_graphs.why_none(device)) is not None:
             self._note("cuda_graphs", Reason(ReasonType.NOT_RECORDED, obstacle))
-        built: dict[tuple[fx.Node, ...], OrtRegion] = {}
+        built: dict[tuple[fx.Node, ...], GuardedRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
         parts = None
         while True:
@@ -221,7 +222,7 @@ class ORTBackend:
                         lost[tuple(region.nodes)] = failure.timing
                     if failure.reason.type.is_failure:
                         self.fall_back(where, failure.reason)
-        executables: list[OrtRegion | TorchRegion] = []
+        executables: list[GuardedRegion | TorchRegion] = []
         for region in parts.regions:
             if region.on_ort:
                 run = built[tuple(region.nodes)]
@@ -279,7 +280,7 @@ class ORTBackend:
     def _agree_on(self, description: str, measured: dict[str, Any]) -> dict[str, Any]:
         return measured if self.agree is None else self.agree(digest(description), measured)
 
-    def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> OrtRegion:
+    def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> GuardedRegion:
         """Convert a region, build its session, time it; what the cache has of that is not done again.
 
         Raises:
@@ -309,7 +310,7 @@ class ORTBackend:
         providers: tuple[str, ...],
         device: torch.device,
         name: str,
-    ) -> OrtRegion:
+    ) -> GuardedRegion:
         """Do so with what the cache has, or without."""
         candidates = [Setup(n) for n in placement.thread_candidates(region, self.config.intra_op_threads)]
         if self.config.cuda_graphs and cuda_graphs.can_record(region):
@@ -356,7 +357,7 @@ class ORTBackend:
             cached=cached,
             cuda_graph=timing.cuda_graph,
         )
-        return OrtRegion(
+        return GuardedRegion(
             region,
             bind(Setup(timing.threads, timing.cuda_graph)),
             report,

@@ -39,6 +39,7 @@ from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE, FORM
 from lightning_ort.compiler.executors.ort.support import Support
 from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.regions import Timing
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import MAX_THREADS
 
@@ -49,24 +50,6 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 _Kept = TypeVar("_Kept")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a region took, in ms, and the threads of its fastest session.
-
-    Args:
-        ort_ms: Median on ONNX Runtime; ``None`` if not timed.
-        torch_ms: Median in torch; ``None`` if not timed.
-        threads: Intra-op threads.
-        cuda_graph: Whether that session is recorded as a CUDA graph.
-
-    """
-
-    ort_ms: float | None
-    torch_ms: float | None
-    threads: int
-    cuda_graph: bool = False
 
 
 @dataclass(frozen=True)

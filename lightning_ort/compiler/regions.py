@@ -58,6 +58,41 @@ class Region:
         return [node for node in self.nodes if is_compute(node)]
 
 
+@dataclass(frozen=True)
+class Timing:
+    """What a region took, in ms, and the threads of its fastest session.
+
+    Args:
+        ort_ms: Median on ONNX Runtime; ``None`` if not timed.
+        torch_ms: Median in torch; ``None`` if not timed.
+        threads: Intra-op threads.
+        cuda_graph: Whether that session is recorded as a CUDA graph.
+
+    """
+
+    ort_ms: float | None
+    torch_ms: float | None
+    threads: int
+    cuda_graph: bool = False
+
+
+class RegionRejected(Exception):
+    """A region does not run on ONNX Runtime.
+
+    Args:
+        type: At which stage it was given up.
+        error: What happened there.
+        timing: What it took, where it was timed.
+
+    """
+
+    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
+        text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
+        self.reason = Reason(type, text.strip().splitlines()[0])
+        self.timing = timing
+        super().__init__(str(self.reason))
+
+
 @dataclass
 class Partition:
     """A graph cut into regions.

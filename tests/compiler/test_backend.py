@@ -18,6 +18,7 @@ from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS
+from lightning_ort.compiler.regions import RegionRejected
 from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
@@ -422,7 +423,7 @@ def test_checker_failure(monkeypatch, caplog):
 
 def test_session_that_does_not_build(monkeypatch, caplog):
     def refuse(*args):
-        raise session.RegionRejected(ReasonType.SESSION_FAILED, "no session today")
+        raise RegionRejected(ReasonType.SESSION_FAILED, "no session today")
 
     monkeypatch.setattr(session, "build", refuse)
     assert_falls_back(ReasonType.SESSION_FAILED, "no session today", caplog)

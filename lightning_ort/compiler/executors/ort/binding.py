@@ -12,23 +12,15 @@ import torch
 from torch import fx, nn
 from torch._prims_common import is_contiguous_or_false
 
-from lightning_ort.compiler import mask_prefetcher as masks
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.graph import dtype_of, element_type, input_dtype
-from lightning_ort.compiler.executors.ort.session import RegionRejected
 from lightning_ort.compiler.layouts import in_order, memory_order
-from lightning_ort.compiler.nodes import is_random, is_static
-from lightning_ort.compiler.output_shapes import emptied, output_sizes
+from lightning_ort.compiler.nodes import is_static
+from lightning_ort.compiler.output_shapes import output_sizes
 from lightning_ort.compiler.regions import Region
-from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 
 if TYPE_CHECKING:
     import onnxruntime
-
-aten = torch.ops.aten
-
-# how far the first run may be from torch under check_against_eager: |difference| <= this x the largest magnitude
-TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # inductor's allocator: a quarter of the time of torch.empty_strided, which a small region would feel
 _empty_strided_cpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None)
@@ -206,136 +198,6 @@ def run_options(device: torch.device, recording: int | None = None) -> "onnxrunt
     if recording is not None:
         options.add_run_config_entry("gpu_graph_id", str(recording))
     return options
-
-
-class TorchRegion:
-    """A torch region as the compiled graph calls it.
-
-    Args:
-        region: The region.
-
-    """
-
-    def __init__(self, region: Region) -> None:
-        # how it appears in the code of the compiled graph
-        self.__name__, self.__module__ = region.name, __name__
-        self._masks = _draw_together(region.module.graph)
-        self._module = region.module
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        """Run the region."""
-        return self._module.forward(*args) if self._masks is None else self._module.forward(*args, *self._masks())
-
-
-def _draw_together(graph: fx.Graph) -> masks.Masks | None:
-    """Have the masks of a region drawn by our own functions.
-
-    Returns:
-        What draws them, if the region has come to take them as inputs after its own; else the region does.
-
-    """
-    random = [node for node in graph.nodes if is_random(node)]
-    draws = [node for node in random if node.target is aten.bernoulli.p and "generator" not in node.kwargs]
-    if not draws:
-        return None
-    together = len(draws) == len(random) and all(
-        node.args[0].target is aten.empty.memory_format and is_static(node) for node in draws
-    )
-    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
-        for node in draws:
-            node.target = masks.bernoulli
-        return None
-    kinds = [(tuple(node.meta["val"].shape), node.meta["val"].dtype, float(node.args[1])) for node in draws]
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        for index, node in enumerate(draws):
-            node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-    return masks.Masks(kinds)
-
-
-class OrtRegion:
-    """An ORT region as the compiled graph calls it: it runs in torch for good once a run has failed.
-
-    Args:
-        region: The region.
-        session: Its bound session.
-        report: Where runs are counted.
-        on_failure: Called with the reason when a run fails; may raise to refuse the fallback.
-        check: Compare the first run with torch.
-
-    """
-
-    def __init__(
-        self,
-        region: Region,
-        session: Callable[..., Sequence[torch.Tensor]],
-        report: RegionReport,
-        on_failure: Callable[[Reason], None],
-        check: bool,
-    ) -> None:
-        # how it appears in the code of the compiled graph
-        self.__name__, self.__module__ = region.name, __name__
-        self._module = region.module
-        self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
-        self._emptied = emptied(region)
-        self.report = report
-        self._on_failure = on_failure
-
-    def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
-        """Run the region."""
-        if self._run is None or (self._emptied is not None and self._emptied(*args)):
-            return self._module.forward(*args)
-        try:
-            outputs = self._run(*args)
-        except RegionRejected as error:
-            reason = error.reason
-        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
-            reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
-        else:
-            self.report.runs += 1
-            return outputs
-        # a region has no side effects, so torch can do it again; where torch raises too, as at a label that is out of
-        # range, the error is the user's, and the region stays as it is
-        outputs = self._module.forward(*args)
-        self._run = None
-        self.report.executor, self.report.reason = "torch", reason
-        self._on_failure(reason)
-        return outputs
-
-    def rename(self, name: str) -> None:
-        """Take another name in the report and in the code of the compiled graph."""
-        self.__name__ = self.report.name = name
-
-    def _checked(self, session: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
-        def run(*args: Any) -> Sequence[torch.Tensor]:
-            outputs = session(*args)
-            for index, (got, expected) in enumerate(zip(outputs, self._module.forward(*args), strict=True)):
-                if (difference := mismatch(got, expected)) is not None:
-                    raise RegionRejected(ReasonType.MISMATCH, f"output {index}: {difference}")
-            self._run = session
-            return outputs
-
-        return run
-
-
-def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """How a result differs from torch's beyond :data:`TOLERANCE`, or ``None``."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    if not expected.dtype.is_floating_point:
-        wrong = int((got != expected).sum())
-        return f"{wrong} of {expected.numel()} elements differ" if wrong else None
-    finite = expected.isfinite()
-    if not torch.equal(torch.nan_to_num(got[~finite]), torch.nan_to_num(expected[~finite])):
-        return "infinities or NaN in other places"
-    if not bool(finite.any()):
-        return None
-    reference = expected[finite].double()
-    difference = float((got[finite].double() - reference).abs().max())
-    allowed = TOLERANCE[expected.dtype] * max(float(reference.abs().max()), 1e-3)
-    # written so that a NaN difference fails
-    return None if difference <= allowed else f"largest difference {difference:.3g}, allowed {allowed:.3g}"
 
 
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:

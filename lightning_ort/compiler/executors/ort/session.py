@@ -13,11 +13,10 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from lightning_ort.compiler.cache import Timing
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.nodes import values_of
-from lightning_ort.compiler.regions import Region
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.regions import Region, RegionRejected
+from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -45,23 +44,6 @@ def _keep_forever() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_keep_forever)
-
-
-class RegionRejected(Exception):
-    """A region does not run on ONNX Runtime.
-
-    Args:
-        type: At which stage it was given up.
-        error: What happened there.
-        timing: What it took, where it was timed.
-
-    """
-
-    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
-        text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
-        self.reason = Reason(type, text.strip().splitlines()[0])
-        self.timing = timing
-        super().__init__(str(self.reason))
 
 
 def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
