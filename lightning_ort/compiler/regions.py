@@ -11,8 +11,9 @@ cost nothing.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -59,21 +60,24 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """What a region took, in ms, and the threads of its fastest session.
+class Variant:
+    """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
 
-    Args:
-        ort_ms: Median on ONNX Runtime; ``None`` if not timed.
-        torch_ms: Median in torch; ``None`` if not timed.
-        threads: Intra-op threads.
-        cuda_graph: Whether that session is recorded as a CUDA graph.
-
-    """
-
-    ort_ms: float | None
-    torch_ms: float | None
     threads: int
     cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median times of a region in ms by executor, without those that were not timed, and its fastest variant."""
+
+    ms: Mapping[str, float]
+    variant: Variant
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
+        """Return what ``dataclasses.asdict`` made a dict of."""
+        return cls(data["ms"], Variant(**data["variant"]))
 
 
 class RegionRejected(Exception):

@@ -1,6 +1,7 @@
 """The compiler end to end, without Lightning: values, gradients, shapes, randomness, failures."""
 
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -290,7 +291,7 @@ def test_small_regions_stay_in_torch():
 def test_measured_placement_keeps_the_faster(monkeypatch):
     def slower(sessions, torch_forward, args):
         timing = original(sessions, torch_forward, args)
-        return placement.Timing(timing.torch_ms * 2, timing.torch_ms, timing.threads)
+        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] * 2})
 
     original = placement.measure
     monkeypatch.setattr(placement, "measure", slower)
@@ -307,7 +308,7 @@ def test_measured_placement_keeps_the_faster(monkeypatch):
 def test_measured_placement_reports_both_times(monkeypatch):
     def faster(sessions, torch_forward, args):
         timing = original(sessions, torch_forward, args)
-        return placement.Timing(timing.torch_ms / 2, timing.torch_ms, timing.threads)
+        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] / 2})
 
     original = placement.measure
     monkeypatch.setattr(placement, "measure", faster)

@@ -31,7 +31,7 @@ class TorchRegion:
         return self._module.forward(*args) if self._masks is None else self._module.forward(*args, *self._masks())
 
 
-def _draw_together(graph: fx.Graph) -> masks.Masks | None:
+def _draw_together(graph: fx.Graph) -> masks.MaskPrefetcher | None:
     """Have the masks of a region drawn by our own functions.
 
     Returns:
@@ -45,7 +45,7 @@ def _draw_together(graph: fx.Graph) -> masks.Masks | None:
     together = len(draws) == len(random) and all(
         node.args[0].target is aten.empty.memory_format and is_static(node) for node in draws
     )
-    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
+    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.matches_torch()):
         for node in draws:
             node.target = masks.bernoulli
         return None
@@ -55,4 +55,4 @@ def _draw_together(graph: fx.Graph) -> masks.Masks | None:
             node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    return masks.Masks(kinds)
+    return masks.MaskPrefetcher(kinds)
