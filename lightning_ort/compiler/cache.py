@@ -1,16 +1,12 @@
-"""Keeps decisions, timings and models between runs.
+"""Keeps decisions, timings and models between runs, in a folder of JSON and ONNX files named by a SHA-256.
 
-The cache is a folder of JSON and ONNX files, each named by a SHA-256:
-
-- ``graph-<hash>.json``: for each node of a graph, whether ONNX Runtime can run it
-- ``region-<hash>.json``: the timing of a region
-- ``region-<hash>.onnx``: its model
+- ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
+- ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``op-<hash>.json``: the time of each variant of an op
 
-The hash covers the graph (:func:`~lightning_ort.compiler.fingerprint.fingerprint`: ops, arguments, and the dtypes,
-shapes, strides and devices of all values); the versions of onnxruntime, torch and this package, and the sources of the
-compiler; the execution providers and the config's ``kernels``; for the nodes of a graph its ``torch_ops``; for regions
-and ops the processor's name, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
+The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime, torch and this
+package, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a
+graph its ``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads``, ``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -24,9 +20,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import platformdirs
 import torch
@@ -37,10 +32,7 @@ from lightning_ort.compiler.executors.ort.support import Support
 from lightning_ort.compiler.fingerprint import digest, fingerprint, processor, software
 from lightning_ort.compiler.regions import Timing
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.config import MAX_THREADS
-
-if TYPE_CHECKING:
-    from lightning_ort.config import ORTConfig
+from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +40,7 @@ VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 _Content = TypeVar("_Content")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What is kept of a region: its serialized ONNX model and its timing."""
 
     model: bytes
@@ -64,7 +55,7 @@ def default_folder() -> Path:
 class Cache:
     """The cache of one backend."""
 
-    def __init__(self, config: "ORTConfig") -> None:
+    def __init__(self, config: ORTConfig) -> None:
         self._folder = None if config.cache_dir is None else Path(config.cache_dir)
         if config.cache_dir == "auto":
             self._folder = default_folder()
@@ -73,14 +64,13 @@ class Cache:
         self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
 
     def support(
-        self, gm: fx.GraphModule, providers: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
+        self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
     ) -> dict[fx.Node, Support]:
-        """Return whether ONNX Runtime can run each node of a lowered graph: from the cache, or from ``check``."""
+        """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
         if self._open() is None:
             return check()
-        config = self._config
-        parts = (fingerprint(gm.graph), *software(), *providers, config.kernels, *sorted(config.torch_ops))
-        name = f"graph-{digest(*parts)}"
+        options = (self._config.kernels, *sorted(self._config.torch_ops))
+        name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
         if kept is not None and len(kept) == len(nodes):
@@ -93,12 +83,12 @@ class Cache:
     def times(
         self,
         fingerprint: str,
-        providers: tuple[str, ...],
+        executor_key: tuple[str, ...],
         variants: Collection[str],
         measure: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
         """Return the times of an op's variants in ms: from the cache, or from ``measure``."""
-        name = self.name(fingerprint, providers, "op")
+        name = self.name(fingerprint, executor_key, "op")
         if name not in self._op_times:
             times = self._read(name, lambda kept: _to_times(kept, variants))
             if not times:
@@ -107,12 +97,12 @@ class Cache:
             self._op_times[name] = times
         return self._op_times[name]
 
-    def name(self, fingerprint: str, providers: tuple[str, ...], kind: str = "region") -> str:
+    def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
         machine = (processor(), str(torch.get_num_threads()))
         options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
-        return f"{kind}-{digest(fingerprint, *software(), *providers, *options, *machine)}"
+        return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""
@@ -125,7 +115,7 @@ class Cache:
 
     def store(self, name: str, entry: Entry) -> None:
         """Write a region's entry."""
-        # in any order and from any version: the process may be killed between the two
+        # each file is valid with any version of the other: the process may be killed in between
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 

@@ -28,31 +28,24 @@ _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp|tmp[a-z0-9_]{{8}}\.tmp")
 _DAY = 24 * 60 * 60
 
 
-def entries(folder: Path) -> list[Path]:
+def entries(folder: Path, pattern: re.Pattern[str] = _ENTRY) -> list[Path]:
     """Return the cache's own files in a folder."""
-    return _files(folder, _ENTRY)
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as found:
+        files = [item.name for item in found if pattern.fullmatch(item.name) and item.is_file(follow_symlinks=False)]
+    return [folder / name for name in sorted(files)]
 
 
 def partial_files(folder: Path) -> list[Path]:
     """Return incomplete files: of writers that are at work, or were killed."""
-    return _files(folder, _PARTIAL)
-
-
-def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as found:
-        return sorted(
-            folder / item.name for item in found if pattern.fullmatch(item.name) and item.is_file(follow_symlinks=False)
-        )
+    return entries(folder, _PARTIAL)
 
 
 def prepare(folder: Path) -> str | None:
     """Create a folder for this user alone, or check an existing one, and delete the files of killed writers.
 
-    Returns:
-        Why the folder is not used and what to do about it, or ``None``.
-
+    Returns why the folder is not used and what to do about it, or ``None``.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,9 +108,7 @@ def read(path: Path) -> bytes:
 def write(path: Path, content: bytes) -> None:
     """Write a file under another name and then rename it; content that is too large is not written.
 
-    Raises:
-        OSError: If it cannot be written; nothing is left of it.
-
+    Raises ``OSError`` if it cannot be written; then nothing is left of it.
     """
     if len(content) > MAX_BYTES:
         return

@@ -53,10 +53,7 @@ def fingerprint(graph: fx.Graph) -> str:
 class _Unquoted(str):
     """A string without quotes in the ``repr`` of a container."""
 
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
 
 def digest(*parts: str) -> str:

@@ -42,11 +42,8 @@ class MaskPrefetcher:
     If nothing else was drawn between two steps, the masks of the following step are drawn in another thread, from a
     copy of torch's generator. If the generator's state is still the same when they are needed, they are what torch
     would draw now: they are returned, and the generator is moved on to its state after them. Otherwise they are
-    discarded and the masks are drawn at once.
-
-    Args:
-        kinds: The sizes, dtype and probability of 1 of each mask, in the order in which torch would draw them.
-
+    discarded and the masks are drawn at once. ``kinds`` are the sizes, dtype and probability of 1 of each mask, in the
+    order in which torch would draw them.
     """
 
     def __init__(self, kinds: Sequence[tuple[Sequence[int], torch.dtype, float]]) -> None:
@@ -60,11 +57,10 @@ class MaskPrefetcher:
 
     def __call__(self) -> list[torch.Tensor]:
         """Return masks on the CPU: the same as from a sequence of ``aten.bernoulli.p``."""
-        generator = torch.default_generator
         if not self._may_prefetch:
-            return self._draw(generator)
+            return self._draw(torch.default_generator)
         with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
-            return self._take_or_draw(generator)
+            return self._take_or_draw(torch.default_generator)
 
     def _take_or_draw(self, generator: torch.Generator) -> list[torch.Tensor]:
         state = generator.get_state()

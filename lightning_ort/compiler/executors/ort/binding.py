@@ -23,72 +23,48 @@ from lightning_ort.compiler.regions import Region
 if TYPE_CHECKING:
     import onnxruntime
 
-_CPU = torch.device("cpu")
 # onnxruntime rejects null pointers, which are the addresses of torch's empty tensors
 _EMPTY = torch.zeros(1)
 
 
 class _Binding(threading.local):
-    """A session's binding, one for each thread: during a run other threads continue, and bind their own tensors.
-
-    Args:
-        session: The session.
-        dtypes: For each input that is a Python number its dtype, ``None`` for tensors.
-        num_outputs: The number of outputs.
-
-    """
+    """A session's binding, one for each thread: during a run other threads continue, and bind their own tensors."""
 
     def __init__(
-        self, session: "onnxruntime.InferenceSession", dtypes: Sequence[torch.dtype | None], num_outputs: int
+        self, session: "onnxruntime.InferenceSession", counts: tuple[int, int], numbers: dict[int, torch.dtype]
     ) -> None:
-        inputs: list[Any] = [None] * len(dtypes)
-        outputs: list[Any] = [None] * num_outputs
-        numbers = {index: torch.zeros((), dtype=dtype) for index, dtype in enumerate(dtypes) if dtype is not None}
+        bound: list[list[Any]] = [[None] * count for count in counts]  # of inputs and of outputs
+        tensors = {index: torch.zeros((), dtype=dtype) for index, dtype in numbers.items()}
         # one attribute, because each access to a thread-local one takes time
-        self.parts = new_binding(session), inputs, outputs, numbers
+        self.parts = new_binding(session), *bound, tensors
 
 
 class BoundSession:
-    """A session with its inputs and outputs bound to torch's memory; called like the region's module.
+    """A session of a region with its inputs and outputs bound to torch's memory; called like the region's module.
 
-    Args:
-        region: The region of which the session's model was made.
-        session: The session.
-        device: The device of the region's tensors.
-        pause_openmp: End torch's OpenMP threads before each run.
-
-    Attributes:
-        run_options: The options of its runs.
-
-    Raises:
-        RegionRejected: If the shape of an output is not known before the run.
-
+    With ``pause_openmp`` it ends torch's OpenMP threads before each run. Raises ``RegionRejected`` if the shape of an
+    output is not known before the run.
     """
 
     def __init__(
-        self,
-        region: Region,
-        session: "onnxruntime.InferenceSession",
-        device: torch.device,
-        *,
-        pause_openmp: bool = False,
+        self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device, pause_openmp: bool = False
     ) -> None:
         values = [node.meta["val"] for node in region.inputs]
-        is_tensor = [isinstance(value, torch.Tensor) for value in values]
-        dtypes = [None if tensor else dtype_of(node) for node, tensor in zip(region.inputs, is_tensor, strict=True)]
+        is_number = [not isinstance(value, torch.Tensor) for value in values]
+        numbers = {index: dtype_of(node) for index, node in enumerate(region.inputs) if is_number[index]}
         self.session = session
         self.run_options = run_options(device)
         self._run = run_function(session)
-        self._bound = _Binding(session, dtypes, len(region.outputs))
+        self._bound = _Binding(session, (len(region.inputs), len(region.outputs)), numbers)
         self._pause_openmp = pause_openmp
-        self._memory, host = memory_of(device), memory_of(_CPU)
+        self._memory, host = memory_of(device), memory_of(torch.device("cpu"))
         # onnxruntime drops inputs that no node reads
         used = {value.name for value in session.get_inputs()}
         self._inputs = []
         for index, (node, value) in enumerate(zip(region.inputs, values, strict=True)):
             name = f"i{index}" if f"i{index}" in used else None
             # sizes are in host memory, and so are the CPU scalars of a graph on an accelerator
-            memory = host if not is_tensor[index] or value.device.type == "cpu" else self._memory
+            memory = host if is_number[index] or value.device.type == "cpu" else self._memory
             self._inputs.append((name, memory, element_type(input_dtype(node))))
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
         self._allocate = _allocator(region.outputs, device)
@@ -118,19 +94,13 @@ class BoundSession:
         else:
             sizes = self._sizes_of(*args)  # type: ignore[misc]
             for index, value in enumerate(args):
-                tensor = value
-                if index in numbers:
-                    tensor = numbers[index].fill_(value)
-                elif not tensor.is_contiguous() or tensor.is_neg():
+                tensor = numbers[index].fill_(value) if index in numbers else value
+                if not tensor.is_contiguous() or tensor.is_neg() or not tensor.data_ptr():
                     kept = (kept, tensor := _in_memory(tensor))
-                address = tensor.data_ptr()
-                if not address and tensor.numel():
-                    kept = (kept, tensor := _in_memory(tensor))
-                    address = tensor.data_ptr()
-                where = (address, tensor.shape)
-                if where != bound[index]:
-                    self._bind_input(binding, index, tuple(tensor.shape), address)
-                    bound[index] = where
+                place = (tensor.data_ptr(), tensor.shape)
+                if place != bound[index]:
+                    self._bind_input(binding, index, tuple(tensor.shape), place[0])
+                    bound[index] = place
         outputs = self._allocate(sizes)
         for index, tensor in enumerate(outputs):
             size, address = sizes[index], tensor.data_ptr()
@@ -155,11 +125,7 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose memory holds the values.
 
     Torch negates some tensors when they are read (``x.conj().imag``), and has tensors of zeros without memory
-    (tangents of forward-mode derivatives).
-
-    Raises:
-        ValueError: If the tensor has no memory of its own, as a wrapper subclass.
-
+    (tangents of forward-mode derivatives). Raises ``ValueError`` for others without memory, such as wrappers.
     """
     if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -185,13 +151,12 @@ def run_options(device: torch.device, recording: int | None = None) -> "onnxrunt
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:
     """Return a function from sizes to new contiguous tensors."""
     vals = [node.meta["val"] for node in outputs]
-    # a quarter of the time of torch.empty, which matters for small regions
-    fast = empty_strided_cpu()
-    if device.type == "cpu" and fast is not None and all(map(is_static, outputs)):
-        contiguous = [torch.empty(val.shape, device="meta").stride() for val in vals]
-        specs = [(tuple(val.shape), strides, val.dtype) for val, strides in zip(vals, contiguous, strict=True)]
-        return lambda sizes: [fast(*spec) for spec in specs]
     dtypes = [val.dtype for val in vals]
+    # a quarter of the time of torch.empty, which matters for small regions
+    if device.type == "cpu" and (fast := empty_strided_cpu) is not None and all(map(is_static, outputs)):
+        strides = [torch.empty(val.shape, device="meta").stride() for val in vals]
+        specs = list(zip((tuple(val.shape) for val in vals), strides, dtypes, strict=True))
+        return lambda sizes: [fast(*spec) for spec in specs]
     return lambda sizes: [
         torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)
     ]

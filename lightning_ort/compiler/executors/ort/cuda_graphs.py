@@ -46,13 +46,8 @@ def can_record(region: Region) -> bool:
 class RecordedSession(BoundSession):
     """A session whose kernels are recorded once and replayed; called like the region's module.
 
-    Parameters are read in place, because they rarely move; a parameter that does move is copied from then on.
-
-    Args:
-        region: A region for which :func:`can_record` is true.
-        session: Its session, built to record on :func:`stream_of` the device.
-        device: The device of the region's tensors.
-
+    The session has to be built to record on :func:`stream_of` the device, and :func:`can_record` to be true of the
+    region. Parameters are read in place, because they rarely move; a parameter that does move is copied from then on.
     """
 
     def __init__(self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device) -> None:

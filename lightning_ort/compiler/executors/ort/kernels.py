@@ -18,16 +18,9 @@ from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
-# all of these install the same import package `onnxruntime`
-DISTRIBUTIONS = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-training",
-    "onnxruntime-training-cpu",
-    "onnxruntime-directml",
-    "onnxruntime-openvino",
-    "onnxruntime-qnn",
-)
+# all of them install the same import package `onnxruntime`
+_BUILDS = ("", "-gpu", "-training", "-training-cpu", "-directml", "-openvino", "-qnn")
+DISTRIBUTIONS = tuple(f"onnxruntime{build}" for build in _BUILDS)
 MINIMUM = Version("1.19")
 INSTALL = "pip install onnxruntime-training-cpu (Python up to 3.12; or onnxruntime, onnxruntime-gpu)"
 
@@ -37,11 +30,7 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
     "LayerNormalizationGrad": ((_MATRIX, _MATRIX, (2,), (2, 1), (2, 1)), 3, {"axis": -1}),
     "SoftmaxGrad_13": ((_MATRIX, _MATRIX), 1, {"axis": -1}),
     "LogSoftmaxGrad_13": ((_MATRIX, _MATRIX), 1, {"axis": -1}),
-    "GeluGrad": ((_MATRIX, _MATRIX), 1, {}),
-    "FastGeluGrad": ((_MATRIX, _MATRIX), 1, {}),
-    "ReluGrad": ((_MATRIX, _MATRIX), 1, {}),
-    "SigmoidGrad": ((_MATRIX, _MATRIX), 1, {}),
-    "TanhGrad": ((_MATRIX, _MATRIX), 1, {}),
+    **dict.fromkeys(("GeluGrad", "FastGeluGrad", "ReluGrad", "SigmoidGrad", "TanhGrad"), ((_MATRIX, _MATRIX), 1, {})),
 }
 
 _load_errors: dict[Hashable, str | None] = {}
@@ -123,15 +112,9 @@ def providers_for(device: torch.device) -> tuple[str, ...] | None:
 
 
 class Kernels:
-    """The kernels that converters may use.
+    """The kernels that converters may use with these execution providers and :class:`ORTConfig`'s ``kernels=mode``.
 
-    Args:
-        mode: ``"auto"``, ``"training"`` or ``"standard"``, see :class:`~lightning_ort.config.ORTConfig`.
-        providers: The execution providers of the sessions.
-
-    Raises:
-        ValueError: If ``mode`` is ``"training"`` and the installed onnxruntime has no gradient kernels.
-
+    Raises ``ValueError`` if ``mode`` is ``"training"`` and the installed onnxruntime has no gradient kernels.
     """
 
     def __init__(self, mode: str, providers: tuple[str, ...]) -> None:

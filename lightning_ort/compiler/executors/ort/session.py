@@ -44,9 +44,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
     """Convert a region to a checked ONNX model with the inputs ``i0``, ``i1``, ... and the outputs ``o0``, ``o1``, ...
 
-    Raises:
-        RegionRejected: If the conversion or the ONNX checker fails.
-
+    Raises ``RegionRejected`` if the conversion or the ONNX checker fails.
     """
     builder = GraphBuilder(kernels)
     graph = region.module.graph
@@ -107,14 +105,9 @@ def build(
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
 ) -> "onnxruntime.InferenceSession":
-    """Build a session of a region's model.
+    """Build a session of a region's model: to record CUDA graphs on ``stream``, or to run on torch's current stream.
 
-    With a ``stream`` it records CUDA graphs on that stream; otherwise it runs on torch's current stream.
-
-    Raises:
-        RegionRejected: If onnxruntime does not load the model, for example because a node of a CUDA graph would run on
-            the CPU.
-
+    Raises ``RegionRejected`` if onnxruntime refuses the model, such as one to be recorded that has nodes on the CPU.
     """
     import onnxruntime
 
