@@ -11,8 +11,9 @@ cost nothing.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -56,6 +57,44 @@ class Region:
     def compute_nodes(self) -> list[fx.Node]:
         """The nodes that compute something."""
         return [node for node in self.nodes if is_compute(node)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
+
+    threads: int
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median times of a region in ms by executor, without those that were not timed, and its fastest variant."""
+
+    ms: Mapping[str, float]
+    variant: Variant
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
+        """Return what ``dataclasses.asdict`` made a dict of."""
+        return cls(data["ms"], Variant(**data["variant"]))
+
+
+class RegionRejected(Exception):
+    """A region does not run on ONNX Runtime.
+
+    Args:
+        type: At which stage it was given up.
+        error: What happened there.
+        timing: What it took, where it was timed.
+
+    """
+
+    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
+        text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
+        self.reason = Reason(type, text.strip().splitlines()[0])
+        self.timing = timing
+        super().__init__(str(self.reason))
 
 
 @dataclass

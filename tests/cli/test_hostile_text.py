@@ -14,7 +14,8 @@ from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
 from lightning_ort.cli.bench_worker import Job, Turn, Variant
-from lightning_ort.compiler.cache import Cache, Entry, Timing
+from lightning_ort.compiler import regions
+from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -86,7 +87,9 @@ def test_report(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 def test_cache(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / NAME
-    Cache(ORTConfig(cache_dir=str(folder))).store(f"region-{0:064x}", Entry(b"", Timing(None, None, 1)))
+    Cache(ORTConfig(cache_dir=str(folder))).store(
+        f"region-{0:064x}", Entry(b"", regions.Timing({}, regions.Variant(1)))
+    )
     command("cache", "info", "--folder", folder)
     shown = command("cache", "clear", "--folder", folder)
     assert shown.count(f"{plain(folder)}: ") == 2
