@@ -151,11 +151,11 @@ def split_joint_graph(
 
 
 def half_of(node: fx.Node) -> str | None:
-    """``"forward"`` or ``"backward"`` for a node of a joint graph; ``None`` if it may go to both (torch 2.13)."""
+    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
     if node.op == "placeholder":
         return "backward" if "tangents" in str(node.target) else "forward"
     tag = node.meta.get("partitioner_tag")
-    return tag.removeprefix("is_") if tag in ("is_forward", "is_backward") else None
+    return None if tag is None else tag.removeprefix("is_")
 
 
 def assign_to_backward(node: fx.Node) -> None:

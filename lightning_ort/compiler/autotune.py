@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import openmp, timing
-from lightning_ort.compiler.cache import Cache, describe
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.executors.base import Executor
+from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.nodes import VARIANT, is_view, values_of
 from lightning_ort.compiler.regions import TORCH, Candidates, Region, RegionRejected, finalize_region
@@ -57,18 +58,18 @@ class OpAutotuner:
                 continue
             region = Region(name, 1, [node, *(user for user in node.users if user.target is operator.getitem)])
             finalize_region(region, gm, views, candidates)
-            description = describe(region.module.graph)
+            text = fingerprint(region.module.graph)
             time = functools.partial(self._time, region, variants)
-            cached = self.cache.times(description, self.executor.cache_key, (*variants, TORCH), time)
-            times = self.agree(f"op {description}", cached)
+            cached = self.cache.times(text, self.executor.cache_key, (*variants, TORCH), time)
+            times = self.agree(f"op {text}", cached)
             own_times = {variant: times[variant] for variant in variants if variant in times}
             if not own_times:  # no variant works: the region's build will report why
                 continue
             best = min(own_times, key=own_times.__getitem__)
             if times.get(TORCH, math.inf) + _BORDERS_MS < own_times[best]:
                 in_torch = f"{times[TORCH]:.3f} ms in torch"
-                text = f"{node.target} alone: {own_times[best]:.3f} ms on {self.executor.title}, {in_torch}"
-                candidates.demote(region, Reason(ReasonType.SLOWER, text))
+                why = f"{node.target} alone: {own_times[best]:.3f} ms on {self.executor.title}, {in_torch}"
+                candidates.demote(region, Reason(ReasonType.SLOWER, why))
             else:
                 node.meta[VARIANT] = best
 
@@ -92,7 +93,7 @@ class OpAutotuner:
         for call in calls.values():  # first calls allocate
             call(*args)
         # in a whole region, other ops have ended torch's threads already
-        return timing.race(calls, args, before=openmp.rest)
+        return timing.race(calls, args, before=openmp.pause_openmp)
 
 
 def _is_large(node: fx.Node) -> bool:

@@ -22,9 +22,11 @@ from lightning_ort.compat.torch import (
     without_fake_tensors,
 )
 from lightning_ort.compiler import lowering
-from lightning_ort.compiler.cache import Cache, digest
+from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.nodes import is_compute
 from lightning_ort.compiler.placer import Placer, count_ops
@@ -93,12 +95,13 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
+        whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
         aot = aot_backend(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute),
-            decompositions=lowering.decompositions(),
+            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=whole),
+            decompositions=lowering.decompositions(whole),
         )
         try:
             if not self.available or (self.leave is not None and self.leave()):

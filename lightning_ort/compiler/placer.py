@@ -21,10 +21,11 @@ from torch import fx
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler import timing
 from lightning_ort.compiler.autotune import OpAutotuner
-from lightning_ort.compiler.cache import Cache, Entry, describe
+from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
+from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.guarded_region import GuardedRegion
 from lightning_ort.compiler.nodes import is_compute, is_random
 from lightning_ort.compiler.regions import (
@@ -170,7 +171,7 @@ class RegionBuilder:
         self._region = region
         self._where = where
         self._variants = executor.variants(region)
-        self._fingerprint = describe(region.module.graph)
+        self._fingerprint = fingerprint(region.module.graph)
         self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
 
     def build(self) -> GuardedRegion:
@@ -199,8 +200,7 @@ class RegionBuilder:
         build = functools.cache(functools.partial(self._executor.build, self._region, artifact))
         times = known or self._time(build)
         if times.ms:
-            agreed = self._placer.agree(self._fingerprint, dataclasses.asdict(times))
-            times = Timing(agreed["ms"], Variant(**agreed["variant"]))
+            times = Timing.from_dict(self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
         cached = entry is not None and known is not None
         if not cached:
             self._placer.cache.store(self._entry_name, Entry(artifact, times))

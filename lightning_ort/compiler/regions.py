@@ -13,11 +13,12 @@ Runtime would have to copy it), and views at the end of the graph are taken in t
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
+from lightning_ort.compat.torch import expression_of, flop_formula
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.nodes import is_compute, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
@@ -117,10 +118,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """The median times of a region in ms, by executor, and the variant that was the fastest on the region's own."""
+    """The median times of a region in ms by executor, without those that were not timed, and its fastest variant."""
 
-    ms: dict[str, float]
+    ms: Mapping[str, float]
     variant: Variant
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
+        """Return what ``dataclasses.asdict`` made a dict of."""
+        return cls(data["ms"], Variant(**data["variant"]))
 
 
 class RegionRejected(Exception):
@@ -250,15 +256,15 @@ def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:
     """The symbolic sizes that the outputs' shapes need and no input has, as placeholders of the graph."""
     shown, needed = set(), set()
     for node in region.inputs:
-        shown |= {size.node.expr for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
+        shown |= {expression_of(size) for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
     for node in region.outputs:
         for size in node.meta["val"].shape:
             if isinstance(size, torch.SymInt):
-                needed |= size.node.expr.free_symbols
+                needed |= expression_of(size).free_symbols
     return [
         node
         for node in gm.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta["val"], torch.SymInt) and node.meta["val"].node.expr in needed - shown
+        if isinstance(node.meta["val"], torch.SymInt) and expression_of(node.meta["val"]) in needed - shown
     ]
 
 
@@ -275,8 +281,7 @@ def count_flops(region: Region) -> float:
     """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing."""
     total = 0.0
     for node in region.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in flop_registry:
-            args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += int_hint(flop_registry[packet](*args[0], **args[1], out_val=node.meta["val"]))
+        if (formula := flop_formula(node.target)) is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            total += int_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
     return total

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
 
@@ -24,7 +25,7 @@ def samples(region: Region) -> list[Any]:
 
 def _sample(val: Any, generator: torch.Generator) -> Any:
     if not isinstance(val, torch.Tensor):
-        return float(val.node.hint) if isinstance(val, torch.SymFloat) else int_hint(val)
+        return float(hint_of(val)) if isinstance(val, torch.SymFloat) else int_hint(val)
     sizes = [int_hint(size) for size in val.shape]
     strides = [int_hint(stride) for stride in val.stride()]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0

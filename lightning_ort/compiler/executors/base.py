@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.regions import Region, Support, Variant
 from lightning_ort.compiler.report import Reason
 from lightning_ort.config import ORTConfig
@@ -31,6 +32,11 @@ class Executor(ABC):
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+
+    @classmethod
+    def whole_ops(cls) -> frozenset[OpOverload]:
+        """Return the ops to leave whole that torch could decompose into simpler ones."""
+        return frozenset()
 
     @property
     def cache_key(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class TorchRegion:
         return self._module.forward(*args) if self._masks is None else self._module.forward(*args, *self._masks())
 
 
-def _take_out_masks(graph: fx.Graph) -> masks.Masks | None:
+def _take_out_masks(graph: fx.Graph) -> masks.MaskPrefetcher | None:
     """Have dropout masks drawn by our own functions.
 
     If all random ops of a region are masks, the masks become additional inputs, and what draws them is returned.
@@ -56,7 +56,7 @@ def _take_out_masks(graph: fx.Graph) -> masks.Masks | None:
     together = len(draws) == len(random) and all(
         node.args[0].target is aten.empty.memory_format and is_static(node) for node in draws
     )
-    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.draws_alike()):
+    if not (together and draws[0].meta["val"].device.type == "cpu" and masks.matches_torch()):
         for node in draws:
             node.target = masks.bernoulli
         return None
@@ -66,4 +66,4 @@ def _take_out_masks(graph: fx.Graph) -> masks.Masks | None:
             node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    return masks.Masks(kinds)
+    return masks.MaskPrefetcher(kinds)

@@ -8,9 +8,11 @@ import torch
 from torch import fx
 from typing_extensions import override
 
+from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
 from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
 from lightning_ort.compiler.regions import Region, Support, Variant, count_flops
@@ -35,6 +37,11 @@ class OrtExecutor(Executor):
         super().__init__(config, device)
         self.providers = config.providers or kernels.providers_for(device) or ()
 
+    @classmethod
+    @override
+    def whole_ops(cls) -> frozenset[OpOverload]:
+        return frozenset(CONVERTERS)
+
     @functools.cached_property
     def kernels(self) -> kernels.Kernels:
         """What the installed onnxruntime has for the device."""
@@ -53,7 +60,7 @@ class OrtExecutor(Executor):
 
     @override
     def ineffective_options(self) -> Mapping[str, Reason]:
-        if self.config.cuda_graphs and (reason := cuda_graphs.why_none(self.device)) is not None:
+        if self.config.cuda_graphs and (reason := cuda_graphs.unsupported_reason(self.device)) is not None:
             return {"cuda_graphs": Reason(ReasonType.NOT_RECORDED, reason)}
         return {}
 
@@ -89,7 +96,7 @@ class OrtExecutor(Executor):
 
     @override
     def untrusted_reason(self, artifact: bytes) -> str | None:
-        return session.why_refused(artifact)
+        return session.untrusted_reason(artifact)
 
     @override
     def save(self, artifact: bytes, name: str) -> None:
@@ -104,4 +111,4 @@ class OrtExecutor(Executor):
             return RecordedSession(region, built, self.device)
         several_threads = self.device.type == "cpu" and variant.threads > 1
         pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
-        return BoundSession(region, built, self.device, rest=pause)
+        return BoundSession(region, built, self.device, pause_openmp=pause)
