@@ -35,14 +35,7 @@ _BORDERS_MS = 0.4
 
 @dataclass(frozen=True)
 class OpAutotuner:
-    """Chooses variants for the ops that an executor runs.
-
-    Args:
-        executor: The executor.
-        cache: Where times are kept.
-        agree: Takes a key and what was measured in this process; returns what all processes of the run use.
-
-    """
+    """Chooses variants for the ops that an executor runs; ``agree`` is as in :class:`~.placer.Placer`."""
 
     executor: Executor
     cache: Cache

@@ -28,10 +28,9 @@ from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
-from lightning_ort.compiler.nodes import is_compute
-from lightning_ort.compiler.placer import Placer, count_ops
-from lightning_ort.compiler.regions import TORCH, RegionRejected
-from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType, RegionReport
+from lightning_ort.compiler.placer import Placer, region_report
+from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
+from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -127,8 +126,7 @@ class ORTBackend:
     ) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower it, place its regions, assemble them."""
         start = time.perf_counter()
-        if (facts := traced_graph_facts()) is not None:
-            monitor.set_facts(facts)
+        monitor.facts = traced_graph_facts() or monitor.facts
         allow_retain_graph()
         graph = GraphReport(name)
         self.report.graphs.append(graph)
@@ -144,8 +142,7 @@ class ORTBackend:
             except Exception as error:  # a bug of ours must not end the run
                 log.debug("compiling %s failed", name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                nodes = [node for node in gm.graph.nodes if is_compute(node)]
-                graph.regions = [RegionReport("torch_0", TORCH, len(nodes), count_ops(nodes), reason)]
+                graph.regions = [region_report(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
                 self.fall_back(name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start

@@ -27,28 +27,17 @@ class ORTFallbackError(RuntimeError):
 
 
 class PassMonitor:
-    """What the guard of one captured graph learns from its compiled passes.
-
-    Args:
-        num_inputs: Inputs of the captured graph.
-
-    Attributes:
-        error: What a pass failed with, until the guard has seen it.
-        written: Indices of the inputs that the graph writes to.
-        separate: Whether its outputs share no memory with its inputs, and no input that it writes to needs a gradient.
-
-    """
+    """What the guard of one captured graph learns from its compiled passes."""
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
-        self.error: Exception | None = None
-        self.written: list[int] = []
-        self.separate = True
+        self._error: Exception | None = None  # what a pass failed with, until the guard has seen it
+        self.facts = GraphFacts(num_inputs, [], True)
 
-    def set_facts(self, facts: GraphFacts) -> None:
-        """Take over what AOTAutograd found out about the graph; it merges inputs that are parts of one tensor."""
-        self.written = facts.written
-        self.separate = facts.separate and facts.num_inputs == self._num_inputs
+    @property
+    def separate(self) -> bool:
+        """Whether its inputs share no memory with its outputs or with each other, as far as gradients are concerned."""
+        return self.facts.separate and self.facts.num_inputs == self._num_inputs
 
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a pass that remembers what it failed with."""
@@ -59,26 +48,21 @@ class PassMonitor:
             except ORTFallbackError:
                 raise
             except Exception as error:
-                self.error = error
+                self._error = error
                 raise
 
         return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
         """Whether an error came from one of the passes, and not from what surrounds them; asked once for each."""
-        seen, self.error = self.error, None
+        seen, self._error = self._error, None
         return seen is error
 
 
 class GuardedGraph:
-    """A compiled graph, and eager in its place once it has failed.
+    """A compiled graph that is replaced by eager, the graph as captured, once one of its passes has failed.
 
-    Args:
-        compiled: Runs it, with a backward pass of its own.
-        eager: Runs it as it was captured.
-        monitor: Of its passes.
-        give_up: Called with what a pass failed with; may raise to refuse eager.
-
+    ``give_up`` gets what the pass failed with and may raise to refuse eager.
     """
 
     def __init__(
@@ -128,12 +112,7 @@ class GuardedGraph:
 
 
 class _State:
-    """What a graph depends on besides its inputs: the states of torch's generators, and autocast.
-
-    Args:
-        args: Its inputs.
-
-    """
+    """What a graph depends on besides its inputs: the states of torch's generators, and autocast."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
@@ -168,7 +147,7 @@ class _FirstBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: GuardedGraph, state: _State, *args: Any) -> Any:
         ctx.guard, ctx.state, ctx.args = guard, state, args
-        ctx.written = {index: args[index].detach().clone() for index in guard.monitor.written}
+        ctx.written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
         ctx.inner = _leaves(args)
         with torch.enable_grad():
             ctx.outputs = guard.run(*ctx.inner)

@@ -14,15 +14,9 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torc
 
 
 class GuardedRegion:
-    """Runs a region on its executor; if a run fails, torch does it, and all later ones.
+    """Runs a region on its executor; if a run fails, torch repeats it, and does all later ones.
 
-    Args:
-        region: The region.
-        run: The region on its executor.
-        report: Where runs are counted.
-        on_failure: Called with the reason if a run fails; may raise to refuse the fallback.
-        check: Whether to compare the first run with torch.
-
+    ``on_failure`` gets the reason and may raise to refuse that. With ``check`` the first run is compared with torch.
     """
 
     def __init__(

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
     """Return a boxed function that calls the regions in order, by name, and frees what is no longer needed."""
-    gm = placed.parts.gm
+    gm = placed.gm
     graph = fx.Graph()
     generate_boxed_code(graph)
     outer: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             outer[node] = graph.node_copy(node)
-    for region, run in zip(placed.parts.regions, placed.calls, strict=True):
+    for region, run in zip(placed.regions, placed.calls, strict=True):
         inputs = tuple(copy_with_views(source, graph, outer) for source in region.inputs)
         call = graph.call_function(run, inputs)
         for index, node in enumerate(region.outputs):

@@ -12,7 +12,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from lightning_ort.compiler.nodes import is_compute, is_random
 from lightning_ort.compiler.regions import (
     TORCH,
     Candidates,
-    Partition,
     Region,
     RegionRejected,
     Support,
@@ -50,9 +49,10 @@ log = logging.getLogger(__name__)
 class PlacedGraph:
     """A graph cut into regions, and for each region what runs it and its report."""
 
-    parts: Partition
-    calls: list[Callable[..., Any]]
-    reports: list[RegionReport]
+    gm: fx.GraphModule
+    regions: list[Region]
+    calls: list[Callable[..., Any]] = field(default_factory=list)
+    reports: list[RegionReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,22 @@ class Placer:
     fall_back: Callable[[str, Reason], None]
     record_choice: Callable[[str, Reason], None]
     agree: Callable[[str, dict[str, Any]], dict[str, Any]]
-    _reported_ops: set[str] = dataclasses.field(default_factory=set)
+    _reported_ops: set[str] = field(default_factory=set)
 
     def place(self, gm: fx.GraphModule, device: torch.device, name: str) -> PlacedGraph:
         """Cut a lowered graph and build its regions."""
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
-        candidates = self._candidates(gm, executors, name)
-        self._autotune(gm, executors, candidates)
+        candidates = self._candidates(gm, list(executors.values()), name)
+        # where timing decides at all
+        if self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled():
+            for executor in executors.values():
+                OpAutotuner(executor, self.cache, self.agree).choose(gm, candidates)
         built: dict[Any, GuardedRegion] = {}
         lost: dict[Any, Timing] = {}
-        parts = None
+        regions: list[Region] = []
         while True:
-            parts = partition(gm, candidates, self.config.min_region_nodes, parts)
-            new = [region for region in parts.regions if region.executor != TORCH and region.key not in built]
+            regions = partition(gm, candidates, self.config.min_region_nodes, regions)
+            new = [region for region in regions if region.executor != TORCH and region.key not in built]
             if not new:
                 break
             for region in new:
@@ -98,11 +101,10 @@ class Placer:
                         lost[region.key] = rejection.timing
                     if rejection.reason.type.is_failure:
                         self.fall_back(where, rejection.reason)
-        in_torch = TorchExecutor(self.config, device)
-        placed = PlacedGraph(parts, [], [])
-        for region in parts.regions:
+        placed = PlacedGraph(gm, regions)
+        for region in regions:
             if region.executor == TORCH:
-                placed.calls.append(in_torch.build(region))
+                placed.calls.append(TorchExecutor(self.config, device).build(region))
                 placed.reports.append(_torch_report(region, candidates.reasons, lost))
             else:
                 guarded = built[region.key]
@@ -111,26 +113,28 @@ class Placer:
                 placed.reports.append(guarded.report)
         return placed
 
-    def _candidates(self, gm: fx.GraphModule, executors: Mapping[str, Executor], name: str) -> Candidates:
+    def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
         """Ask the executors what they support; a failure while they answer is reported once for each op."""
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-        unsupported = {executor.name: executor.unsupported_reason() for executor in executors.values()}
-        if (reason := next(iter(unsupported.values()))) is not None and None not in unsupported.values():
-            self.fall_back(name, reason)
         answers: dict[str, dict[fx.Node, Support]] = {}
-        for executor in executors.values():
-            if (reason := unsupported[executor.name]) is not None:
+        unsupported: list[Reason] = []
+        for executor in executors:
+            if (reason := executor.unsupported_reason()) is not None:
+                unsupported.append(reason)
                 answers[executor.name] = dict.fromkeys(nodes, Support(False, reason))
                 continue
             for option, reason in executor.ineffective_options().items():
                 self.record_choice(option, reason)
             ask = functools.partial(self._ask, executor, nodes)
             answers[executor.name] = self.cache.support(gm, executor.cache_key, ask)
-        for executor_answers in answers.values():
-            for node, answer in executor_answers.items():
-                if answer.reason is not None and answer.reason.type.is_failure and is_compute(node):
-                    self._report_op(name, str(node.target), answer.reason)
-        return Candidates.of(nodes, answers)
+        if len(unsupported) == len(executors):
+            self.fall_back(name, unsupported[0])
+        for node, answer in (pair for own in answers.values() for pair in own.items()):
+            op, reason = str(node.target), answer.reason
+            if reason is not None and reason.type.is_failure and is_compute(node) and op not in self._reported_ops:
+                self._reported_ops.add(op)
+                self.fall_back(f"{name}/{op}", reason)
+        return Candidates.of(answers)
 
     def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
         answers: dict[fx.Node, Support] = {}
@@ -149,38 +153,19 @@ class Placer:
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
 
-    def _report_op(self, name: str, op: str, reason: Reason) -> None:
-        if op not in self._reported_ops:
-            self._reported_ops.add(op)
-            self.fall_back(f"{name}/{op}", reason)
-
-    def _autotune(self, gm: fx.GraphModule, executors: Mapping[str, Executor], candidates: Candidates) -> None:
-        """Choose between the variants of ops, if timing decides at all."""
-        if self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled():
-            for executor in executors.values():
-                OpAutotuner(executor, self.cache, self.agree).choose(gm, candidates)
-
 
 class RegionBuilder:
-    """Builds and times one region; what is in the cache is not done again."""
+    """Builds and times one region, without what is in the cache already."""
 
     def __init__(self, placer: Placer, executor: Executor, region: Region, where: str) -> None:
-        self._placer = placer
-        self._config = placer.config
-        self._executor = executor
-        self._region = region
-        self._where = where
+        self._placer, self._config = placer, placer.config
+        self._executor, self._region, self._where = executor, region, where
         self._variants = executor.variants(region)
         self._fingerprint = fingerprint(region.module.graph)
         self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
 
     def build(self) -> GuardedRegion:
-        """Build the region.
-
-        Raises:
-            RegionRejected: If that fails, or the region is slower than torch.
-
-        """
+        """Build the region, or reject it if that fails or it is slower than torch."""
         entry = self._placer.cache.load(self._entry_name)
         if entry is not None:
             try:
@@ -213,12 +198,7 @@ class RegionBuilder:
         return GuardedRegion(self._region, build(times.variant), report, on_failure, self._config.check_against_eager)
 
     def _known_timing(self, entry: Entry | None) -> Timing | None:
-        """Return the timing of a region that need not be timed, or was in an earlier run.
-
-        Raises:
-            RegionRejected: If the static rule of deterministic mode leaves the region to torch.
-
-        """
+        """Return the timing of a region that need not be timed, or was timed in an earlier run."""
         measured = self._config.placement == "measured"
         if torch.are_deterministic_algorithms_enabled():
             if measured and count_flops(self._region) == 0:
@@ -262,14 +242,10 @@ class RegionBuilder:
 
 
 def region_report(region: Region, **fields: Any) -> RegionReport:
-    """Return the report of a region with what is known from the region itself."""
+    """Return the report of a region with what is known from its nodes."""
     compute = region.compute_nodes
-    return RegionReport(region.name, region.executor, len(compute), count_ops(compute), **fields)
-
-
-def count_ops(nodes: Sequence[fx.Node]) -> dict[str, int]:
-    """Return how often each op occurs."""
-    return dict(Counter(str(node.target) for node in nodes))
+    ops = Counter(str(node.target) for node in compute)
+    return RegionReport(region.name, region.executor, len(compute), dict(ops), **fields)
 
 
 def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mapping[Any, Timing]) -> RegionReport:
@@ -278,7 +254,7 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     ms: Counter[str] = Counter()
     for (_, *nodes), times in lost.items():
         if set(region.nodes).issuperset(nodes):
-            ms.update(times.ms)
+            ms.update(times.ms)  # type: ignore[arg-type]  # Counter adds floats, too
     return region_report(
         region,
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,

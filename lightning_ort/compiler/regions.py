@@ -11,7 +11,7 @@ Runtime would have to copy it), and views at the end of the graph are taken in t
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,25 +37,20 @@ class Support:
 
 @dataclass
 class Candidates:
-    """Which executors can run each node of a graph; the first one does.
+    """Which executors can run each ``call_function`` node of a graph, preferred first, and why others do not."""
 
-    Args:
-        executors: For each ``call_function`` node the executors that can run it, preferred first; torch is the last.
-        reasons: Why a node is not run by an executor that would be preferred.
-
-    """
-
-    executors: dict[fx.Node, list[str]]
-    reasons: dict[fx.Node, Reason] = field(default_factory=dict)
+    executors: dict[fx.Node, list[str]]  # the first one runs the node; torch is the last
+    reasons: dict[fx.Node, Reason]
 
     @classmethod
-    def of(cls, nodes: list[fx.Node], answers: Mapping[str, Mapping[fx.Node, Support]]) -> "Candidates":
+    def of(cls, answers: Mapping[str, Mapping[fx.Node, Support]]) -> "Candidates":
         """Collect the answers of executors, which are in order of preference."""
-        candidates = cls({node: [name for name in answers if answers[name][node].ok] + [TORCH] for node in nodes})
-        for node in nodes:
-            refusals = [reason for name in answers if (reason := answers[name][node].reason) is not None]
-            if refusals:
-                candidates.reasons[node] = refusals[0]
+        candidates = cls({}, {})
+        for node in next(iter(answers.values())):
+            own = {name: answers[name][node] for name in answers}
+            candidates.executors[node] = [*(name for name, answer in own.items() if answer.ok), TORCH]
+            if reasons := [answer.reason for answer in own.values() if answer.reason is not None]:
+                candidates.reasons[node] = reasons[0]
         return candidates
 
     def demote(self, region: "Region", reason: Reason) -> None:
@@ -67,24 +62,14 @@ class Candidates:
 
 @dataclass
 class Region:
-    """What one executor runs in one call.
-
-    Args:
-        executor: Its name.
-        level: Regions run in this order.
-        nodes: The nodes it owns, in graph order.
-        inputs: Values it reads that are made elsewhere.
-        outputs: Values of its own that others read.
-        module: The region as torch runs it. Set by :func:`finalize_region`.
-
-    """
+    """What one executor runs in one call."""
 
     executor: str
-    level: int
-    nodes: list[fx.Node] = field(default_factory=list)
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-    module: RegionModule = field(init=False)
+    level: int  # regions run in this order
+    nodes: list[fx.Node] = field(default_factory=list)  # that it owns, in graph order
+    inputs: list[fx.Node] = field(default_factory=list)  # made elsewhere
+    outputs: list[fx.Node] = field(default_factory=list)  # of its own nodes, those that others read
+    module: RegionModule = field(init=False)  # the region as torch runs it
 
     @property
     def name(self) -> str:
@@ -104,13 +89,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of building a region.
-
-    Args:
-        threads: Intra-op threads.
-        cuda_graph: Whether it is recorded as a CUDA graph.
-
-    """
+    """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
 
     threads: int = 1
     cuda_graph: bool = False
@@ -130,14 +109,7 @@ class Timing:
 
 
 class RegionRejected(Exception):
-    """A region is not run by its executor.
-
-    Args:
-        type: The kind of reason.
-        error: What happened.
-        timing: How long it took, if it was timed.
-
-    """
+    """A region is not run by its executor; ``timing`` is its time, if it was timed."""
 
     def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
         text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
@@ -146,29 +118,14 @@ class RegionRejected(Exception):
         super().__init__(str(self.reason))
 
 
-@dataclass
-class Partition:
-    """A graph cut into regions.
-
-    Args:
-        gm: The graph.
-        regions: In order of execution.
-
-    """
-
-    gm: fx.GraphModule
-    regions: list[Region]
-
-
 def partition(
-    gm: fx.GraphModule, candidates: Candidates, min_region_nodes: int, previous: Partition | None = None
-) -> Partition:
-    """Cut a functional ATen graph into regions.
+    gm: fx.GraphModule, candidates: Candidates, min_region_nodes: int, previous: Sequence[Region] = ()
+) -> list[Region]:
+    """Cut a functional ATen graph into regions, of which those of the previous partition are already finalized.
 
-    Nodes of regions with fewer compute nodes than ``min_region_nodes`` are demoted. Regions that are unchanged since
-    the previous partition are taken from there.
+    The nodes of regions with fewer compute nodes than ``min_region_nodes`` are demoted.
     """
-    finalized = {} if previous is None else {region.key: region for region in previous.regions}
+    finalized = {region.key: region for region in previous}
     views = {node for node in candidates.executors if is_view(node) and _first(node, candidates) != TORCH}
     while True:
         regions = _assign(candidates, views)
@@ -183,7 +140,7 @@ def partition(
             region.inputs, region.outputs, region.module = same.inputs, same.outputs, same.module
         else:
             finalize_region(region, gm, views, candidates)
-    return Partition(gm, regions)
+    return regions
 
 
 def _first(node: fx.Node, candidates: Candidates) -> str:

@@ -15,6 +15,7 @@ _SECONDS = 0.25
 _MIN_ROUNDS = 3  # after a single round, one interruption of the process would decide
 _MAX_ROUNDS = 15
 _Name = TypeVar("_Name")
+_Call = Callable[..., Any]
 
 
 def samples(region: Region) -> list[Any]:
@@ -39,25 +40,17 @@ def _sample(val: Any, generator: torch.Generator) -> Any:
 
 def measure(
     executor: str,
-    calls: Mapping[Variant, Callable[..., Any]],
-    torch_forward: Callable[..., Any] | None,
+    calls: Mapping[Variant, _Call],
+    torch_forward: _Call | None,
     args: Sequence[Any],
     on_failure: Callable[[Any, Exception], None],
 ) -> Timing:
-    """Time the variants of a region, and the region in torch.
+    """Time a region's variants on its executor, and the region in torch unless ``torch_forward`` is ``None``.
 
-    Args:
-        executor: Name of the variants' executor.
-        calls: The region as each variant.
-        torch_forward: The region in torch; ``None`` to compare the variants only.
-        args: Inputs.
-        on_failure: See :func:`warm_up`; it must raise unless another variant is left.
-
-    Returns:
-        The fastest variant, and the times if there was anything to compare.
-
+    Return the fastest variant, and the times if there was anything to compare. ``on_failure`` is that of
+    :func:`warm_up`; it has to raise for the last variant.
     """
-    candidates: dict[Any, Callable[..., Any]] = dict(calls)
+    candidates: dict[Any, _Call] = dict(calls)
     if torch_forward is not None:
         candidates[TORCH] = torch_forward
     if len(candidates) > 1:
@@ -74,14 +67,9 @@ def measure(
 
 
 def warm_up(
-    candidates: Mapping[_Name, Callable[..., Any]],
-    args: Sequence[Any],
-    on_failure: Callable[[_Name, Exception], None],
-) -> dict[_Name, Callable[..., Any]]:
-    """Call each candidate once, since first calls allocate and compile; return those that work.
-
-    Others are left out after a call of ``on_failure``, which may raise instead.
-    """
+    candidates: Mapping[_Name, _Call], args: Sequence[Any], on_failure: Callable[[_Name, Exception], None]
+) -> dict[_Name, _Call]:
+    """Call each candidate once, since first calls allocate and compile; return those for which nothing is raised."""
     working = {}
     for name, call in candidates.items():
         try:
@@ -94,7 +82,7 @@ def warm_up(
 
 
 def race(
-    candidates: Mapping[_Name, Callable[..., Any]], args: Sequence[Any], before: Callable[[], None] | None = None
+    candidates: Mapping[_Name, _Call], args: Sequence[Any], before: Callable[[], None] | None = None
 ) -> dict[_Name, float]:
     """Return the median time of each candidate in ms; ``before`` is called before each run, outside its time."""
     times: dict[_Name, list[float]] = {name: [] for name in candidates}
@@ -109,7 +97,7 @@ def race(
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
-def _timed(call: Callable[..., Any], args: Sequence[Any]) -> float:
+def _timed(call: _Call, args: Sequence[Any]) -> float:
     on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
     if on_cuda:
         torch.cuda.synchronize()

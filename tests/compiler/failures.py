@@ -24,7 +24,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
         raise RuntimeError(f"injected into {where}")
 
     def failing_assemble(placed: Any) -> Any:
-        names = {node.name for node in placed.parts.gm.graph.find_nodes(op="placeholder")}
+        names = {node.name for node in placed.gm.graph.find_nodes(op="placeholder")}
         is_backward = any("tangents" in name for name in names)
         run = assemble(placed)
         if is_backward != (where == BACKWARD):

@@ -17,17 +17,12 @@ from lightning_ort.config import ORTConfig
 class Executor(ABC):
     """Runs regions of graphs on one device.
 
-    An executor needs a name, :meth:`supports` and :meth:`build`, and a line in
+    An executor needs names, :meth:`supports` and :meth:`build`, and a line in
     :mod:`~lightning_ort.compiler.executors.registry`.
-
-    Attributes:
-        name: In the report and in the names of regions, such as ``"ort"``.
-        title: For people, such as ``"ONNX Runtime"``.
-
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: ClassVar[str]  # in the report and in the names of regions, such as "ort"
+    title: ClassVar[str]  # for people, such as "ONNX Runtime"
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         self.config = config
@@ -64,12 +59,7 @@ class Executor(ABC):
         return (Variant(),)
 
     def convert(self, region: Region) -> bytes:
-        """Return what all variants of a region are built from, as the cache keeps it.
-
-        Raises:
-            RegionRejected: If it cannot be converted.
-
-        """
+        """Return what all variants of a region are built from, which is kept in the cache; may reject the region."""
         return b""
 
     def untrusted_reason(self, artifact: bytes) -> str | None:
@@ -81,23 +71,12 @@ class Executor(ABC):
 
     @abstractmethod
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
-        """Return a function that takes the region's inputs and returns its outputs.
-
-        Raises:
-            RegionRejected: If it cannot be built.
-
-        """
+        """Return a function that takes the region's inputs and returns its outputs; may reject the region."""
 
 
 @dataclass(frozen=True)
 class GraphExecutor:
-    """Runs whole graphs as dynamo captures them; a step is timed with it against the others as a whole.
-
-    Args:
-        name: In the report, and as the ``backend`` of :func:`torch.compile`.
-        options: Of :func:`torch.compile`.
-
-    """
+    """Runs whole graphs: a ``backend`` of :func:`torch.compile`, and its ``options``. Whole steps are timed with it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
