@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -72,11 +71,3 @@ class Executor(ABC):
     @abstractmethod
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
         """Return a function that takes the region's inputs and returns its outputs; may reject the region."""
-
-
-@dataclass(frozen=True)
-class GraphExecutor:
-    """Runs whole graphs: a ``backend`` of :func:`torch.compile`, and its ``options``. Whole steps are timed with it."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)

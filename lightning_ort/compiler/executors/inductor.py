@@ -1,5 +1,8 @@
-"""Inductor, torch's own compiler, as an executor of whole graphs."""
+"""Inductor, torch's own compiler, as an executor of whole graphs: under ``engine="auto"`` whole steps are timed with it."""
 
-from lightning_ort.compiler.executors.base import GraphExecutor
+from typing import Any, Final
 
-INDUCTOR = GraphExecutor("inductor", {"fallback_random": True})  # dropout masks are the same as in eager
+NAME: Final = "inductor"
+
+# arguments of torch.compile; dropout masks are the same as in eager
+COMPILE_ARGUMENTS: dict[str, Any] = {"backend": NAME, "options": {"fallback_random": True}}

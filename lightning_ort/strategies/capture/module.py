@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
+from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
@@ -113,16 +114,16 @@ class CapturedModule:
         if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
             return None
         device = self._strategy.root_device
-        engines: list[Engine] = ["ort", "torch", "inductor"] if self.config.engine == "auto" else ["ort", "torch"]
+        engines: list[Engine] = ["ort", "torch", *([inductor.NAME] if self.config.engine == "auto" else [])]
         synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
         return StepAutotuner(engines, synchronize)
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
-        compiled = torch.compile(  # type: ignore[call-overload]
+        executor = inductor.COMPILE_ARGUMENTS if engine == inductor.NAME else {"backend": self.backend}
+        compiled = torch.compile(
             function,
-            backend=self.backend if engine == "ort" else engine,
-            options=None if engine == "ort" else {"fallback_random": True},  # the same dropout masks as eager
+            **executor,
             dynamic=self.config.dynamic,
             recompile_limit=_RECOMPILE_LIMIT,
             # the limit is for this function, not for all modules of its class, nor for all our frames around children
