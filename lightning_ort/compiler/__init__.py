@@ -15,6 +15,6 @@
 5. :mod:`.guarded_region`, :mod:`.fallbacks`: a region, or a graph, that fails while it runs continues in torch
 6. :mod:`.report`: what ran where, why not elsewhere, and how fast
 
-Used by several: :mod:`.nodes` and :mod:`.layouts` (facts about nodes and tensors), :mod:`.output_shapes` (symbolic sizes
-as functions of a region's inputs), :mod:`.mask_prefetcher` (dropout masks), :mod:`.openmp` (torch's threads).
+Used by several: :mod:`.nodes` and :mod:`.layouts` (facts about nodes and tensors), :mod:`.output_shapes` (symbolic
+sizes as functions of a region's inputs), :mod:`.mask_prefetcher` (dropout masks), :mod:`.openmp` (torch's threads).
 """

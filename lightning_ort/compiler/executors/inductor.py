@@ -1,4 +1,4 @@
-"""Inductor, torch's own compiler, as an executor of whole graphs: under ``engine="auto"`` whole steps are timed with it."""
+"""Inductor as an executor of whole graphs: under ``engine="auto"`` it is timed against the others on whole steps."""
 
 from typing import Any, Final
 
