@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from functorch.compile import make_boxed_func
-from torch import fx
+from torch import fx, nn
 from torch._decomp import core_aten_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -151,11 +151,11 @@ def split_joint_graph(
 
 
 def half_of(node: fx.Node) -> str | None:
-    """``"forward"`` or ``"backward"`` for a node of a joint graph; ``None`` if it may go to both (torch 2.13)."""
+    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
     if node.op == "placeholder":
         return "backward" if "tangents" in str(node.target) else "forward"
     tag = node.meta.get("partitioner_tag")
-    return tag.removeprefix("is_") if tag in ("is_forward", "is_backward") else None
+    return None if tag is None else tag.removeprefix("is_")
 
 
 def assign_to_backward(node: fx.Node) -> None:
@@ -233,3 +233,34 @@ def default_store() -> "torch.distributed.Store | None":
 def cpu_has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware (torch 2.13)."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+# nn.Module, for captured steps
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute with the call that ``nn.Module`` uses if it is not ``None``; pickling drops it (torch 2.13)."""
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether ``nn.Module.compile`` was called on this module (torch 2.13)."""
+    return getattr(module, COMPILED_CALL) is not None
+
+
+def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's call, hooks included, without its compiled one (torch 2.13)."""
+    return module._call_impl
+
+
+def forward_hooks_without(
+    module: nn.Module, ids: set[int]
+) -> Iterator[tuple[str, dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]]:
+    """Yield name, value and value without these hooks of the attributes with forward hooks (torch 2.13)."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = vars(module)[name]
+        if ids & hooks.keys():
+            yield name, hooks, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
+
+
+def is_double_backward_error(error: BaseException) -> bool:
+    """Whether AOTAutograd says that its graphs have no gradient of a gradient (torch 2.13)."""
+    return "does not currently support double backward" in str(error)

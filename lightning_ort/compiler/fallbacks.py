@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
 # calls after which a graph that has not seen a backward pass is no longer watched for one
 _PATIENCE = 100
@@ -25,35 +26,29 @@ class ORTFallbackError(RuntimeError):
     """Something could not run on ONNX Runtime, under ``ORTConfig(fallback="raise")``."""
 
 
-class PassWatch:
-    """What one captured graph's compiled passes tell the guard.
+class PassMonitor:
+    """What the guard of one captured graph learns from its compiled passes.
 
     Args:
-        num_inputs: Of the captured graph.
+        num_inputs: Inputs of the captured graph.
 
     Attributes:
         error: What a pass failed with, until the guard has seen it.
-        mutated: Indices of the inputs that the graph writes to.
-        separate: Whether its outputs share no memory with its inputs, and no input that it writes to takes a gradient.
+        written: Indices of the inputs that the graph writes to.
+        separate: Whether its outputs share no memory with its inputs, and no input that it writes to needs a gradient.
 
     """
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
         self.error: Exception | None = None
-        self.mutated: list[int] = []
+        self.written: list[int] = []
         self.separate = True
 
-    def describe(self, metadata: ViewAndMutationMeta) -> None:
-        """Read what AOTAutograd has found out about the graph (torch 2.13)."""
-        self.mutated = [index for index, info in enumerate(metadata.input_info) if info.mutates_data]
-        if len(metadata.input_info) != self._num_inputs:  # some are one tensor, or parts of one
-            self.separate = False
-            return
-        aliases = (OutputType.alias_of_input, OutputType.is_input)
-        self.separate = not any(info.output_type in aliases for info in metadata.output_info) and not any(
-            info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in metadata.input_info
-        )
+    def set_facts(self, facts: GraphFacts) -> None:
+        """Take over what AOTAutograd found out about the graph; it merges inputs that are parts of one tensor."""
+        self.written = facts.written
+        self.separate = facts.separate and facts.num_inputs == self._num_inputs
 
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a pass that remembers what it failed with."""
@@ -67,8 +62,7 @@ class PassWatch:
                 self.error = error
                 raise
 
-        watched._boxed_call = True  # type: ignore[attr-defined]
-        return watched
+        return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
         """Whether an error came from one of the passes, and not from what surrounds them; asked once for each."""
@@ -82,7 +76,7 @@ class GuardedGraph:
     Args:
         compiled: Runs it, with a backward pass of its own.
         eager: Runs it as it was captured.
-        watch: What its passes tell.
+        monitor: Of its passes.
         give_up: Called with what a pass failed with; may raise to refuse eager.
 
     """
@@ -91,12 +85,12 @@ class GuardedGraph:
         self,
         compiled: Callable[..., Any],
         eager: Callable[..., Any],
-        watch: PassWatch,
+        monitor: PassMonitor,
         give_up: Callable[[Exception], None],
     ) -> None:
         self.run = compiled
         self.eager = eager
-        self.watch = watch
+        self.monitor = monitor
         self._give_up = give_up
         self.trusted = False
         self._calls = 0
@@ -109,7 +103,7 @@ class GuardedGraph:
                 return self.run(*args)
             return self._run_first(args, state)
         except Exception as error:
-            if self.run is self.eager or not self.watch.saw(error):
+            if self.run is self.eager or not self.monitor.saw(error):
                 raise
             failure = error
         if state is not None:
@@ -121,7 +115,7 @@ class GuardedGraph:
     def _run_first(self, args: Sequence[Any], state: "_State") -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if backward and self.watch.separate and self._calls <= _PATIENCE:
+        if backward and self.monitor.separate and self._calls <= _PATIENCE:
             return _FirstBackward.apply(self, state, *args)
         outputs = self.run(*args)
         self.trusted = True
@@ -174,7 +168,7 @@ class _FirstBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: GuardedGraph, state: _State, *args: Any) -> Any:
         ctx.guard, ctx.state, ctx.args = guard, state, args
-        ctx.written = {index: args[index].detach().clone() for index in guard.watch.mutated}
+        ctx.written = {index: args[index].detach().clone() for index in guard.monitor.written}
         ctx.inner = _leaves(args)
         with torch.enable_grad():
             ctx.outputs = guard.run(*ctx.inner)

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
-from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE, FORM
-from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, values_of
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -45,7 +44,7 @@ def fingerprint(graph: fx.Graph) -> str:
         called = target if isinstance(target, OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Unquoted(numbers[source]))
         values = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        conversion = f"{node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
+        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
         lines.append(f"{numbers[node]} {node.op} {called} {arguments} {values} {conversion}")
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch import OpOverload, fake_mode_of
 from lightning_ort.compiler.layouts import IN_ORDER
 
 aten = torch.ops.aten
@@ -42,6 +42,10 @@ _ALLOCATIONS = {
 }
 _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg}
+# meta key of a boolean tensor in which any byte but 0 is true; onnxruntime expects 1
+ANY_BYTE = "any_byte"
+# meta key of a node whose op has several variants: the one that was chosen
+VARIANT = "variant"
 _NO_COMPUTE = VIEWS | _ALLOCATIONS | _SIZES | _CHECKS
 
 
@@ -85,3 +89,13 @@ def sizes_of(value: Any) -> Sequence[Any]:
 def is_static(node: fx.Node) -> bool:
     """Whether no size of the values that a node returns is symbolic."""
     return not any(isinstance(size, torch.SymInt) for value in values_of(node) for size in sizes_of(value))
+
+
+def insert_call(gm: fx.GraphModule, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call to a graph, together with its traced value."""
+    node = gm.graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next(mode for n in gm.graph.nodes if (mode := fake_mode_of(n.meta.get("val"))) is not None)
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node

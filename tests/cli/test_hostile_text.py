@@ -24,6 +24,7 @@ from lightning_ort.compiler.report import (
     Reason,
     ReasonType,
     RegionReport,
+    RunReport,
     StepReport,
 )
 from lightning_ort.config import ORTConfig
@@ -67,7 +68,7 @@ def report() -> CompileReport:
     entries = [FallbackReport(HOSTILE, reason)]
     optimizers = [OptimizerReport(HOSTILE, HOSTILE, HOSTILE)]
     steps = [StepReport(HOSTILE, {"ort": 1.0})]
-    return CompileReport([GraphReport(HOSTILE, [region])], entries, entries, 0, 0, 0.0, optimizers, steps, HOSTILE)
+    return CompileReport([GraphReport(HOSTILE, [region])], entries, entries, run=RunReport(optimizers, steps, HOSTILE))
 
 
 def test_text_of_a_report() -> None:

@@ -9,9 +9,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import (
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
     Arg,
-    GraphBuilder,
     Scalar,
     dtype_of,
     rank_of,
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 Indices = Sequence[fx.Node | None]
 
 
-def refusing_negative(ctx: GraphBuilder, index: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+def refusing_negative(ctx: GraphBuilder, index: Value, x: fx.Node, dim: int) -> Value:
     """The index along a dimension of ``x`` with its negative entries out of range.
 
     ONNX counts them from the end, torch takes them for the errors that they are; now both refuse them.
@@ -66,7 +66,7 @@ def inverse(perm: Sequence[int]) -> list[int]:
     return [list(perm).index(dim) for dim in range(len(perm))]
 
 
-def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> ir.Value:
+def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> Value:
     """The index tensors, broadcast against each other, as the rows [..., k] that GatherND and ScatterND take."""
     values = [ctx.value(index, torch.int64) for index in indices]
     rank = max(rank_of(index) for index in indices)
@@ -79,7 +79,7 @@ def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> ir.Value:
 
 
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> ir.Value:
+def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> Value:
     """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
     dims, rank = _indexed_dims(x, indices), rank_of(x)
     tensors = [indices[dim] for dim in dims]
@@ -99,7 +99,7 @@ def _result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
 
 
 @converts(aten.index_select.default)
-def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> ir.Value:
+def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> Value:
     """index_select(Tensor self, int dim, Tensor index) -> Tensor"""
     if rank_of(x) == 0 or rank_of(index) == 0:
         raise Unsupported("index_select of or by a scalar")
@@ -110,7 +110,7 @@ def index_select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: 
 @converts(aten.gather.default)
 def gather(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False
-) -> ir.Value:
+) -> Value:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
     _check_ranks("gather", x, index)
     places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
@@ -131,14 +131,12 @@ def _check_ranks(name: str, x: fx.Node, index: fx.Node) -> None:
 # writing
 
 
-def _scatter(
-    ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: ir.Value, reduction: str | None
-) -> ir.Value:
+def _scatter(ctx: GraphBuilder, x: fx.Node, dim: int, index: fx.Node, source: Value, reduction: str | None) -> Value:
     places = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
     return ctx.op("ScatterElements", ctx.value(x), places, source, axis=dim, reduction=reduction)
 
 
-def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> ir.Value:
+def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype: torch.dtype) -> Value:
     """The part of the source that the index names; torch lets it be larger, ONNX does not."""
     value = ctx.value(source, dtype)
     if same_shape(source, index):
@@ -148,21 +146,21 @@ def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype
 
 
 @converts(aten.scatter.src)
-def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Value:
     """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     _check_ranks("scatter", x, index)
     return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), None)
 
 
 @converts(aten.scatter.value)
-def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> ir.Value:
+def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Scalar) -> Value:
     """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     _check_ranks("scatter", x, index)
     return _scatter(ctx, x, dim, index, ctx.op("Expand", ctx.value(value, dtype_of(x)), ctx.shape_tensor(index)), None)
 
 
 @converts(aten.scatter_add.default)
-def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> ir.Value:
+def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Value:
     """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     _check_ranks("scatter_add", x, index)
     return _scatter(ctx, x, dim, index, _source_like_index(ctx, src, index, dtype_of(x)), "add")
@@ -189,7 +187,7 @@ def scatter_reduce(
     reduce: str,
     *,
     include_self: bool = True,
-) -> ir.Value:
+) -> Value:
     """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""  # noqa: E501
     _check_ranks("scatter_reduce", x, index)
     dtype = dtype_of(x)
@@ -199,10 +197,10 @@ def scatter_reduce(
     ids = refusing_negative(ctx, ctx.value(index, torch.int64), x, dim)
     base, source = ctx.value(x), _source_like_index(ctx, src, index, dtype)
 
-    def scatter_to(target: ir.Value, updates: ir.Value, reduction: str | None) -> ir.Value:
+    def scatter_to(target: Value, updates: Value, reduction: str | None) -> Value:
         return ctx.op("ScatterElements", target, ids, updates, axis=dim, reduction=reduction)
 
-    def everywhere(number: float) -> ir.Value:
+    def everywhere(number: float) -> Value:
         return ctx.op("Expand", ctx.const(number, dtype), ctx.shape_tensor(index))
 
     if not include_self:
@@ -222,7 +220,7 @@ def scatter_reduce(
 
 
 @converts(aten.masked_scatter.default)
-def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, source: fx.Node) -> ir.Value:
+def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, source: fx.Node) -> Value:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
     if not same_shape(x, node) or any(size == 0 for size in (*shape_of(x), *shape_of(source))):
         raise Unsupported("masked_scatter that broadcasts, or of an empty tensor")
@@ -240,7 +238,7 @@ def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, 
 @converts(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
-) -> ir.Value:
+) -> Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     dims, rank = _indexed_dims(x, indices), rank_of(x)
     tensors = [indices[dim] for dim in dims]
@@ -262,7 +260,7 @@ def index_put(
 @converts(aten.index_add.default)
 def index_add(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, *, alpha: Scalar = 1
-) -> ir.Value:
+) -> Value:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     _refuse_scalars("index_add", x, index, source)
     dtype = dtype_of(x)
@@ -273,7 +271,7 @@ def index_add(
 
 
 @converts(aten.index_copy.default)
-def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> ir.Value:
+def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Value:
     """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
     # torch's decomposition is an index_put, to which a negative index is none of its errors
     _refuse_scalars("index_copy", x, index, source)
@@ -282,7 +280,7 @@ def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
 
 
 @converts(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Arg) -> ir.Value:
+def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, value: Arg) -> Value:
     """index_fill.int_Scalar(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     # a negative index counts from the end here
     _refuse_scalars("index_fill", x)
@@ -296,21 +294,21 @@ def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
     return ctx.op("Where", ctx.cast(places, torch.bool), ctx.value(value, dtype), ctx.value(x))
 
 
-def _rows(ctx: GraphBuilder, index: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+def _rows(ctx: GraphBuilder, index: fx.Node, x: fx.Node, dim: int) -> Value:
     """The index [k] of entries of a dimension of ``x`` as the rows [k, 1] that ScatterND takes."""
     return ctx.op("Unsqueeze", refusing_negative(ctx, ctx.value(index, torch.int64), x, dim), ctx.ints([1]))
 
 
 def write_rows(
-    ctx: GraphBuilder, x: ir.Value, rows: ir.Value, updates: ir.Value, axis: int, rank: int, reduction: str | None
-) -> ir.Value:
+    ctx: GraphBuilder, x: Value, rows: Value, updates: Value, axis: int, rank: int, reduction: str | None
+) -> Value:
     """Write to the entries of one dimension that ``rows`` [k, 1] lists."""
     perm = _front([axis], rank)
     moved, updates = ctx.transpose(x, perm), ctx.transpose(updates, perm)
     return ctx.transpose(ctx.op("ScatterND", moved, rows, updates, reduction=reduction), inverse(perm))
 
 
-@converts(aten.embedding_dense_backward.default, forms=(EXPANDED,))
+@converts(aten.embedding_dense_backward.default, variants=(EXPANDED,))
 def embedding_dense_backward(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -319,7 +317,7 @@ def embedding_dense_backward(
     num_weights: Any,
     padding_idx: Any,
     scale_grad_by_freq: bool,
-) -> ir.Value:
+) -> Value:
     """embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"""  # noqa: E501
     if isinstance(padding_idx, fx.Node):
         raise Unsupported("a symbolic padding_idx")
@@ -338,6 +336,6 @@ def embedding_dense_backward(
     return ctx.op("ScatterND", zeros, rows, grads, reduction="add")
 
 
-def zeros_of(ctx: GraphBuilder, shape: ir.Value, dtype: torch.dtype) -> ir.Value:
+def zeros_of(ctx: GraphBuilder, shape: Value, dtype: torch.dtype) -> Value:
     """Zeros of a shape that is a 1-D int64 value."""
-    return ctx.op("ConstantOfShape", shape, value=ir.tensor(ctx.const([0], dtype).const_value.numpy()))  # type: ignore[union-attr]
+    return ctx.op("ConstantOfShape", shape, dtype=dtype, value=ir.tensor(ctx.const([0], dtype).ir.const_value.numpy()))  # type: ignore[union-attr]

@@ -3,17 +3,17 @@
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Scalar, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
 
 
-def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[ir.Value, int]:
+def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[Value, int]:
     """The operand, and 1 where it is the transpose (of the last two dimensions) of the value returned."""
     swaps = False
     if x.target is aten.t.default:
@@ -38,7 +38,7 @@ def _check_product(node: fx.Node, x: fx.Node) -> None:
         raise Unsupported("a matrix product of empty tensors")
 
 
-def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     _check_product(node, x)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
@@ -53,13 +53,13 @@ def _matmul(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Valu
 
 
 @converts(aten.mm.default)
-def mm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def mm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """mm(Tensor self, Tensor mat2) -> Tensor"""
     return _matmul(ctx, node, x, y)
 
 
 @converts(aten.bmm.default)
-def bmm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def bmm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
     return _matmul(ctx, node, x, y)
 
@@ -67,7 +67,7 @@ def bmm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
 @converts(aten.addmm.default)
 def addmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
-) -> ir.Value:
+) -> Value:
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     if isinstance(alpha, fx.Node) or isinstance(beta, fx.Node):  # attributes are constants
         return baddbmm(ctx, node, bias, x, y, beta=beta, alpha=alpha)
@@ -87,14 +87,12 @@ def addmm(
 @converts(aten.baddbmm.default)
 def baddbmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
-) -> ir.Value:
+) -> Value:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _add_product(ctx, node, bias, _matmul(ctx, node, x, y), beta, alpha)
 
 
-def _add_product(
-    ctx: GraphBuilder, node: fx.Node, bias: fx.Node, product: ir.Value, beta: Scalar, alpha: Scalar
-) -> ir.Value:
+def _add_product(ctx: GraphBuilder, node: fx.Node, bias: fx.Node, product: Value, beta: Scalar, alpha: Scalar) -> Value:
     """``beta * bias + alpha * product``."""
     dtype = dtype_of(node)
     if alpha != 1:
@@ -106,14 +104,14 @@ def _add_product(
 
 
 @converts(aten.dot.default)
-def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """dot(Tensor self, Tensor tensor) -> Tensor"""
     _check_product(node, x)
     return ctx.op("MatMul", ctx.value(x), ctx.value(y))
 
 
 @converts(aten.mv.default)
-def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
+def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> Value:
     """mv(Tensor self, Tensor vec) -> Tensor"""
     _check_product(node, x)
     # as a matrix of one column: onnxruntime 1.19 fuses a transpose into a MatMul with a vector and gets it wrong
@@ -123,7 +121,7 @@ def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> ir.Value:
 
 
 @converts(aten.linear.default)
-def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: Any = None) -> ir.Value:
+def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: Any = None) -> Value:
     """linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"""
     _check_product(node, x)
     if rank_of(x) == 2 and len(shape_of(weight)) == 2:

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import Arg, GraphBuilder, dtype_of
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, dtype_of
 from lightning_ort.compiler.executors.ort.conversion.pointwise import NARROW, binary, result_dtype, wrapped
 from lightning_ort.compiler.executors.ort.conversion.registry import converts
 
 aten = torch.ops.aten
 
 
-def _compare(onnx_op: str, negate: bool = False) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def _compare(onnx_op: str, negate: bool = False) -> Callable[..., Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
         dtype = result_dtype(x, y)
         if dtype in NARROW:  # `torch.eye` compares bytes
             result = binary(ctx, onnx_op, wrapped(x, dtype), wrapped(y, dtype), torch.int32)
@@ -35,8 +35,8 @@ converts(aten.gt.Tensor, aten.gt.Scalar)(_compare("Greater"))
 converts(aten.ge.Tensor, aten.ge.Scalar)(_compare("GreaterOrEqual"))
 
 
-def _logical(onnx_op: str, bitwise: bool) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def _logical(onnx_op: str, bitwise: bool) -> Callable[..., Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
         if bitwise and dtype_of(node) is not torch.bool:
             return binary(ctx, f"Bitwise{onnx_op}", x, y)
         return ctx.op(onnx_op, ctx.value(x, torch.bool), ctx.value(y, torch.bool))
@@ -53,35 +53,35 @@ for _name, _onnx_op in (("and", "And"), ("or", "Or"), ("xor", "Xor")):
 
 
 @converts(aten.logical_not.default)
-def logical_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def logical_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """logical_not(Tensor self) -> Tensor"""
     return ctx.op("Not", ctx.value(x, torch.bool))
 
 
 @converts(aten.bitwise_not.default)
-def bitwise_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def bitwise_not(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """bitwise_not(Tensor self) -> Tensor"""
     return ctx.op("Not" if dtype_of(x) is torch.bool else "BitwiseNot", ctx.value(x))
 
 
 @converts(aten.isnan.default)
-def isnan(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def isnan(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """isnan(Tensor self) -> Tensor"""
     return _of_floats(ctx, "IsNaN", x)
 
 
 @converts(aten.isinf.default)
-def isinf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def isinf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """isinf(Tensor self) -> Tensor"""
     return _of_floats(ctx, "IsInf", x)
 
 
-def _of_floats(ctx: GraphBuilder, onnx_op: str, x: fx.Node) -> ir.Value:
+def _of_floats(ctx: GraphBuilder, onnx_op: str, x: fx.Node) -> Value:
     return ctx.op(onnx_op, ctx.value(x, None if dtype_of(x).is_floating_point else torch.float32))
 
 
 @converts(aten.where.self)
-def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
     chosen, x_value, y_value = ctx.value(condition, torch.bool), ctx.value(x, dtype), ctx.value(y, dtype)
@@ -92,7 +92,7 @@ def where(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: fx.Node, y: f
 
 
 @converts(aten.masked_fill.Scalar)
-def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> ir.Value:
+def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> Value:
     """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
     filled, dtype = ctx.value(mask, torch.bool), dtype_of(node)
     if dtype is torch.bool:
@@ -102,6 +102,6 @@ def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, val
 
 
 @converts(aten.masked_fill.Tensor)
-def masked_fill_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: fx.Node) -> ir.Value:
+def masked_fill_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: fx.Node) -> Value:
     """masked_fill.Tensor(Tensor self, Tensor mask, Tensor value) -> Tensor"""
     return masked_fill(ctx, node, x, mask, value)

@@ -3,13 +3,13 @@
 The other losses arrive as arithmetic: torch's own decompositions of them are what one would write here.
 """
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
 
@@ -22,7 +22,7 @@ def _class_axis(x: fx.Node) -> int:
     return 0 if rank_of(x) == 1 else 1
 
 
-def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) -> tuple[ir.Value, ir.Value]:
+def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) -> tuple[Value, Value]:
     """Where a target counts, and the targets with 0 where they do not."""
     labels = ctx.value(target, torch.int64)
     ignored = ctx.op("Equal", labels, ctx.value(ignore_index, torch.int64))
@@ -30,9 +30,7 @@ def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) 
     return ctx.op("Not", ignored), ctx.op("Where", ignored, ctx.const(0, torch.int64), labels)
 
 
-def _weights(
-    ctx: GraphBuilder, counts: ir.Value, labels: ir.Value, weight: fx.Node | None, dtype: torch.dtype
-) -> ir.Value:
+def _weights(ctx: GraphBuilder, counts: Value, labels: Value, weight: fx.Node | None, dtype: torch.dtype) -> Value:
     """The weight of each target: that of its class, 0 where it is ignored."""
     if weight is None:
         return ctx.cast(counts, dtype)
@@ -42,13 +40,13 @@ def _weights(
 @converts(aten.binary_cross_entropy.default)
 def binary_cross_entropy(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, target: fx.Node, weight: fx.Node | None = None, reduction: int = MEAN
-) -> ir.Value:
+) -> Value:
     """binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""
     # torch's decomposition does not refuse what is no probability
     dtype, value, labels = dtype_of(x), ctx.value(x), ctx.value(target)
     lowest, one = ctx.const(-100, dtype), ctx.const(1, dtype)
-    missed = ctx.op("Max", elementary.log1p(ctx, ctx.op("Neg", value), dtype), lowest)
-    hit = ctx.op("Max", elementary.log(ctx, value, dtype), lowest)
+    missed = ctx.op("Max", elementary.log1p(ctx.op("Neg", value)), lowest)
+    hit = ctx.op("Max", elementary.log(value), lowest)
     losses = ctx.op("Sub", ctx.op("Mul", ctx.op("Sub", labels, one), missed), ctx.op("Mul", labels, hit))
     at_least, at_most = ctx.op("GreaterOrEqual", value, ctx.const(0, dtype)), ctx.op("LessOrEqual", value, one)
     losses = _refusing(ctx, losses, ctx.op("Not", ctx.op("And", at_least, at_most)), dtype)
@@ -66,7 +64,7 @@ def binary_cross_entropy_backward(
     target: fx.Node,
     weight: fx.Node | None = None,
     reduction: int = MEAN,
-) -> ir.Value:
+) -> Value:
     """binary_cross_entropy_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""  # noqa: E501
     dtype, value = dtype_of(x), ctx.value(x)
     variance = ctx.op("Mul", value, ctx.op("Sub", ctx.const(1, dtype), value))
@@ -80,7 +78,7 @@ def binary_cross_entropy_backward(
     return ctx.op("Mul", slope, ctx.value(grad))
 
 
-def _refusing(ctx: GraphBuilder, value: ir.Value, wrong: ir.Value, dtype: torch.dtype) -> ir.Value:
+def _refusing(ctx: GraphBuilder, value: Value, wrong: Value, dtype: torch.dtype) -> Value:
     """The value, of which no run gets if anything is wrong; torch then raises what it has to say."""
     place = ctx.op("ReduceMax", ctx.cast(wrong, torch.int64), keepdims=0)
     return ctx.op("Add", value, ctx.op("Gather", ctx.const([0], dtype), place))
@@ -95,7 +93,7 @@ def nll_loss_forward(
     weight: fx.Node | None,
     reduction: int,
     ignore_index: int,
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor, Tensor)"""  # noqa: E501
     # not NegativeLogLikelihoodLoss: it does not return the total weight
     dtype, axis = dtype_of(x), _class_axis(x)
@@ -121,7 +119,7 @@ def target_gradients(
     reduction: int,
     ignore_index: int,
     total_weight: fx.Node,
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """The gradient of each target's entry of ``x``, and the targets; both with a class dimension of 1."""
     dtype, dim = dtype_of(x), ctx.ints([_class_axis(x)])
     counts, labels = _targets(ctx, x, target, ignore_index)
@@ -134,7 +132,7 @@ def target_gradients(
     return ctx.op("Unsqueeze", scaled, dim), ctx.op("Unsqueeze", labels, dim)
 
 
-@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, forms=(EXPANDED,))
+@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, variants=(EXPANDED,))
 def nll_loss_backward(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -145,7 +143,7 @@ def nll_loss_backward(
     reduction: int,
     ignore_index: int,
     total_weight: fx.Node,
-) -> ir.Value:
+) -> Value:
     """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight) -> Tensor"""  # noqa: E501
     gradients, labels = target_gradients(ctx, grad, x, target, weight, reduction, ignore_index, total_weight)
     zeros = ctx.op("Expand", ctx.const(0, dtype_of(x)), ctx.shape_tensor(x))

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
@@ -35,7 +35,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def per_channel(ctx: GraphBuilder, value: ir.Value, x: fx.Node) -> ir.Value:
+def per_channel(ctx: GraphBuilder, value: Value, x: fx.Node) -> Value:
     """A vector of one entry per channel, shaped to broadcast against ``x`` of [N, C, ...]."""
     spatial = rank_of(x) - 2
     return ctx.op("Unsqueeze", value, ctx.ints(list(range(1, spatial + 1)))) if spatial > 0 else value
@@ -54,19 +54,19 @@ def refuse_empty(x: fx.Node, what: str) -> None:
 
 
 @converts(aten._softmax.default)
-def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
+def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
     refuse_empty(x, "a softmax")
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
     if dtype is not torch.float64 or not ctx.on_cpu:
         return _along(ctx, "Softmax", value, x, dim)
-    powers = elementary.exp(ctx, _below_largest(ctx, value, x, dim), dtype)
+    powers = elementary.exp(_below_largest(ctx, value, x, dim))
     return ctx.op("Div", powers, reduce(ctx, "ReduceSum", x, powers, dim, keepdim=True))
 
 
 @converts(aten._log_softmax.default)
-def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> ir.Value:
+def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
     """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
     refuse_empty(x, "a softmax")
     dtype = dtype_of(node)
@@ -74,16 +74,16 @@ def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_
     if dtype is not torch.float64 or not ctx.on_cpu:
         return _along(ctx, "LogSoftmax", value, x, dim)
     below = _below_largest(ctx, value, x, dim)
-    total = reduce(ctx, "ReduceSum", x, elementary.exp(ctx, below, dtype), dim, keepdim=True)
+    total = reduce(ctx, "ReduceSum", x, elementary.exp(below), dim, keepdim=True)
     return ctx.op("Sub", below, ctx.op("Log", total))
 
 
-def _below_largest(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+def _below_largest(ctx: GraphBuilder, value: Value, x: fx.Node, dim: int) -> Value:
     # onnxruntime's kernels for float64 (1.19) return numbers for a row with a NaN or an infinity, where torch has NaN
     return ctx.op("Sub", value, reduce(ctx, "ReduceMax", x, value, dim, keepdim=True))
 
 
-def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: int) -> ir.Value:
+def _along(ctx: GraphBuilder, op_type: str, value: Value, x: fx.Node, dim: int) -> Value:
     if rank_of(x):
         return ctx.op(op_type, value, axis=dim)
     # ONNX has no axis of a scalar
@@ -94,7 +94,7 @@ def _along(ctx: GraphBuilder, op_type: str, value: ir.Value, x: fx.Node, dim: in
 # normalization over the last dimensions
 
 
-@converts(aten.native_layer_norm.default, forms=(EXPANDED,))
+@converts(aten.native_layer_norm.default, variants=(EXPANDED,))
 def native_layer_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -103,7 +103,7 @@ def native_layer_norm(
     weight: fx.Node | None,
     bias: fx.Node | None,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
     # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
@@ -113,7 +113,7 @@ def native_layer_norm(
     mean = reduce(ctx, "ReduceMean", x, value, axes, keepdim=True)
     centered = ctx.op("Sub", value, mean)
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), axes, keepdim=True)
-    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
+    rstd = elementary.rsqrt(ctx.op("Add", variance, ctx.const(eps, work)))
     result = ctx.op("Mul", centered, rstd)
     if weight is not None:
         result = ctx.op("Mul", result, ctx.value(weight, work))
@@ -122,7 +122,7 @@ def native_layer_norm(
     return (result if work == dtype else ctx.cast(result, dtype)), mean, rstd
 
 
-@converts(aten._fused_rms_norm.default, forms=(EXPANDED,))
+@converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
 def fused_rms_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -130,7 +130,7 @@ def fused_rms_norm(
     normalized_shape: Sequence[int],
     weight: fx.Node | None,
     eps: float | None,
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
     dtype = dtype_of(x)
     work = work_dtype(dtype)
@@ -138,7 +138,7 @@ def fused_rms_norm(
     axes = list(range(-len(normalized_shape), 0))
     power = reduce(ctx, "ReduceMean", x, ctx.op("Mul", value, value), axes, keepdim=True)
     lifted = ctx.op("Add", power, ctx.const(torch.finfo(dtype).eps if eps is None else eps, work))
-    rstd = elementary.rsqrt(ctx, lifted, work)
+    rstd = elementary.rsqrt(lifted)
     result = ctx.op("Mul", value, rstd)
     if weight is not None:
         result = ctx.op("Mul", result, ctx.value(weight, work))
@@ -148,14 +148,14 @@ def fused_rms_norm(
 # normalization over channels
 
 
-def grouped(ctx: GraphBuilder, value: ir.Value, x: fx.Node, group: int) -> ir.Value:
+def grouped(ctx: GraphBuilder, value: Value, x: fx.Node, group: int) -> Value:
     """Reshape [N, C, ...] to [N, group, rest]."""
     rest = shape_of(x)[1:]
     last = math.prod(rest) // group if static(rest) else -1
     return ctx.op("Reshape", value, ctx.ints([0, group, last]))
 
 
-@converts(aten.native_group_norm.default, forms=(EXPANDED,))
+@converts(aten.native_group_norm.default, variants=(EXPANDED,))
 def native_group_norm(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -167,7 +167,7 @@ def native_group_norm(
     HxW: Any,
     group: int,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     dtype = dtype_of(x)
     work = work_dtype(dtype)
@@ -175,7 +175,7 @@ def native_group_norm(
     mean = reduce(ctx, "ReduceMean", x, value, 2, keepdim=True)
     centered = ctx.op("Sub", value, mean)
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), 2, keepdim=True)
-    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
+    rstd = elementary.rsqrt(ctx.op("Add", variance, ctx.const(eps, work)))
     result = ctx.op("Reshape", ctx.op("Mul", centered, rstd), ctx.shape_tensor(x))
     if weight is not None:
         result = ctx.op("Mul", result, per_channel(ctx, ctx.value(weight, work), x))
@@ -191,7 +191,7 @@ def channel_axes(x: fx.Node) -> list[int]:
     return [dim for dim in range(rank_of(x)) if dim != 1]
 
 
-def _empty(ctx: GraphBuilder, dtype: torch.dtype) -> ir.Value:
+def _empty(ctx: GraphBuilder, dtype: torch.dtype) -> Value:
     """What batch norm in evaluation returns in place of statistics."""
     return ctx.const([], dtype)
 
@@ -199,11 +199,11 @@ def _empty(ctx: GraphBuilder, dtype: torch.dtype) -> ir.Value:
 def _normalize(
     ctx: GraphBuilder,
     x: fx.Node,
-    value: ir.Value,
-    rstd: ir.Value,
+    value: Value,
+    rstd: Value,
     weight: fx.Node | None,
     bias: fx.Node | None,
-) -> ir.Value:
+) -> Value:
     """Multiply centered values by 1 / std and weight, add bias."""
     dtype, work = dtype_of(x), work_dtype(dtype_of(x))
     scale = rstd if weight is None else ctx.op("Mul", rstd, ctx.value(weight, work))
@@ -221,16 +221,16 @@ def _batch_norm_eval(
     running_mean: fx.Node,
     running_var: fx.Node,
     eps: float,
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+) -> tuple[Value, Value, Value]:
     work = work_dtype(dtype_of(x))
-    rstd = elementary.rsqrt(ctx, ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work)), work)
+    rstd = elementary.rsqrt(ctx.op("Add", ctx.value(running_var, work), ctx.const(eps, work)))
     centered = ctx.op("Sub", ctx.value(x, work), per_channel(ctx, ctx.value(running_mean, work), x))
     return _normalize(ctx, x, centered, rstd, weight, bias), _empty(ctx, work), _empty(ctx, work)
 
 
 def _batch_norm_train(
     ctx: GraphBuilder, x: fx.Node, weight: fx.Node | None, bias: fx.Node | None, eps: float
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+) -> tuple[Value, Value, Value, Value]:
     """The result, the batch's mean and 1 / std, and its variance (of the population)."""
     # not BatchNormalization with training_mode=1: onnxruntime's CPU kernel for it wants the running statistics, and
     # updates them with the variance of the population where torch takes that of a sample
@@ -239,18 +239,18 @@ def _batch_norm_train(
     mean = reduce(ctx, "ReduceMean", x, value, axes)
     centered = ctx.op("Sub", value, per_channel(ctx, mean, x))
     variance = reduce(ctx, "ReduceMean", x, ctx.op("Mul", centered, centered), axes)
-    rstd = elementary.rsqrt(ctx, ctx.op("Add", variance, ctx.const(eps, work)), work)
+    rstd = elementary.rsqrt(ctx.op("Add", variance, ctx.const(eps, work)))
     return _normalize(ctx, x, centered, rstd, weight, bias), mean, rstd, variance
 
 
-def _blend(ctx: GraphBuilder, old: fx.Node, new: ir.Value, momentum: float) -> ir.Value:
+def _blend(ctx: GraphBuilder, old: fx.Node, new: Value, momentum: float) -> Value:
     """(1 - momentum) * old + momentum * new, in the dtype of ``old``."""
     dtype = dtype_of(old)
     kept = ctx.op("Mul", ctx.value(old), ctx.const(1 - momentum, dtype))
     return ctx.op("Add", kept, ctx.op("Mul", new, ctx.const(momentum, dtype)))
 
 
-@converts(aten._native_batch_norm_legit_functional.default, forms=(EXPANDED,))
+@converts(aten._native_batch_norm_legit_functional.default, variants=(EXPANDED,))
 def batch_norm_functional(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -262,7 +262,7 @@ def batch_norm_functional(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""  # noqa: E501
     if not training:
         outputs = _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
@@ -289,7 +289,7 @@ def batch_norm_no_stats(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     return _batch_norm_train(ctx, x, weight, bias, eps)[:3]
 
@@ -305,7 +305,7 @@ def batch_norm_no_training(
     running_var: fx.Node,
     momentum: float,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
 
@@ -322,7 +322,7 @@ def native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     if not training and running_mean is not None and running_var is not None:
         return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
@@ -340,7 +340,7 @@ def spread(values: Sequence[Any], rank: int, what: str) -> list[int]:
     return sizes * rank if len(sizes) == 1 else sizes
 
 
-@converts(aten.convolution.default, forms=(EXPANDED,))
+@converts(aten.convolution.default, variants=(EXPANDED,))
 def convolution(
     ctx: GraphBuilder,
     node: fx.Node,
@@ -353,7 +353,7 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[Any],
     groups: int,
-) -> ir.Value:
+) -> Value:
     """convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor"""  # noqa: E501
     spatial = rank_of(weight) - 2
     if rank_of(x) != spatial + 2 or spatial < 1:
@@ -384,7 +384,7 @@ def embedding(
     padding_idx: Any = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> ir.Value:
+) -> Value:
     """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq, bool sparse) -> Tensor"""  # noqa: E501
     # the last three matter in the backward pass only
     rows = refusing_negative(ctx, ctx.value(indices, torch.int64), weight, 0)
@@ -392,7 +392,7 @@ def embedding(
 
 
 @converts(aten.grid_sampler_2d.default)
-def grid_sampler_2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, grid: fx.Node, *args: Any) -> ir.Value:
+def grid_sampler_2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, grid: fx.Node, *args: Any) -> Value:
     """grid_sampler_2d(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor"""  # noqa: E501
     # GridSample takes 5 to 10 times as long (1.19: 23 ms for 4 x 16 x 128 x 128 where torch takes 3), and reads other
     # places where the grid is NaN or huge

@@ -7,12 +7,12 @@ import functools
 import math
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Scalar, dtype_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.reduction import count
 from lightning_ort.compiler.executors.ort.conversion.registry import converts
 
@@ -29,9 +29,7 @@ def _vector_bytes() -> int:
     return 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
 
 
-def _closed(
-    ctx: GraphBuilder, node: fx.Node, is_closed: ir.Value, is_open: ir.Value, vectors_at_once: int = 1
-) -> ir.Value:
+def _closed(ctx: GraphBuilder, node: fx.Node, is_closed: Value, is_open: Value, vectors_at_once: int = 1) -> Value:
     """Where the closed piece counts, given both as comparisons that a NaN fails: vector loops ask whether it is open.
 
     Args:
@@ -65,7 +63,7 @@ def elu_backward(
     input_scale: Scalar,
     is_result: bool,
     self_or_result: fx.Node,
-) -> ir.Value:
+) -> Value:
     """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""  # noqa: E501
     dtype, value = dtype_of(node), ctx.value(self_or_result)
     if is_result:
@@ -73,14 +71,14 @@ def elu_backward(
         left = ctx.op("Mul", lifted, ctx.value(input_scale, dtype))
     else:
         inner = value if input_scale == 1 else ctx.op("Mul", value, ctx.value(input_scale, dtype))
-        left = ctx.op("Mul", elementary.exp(ctx, inner, dtype), ctx.product(dtype, input_scale, alpha, scale))
+        left = ctx.op("Mul", elementary.exp(inner), ctx.product(dtype, input_scale, alpha, scale))
     zero = ctx.const(0, dtype)
     is_left = _closed(ctx, node, ctx.op("LessOrEqual", value, zero), ctx.op("Greater", value, zero), 2)
     return ctx.op("Mul", ctx.value(grad), ctx.op("Where", is_left, left, ctx.value(scale, dtype)))
 
 
 @converts(aten.hardswish_backward.default)
-def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
+def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """hardswish_backward(Tensor grad_output, Tensor self) -> Tensor"""
     dtype, value, grads = dtype_of(node), ctx.value(x), ctx.value(grad)
     line = ctx.op("Add", ctx.op("Mul", value, ctx.const(1 / 3, dtype)), ctx.const(0.5, dtype))
@@ -91,7 +89,7 @@ def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.No
 
 
 @converts(aten.hardsigmoid_backward.default)
-def hardsigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
+def hardsigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """hardsigmoid_backward(Tensor grad_output, Tensor self) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
     # torch's sixth is a float32 in float64 too
@@ -103,7 +101,7 @@ def hardsigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.
 @converts(aten.hardtanh_backward.default)
 def hardtanh_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, min_val: Scalar, max_val: Scalar
-) -> ir.Value:
+) -> Value:
     """hardtanh_backward(Tensor grad_output, Tensor self, Scalar min_val, Scalar max_val) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
     low, high = ctx.value(min_val, dtype), ctx.value(max_val, dtype)
@@ -113,7 +111,7 @@ def hardtanh_backward(
 
 
 @converts(aten.hardshrink_backward.default, aten.softshrink_backward.default)
-def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, lambd: Scalar) -> ir.Value:
+def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, lambd: Scalar) -> Value:
     """softshrink_backward(Tensor grad_output, Tensor self, Scalar lambd) -> Tensor"""
     dtype, value = dtype_of(x), ctx.value(x)
     high = ctx.value(lambd, dtype)
@@ -123,7 +121,7 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
     return ctx.op("Where", _closed(ctx, node, inside, outside), ctx.const(0, dtype), ctx.value(grad))
 
 
-def _mean_of(ctx: GraphBuilder, x: fx.Node, value: ir.Value, reduction: int) -> ir.Value:
+def _mean_of(ctx: GraphBuilder, x: fx.Node, value: Value, reduction: int) -> Value:
     """The share of each element where the loss is their mean."""
     return ctx.op("Div", value, count(ctx, x, None, dtype_of(x))) if reduction == MEAN else value
 
@@ -131,7 +129,7 @@ def _mean_of(ctx: GraphBuilder, x: fx.Node, value: ir.Value, reduction: int) -> 
 @converts(aten.smooth_l1_loss_backward.default)
 def smooth_l1_loss_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, target: fx.Node, reduction: int, beta: float
-) -> ir.Value:
+) -> Value:
     """smooth_l1_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, float beta) -> Tensor"""
     dtype = dtype_of(node)
     difference = ctx.op("Sub", ctx.value(x, dtype), ctx.value(target, dtype))
@@ -145,11 +143,11 @@ def smooth_l1_loss_backward(
 @converts(aten.soft_margin_loss_backward.default)
 def soft_margin_loss_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, target: fx.Node, reduction: int
-) -> ir.Value:
+) -> Value:
     """soft_margin_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction) -> Tensor"""
     # torch's decomposition takes 1 from a sigmoid, which leaves nothing of a small slope
     dtype = dtype_of(node)
     labels = ctx.op("Neg", ctx.value(target, dtype))
-    odds = elementary.exp(ctx, ctx.op("Mul", labels, ctx.value(x, dtype)), dtype)
+    odds = elementary.exp(ctx.op("Mul", labels, ctx.value(x, dtype)))
     slope = ctx.op("Mul", labels, ctx.op("Div", odds, ctx.op("Add", odds, ctx.const(1, dtype))))
     return ctx.op("Mul", _mean_of(ctx, x, slope, reduction), ctx.value(grad, dtype))

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def result_dtype(*args: Arg) -> torch.dtype:
     return elementwise_dtypes(*samples, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
 
 
-def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg, dtype: torch.dtype | None = None) -> ir.Value:
+def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg, dtype: torch.dtype | None = None) -> Value:
     """One ONNX op on two arguments, cast to ``dtype``, or promoted as torch does."""
     dtype = dtype or result_dtype(x, y)
     return ctx.op(onnx_op, ctx.value(x, dtype), ctx.value(y, dtype))
@@ -35,7 +35,7 @@ def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg, dtype: torch.dtype |
 
 
 @converts(aten.add.Tensor, aten.add.Scalar)
-def add(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def add(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     if dtype_of(node) is torch.bool:
         return ctx.op("Or", ctx.value(x), ctx.value(y))
@@ -43,25 +43,25 @@ def add(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> 
 
 
 @converts(aten.sub.Tensor, aten.sub.Scalar)
-def sub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def sub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     return _add_scaled(ctx, node, "Sub", x, y, alpha)
 
 
 @converts(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def rsub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor"""
     return _add_scaled(ctx, node, "Sub", y, x, alpha)
 
 
-def _add_scaled(ctx: GraphBuilder, node: fx.Node, onnx_op: str, x: Arg, y: Arg, alpha: Scalar) -> ir.Value:
+def _add_scaled(ctx: GraphBuilder, node: fx.Node, onnx_op: str, x: Arg, y: Arg, alpha: Scalar) -> Value:
     dtype = dtype_of(node)
     scaled = ctx.value(y, dtype) if alpha == 1 else ctx.op("Mul", ctx.value(y, dtype), ctx.value(alpha, dtype))
     return ctx.op(onnx_op, ctx.value(x, dtype), scaled)
 
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
-def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
     """mul.Tensor(Tensor self, Tensor other) -> Tensor"""
     if dtype_of(node) is torch.bool:
         return ctx.op("And", ctx.value(x), ctx.value(y))
@@ -71,7 +71,7 @@ def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
 
 
 @converts(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
-def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
     """div.Tensor(Tensor self, Tensor other) -> Tensor"""
     # true_divide, its old name, and prims.convert_element_type come from torch 2.13's pass that makes tensors of what
     # is computed from sizes, such as the number of elements in the gradient of a mean over batches that vary
@@ -80,7 +80,7 @@ def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
 
 
 @converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: str | None = None) -> ir.Value:
+def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: str | None = None) -> Value:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode is None:
         return div(ctx, node, x, y)
@@ -89,12 +89,12 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
         return _divide_integers(ctx, x, y, dtype)[rounding_mode]
     dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
     if rounding_mode == "floor":
-        return elementary.floor_divide(ctx, dividend, divisor, dtype)
+        return elementary.floor_divide(dividend, divisor)
     quotient = ctx.op("Div", dividend, divisor)
     return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
 
 
-def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
+def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
     x, y = wrapped(x, dtype), wrapped(y, dtype)
     always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
@@ -131,7 +131,7 @@ def _is_positive(node: fx.Node) -> bool:
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
-def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
     if not dtype.is_floating_point:
@@ -140,7 +140,7 @@ def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
 
 
 @converts(aten.remainder.Scalar, aten.remainder.Tensor)
-def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
     if not dtype.is_floating_point:
@@ -152,7 +152,7 @@ def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
 
 
 @converts(aten.pow.Tensor_Scalar)
-def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -> ir.Value:
+def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -> Value:
     """pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor"""
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
@@ -161,9 +161,9 @@ def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -
     if exponent == 3:
         return ctx.op("Mul", ctx.op("Mul", value, value), value)
     if exponent == 0.5 and dtype.is_floating_point:
-        return elementary.sqrt(ctx, value, dtype)
+        return elementary.sqrt(value)
     if exponent == -0.5 and dtype.is_floating_point:
-        return elementary.rsqrt(ctx, value, dtype)
+        return elementary.rsqrt(value)
     _refuse_integer_power(dtype)
     return ctx.op("Pow", value, ctx.value(exponent, dtype))
 
@@ -175,35 +175,33 @@ def _refuse_integer_power(dtype: torch.dtype) -> None:
 
 
 @converts(aten.pow.Tensor_Tensor)
-def pow_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: fx.Node) -> ir.Value:
+def pow_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: fx.Node) -> Value:
     """pow.Tensor_Tensor(Tensor self, Tensor exponent) -> Tensor"""
     _refuse_integer_power(dtype_of(node))
     return binary(ctx, "Pow", x, exponent)
 
 
 @converts(aten.pow.Scalar)
-def pow_base(ctx: GraphBuilder, node: fx.Node, base: Scalar, exponent: fx.Node) -> ir.Value:
+def pow_base(ctx: GraphBuilder, node: fx.Node, base: Scalar, exponent: fx.Node) -> Value:
     """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
     _refuse_integer_power(dtype_of(node))
     return binary(ctx, "Pow", base, exponent)
 
 
 @converts(aten.maximum.default)
-def maximum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def maximum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """maximum(Tensor self, Tensor other) -> Tensor"""
     return binary(ctx, "Max", x, y)
 
 
 @converts(aten.minimum.default)
-def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """minimum(Tensor self, Tensor other) -> Tensor"""
     return binary(ctx, "Min", x, y)
 
 
 @converts(aten.clamp.default)
-def clamp(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar | None = None, max: Scalar | None = None
-) -> ir.Value:
+def clamp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar | None = None, max: Scalar | None = None) -> Value:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
@@ -216,13 +214,13 @@ def clamp(
 
 
 @converts(aten.clamp_min.default)
-def clamp_min(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar) -> ir.Value:
+def clamp_min(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar) -> Value:
     """clamp_min(Tensor self, Scalar min) -> Tensor"""
     return clamp(ctx, node, x, min)
 
 
 @converts(aten.clamp_max.default)
-def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Scalar) -> ir.Value:
+def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Scalar) -> Value:
     """clamp_max(Tensor self, Scalar max) -> Tensor"""
     return clamp(ctx, node, x, None, max)
 
@@ -230,7 +228,7 @@ def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Scalar) -> ir.V
 @converts(aten.clamp.Tensor)
 def clamp_tensor(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node | None = None, max: fx.Node | None = None
-) -> ir.Value:
+) -> Value:
     """clamp.Tensor(Tensor self, Tensor? min=None, Tensor? max=None) -> Tensor"""
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
@@ -240,13 +238,13 @@ def clamp_tensor(
 
 
 @converts(aten.clamp_min.Tensor)
-def clamp_min_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node) -> ir.Value:
+def clamp_min_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node) -> Value:
     """clamp_min.Tensor(Tensor self, Tensor min) -> Tensor"""
     return clamp_tensor(ctx, node, x, min)
 
 
 @converts(aten.clamp_max.Tensor)
-def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node) -> ir.Value:
+def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node) -> Value:
     """clamp_max.Tensor(Tensor self, Tensor max) -> Tensor"""
     return clamp_tensor(ctx, node, x, None, max)
 
@@ -254,8 +252,8 @@ def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node)
 # unary functions that ONNX has under the same meaning
 
 
-def _unary(onnx_op: str) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def _unary(onnx_op: str) -> Callable[..., Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
         if onnx_op in ("Ceil", "Floor", "Round") and not dtype_of(node).is_floating_point:
             return ctx.value(x)
         return ctx.op(onnx_op, ctx.value(x, dtype_of(node)))
@@ -290,7 +288,7 @@ for _overload, _onnx_op in {
 
 
 @converts(aten.sign.default)
-def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """sign(Tensor self) -> Tensor"""
     value, dtype = ctx.value(x), dtype_of(x)
     if not dtype.is_floating_point:
@@ -302,10 +300,10 @@ def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 # those that take care at the edges
 
 
-def _elementary(function: Callable[[GraphBuilder, ir.Value, torch.dtype], ir.Value]) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def _elementary(function: Callable[[Value], Value]) -> Callable[..., Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
         dtype = dtype_of(node)
-        return function(ctx, ctx.value(x, dtype), dtype)
+        return function(ctx.value(x, dtype))
 
     convert.__doc__ = f"{function.__name__}(Tensor self) -> Tensor"
     convert.__qualname__ = f"elementary_{function.__name__}"
@@ -321,20 +319,20 @@ converts(aten.rsqrt.default)(_elementary(elementary.rsqrt))
 
 
 @converts(aten.erf.default)
-def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """erf(Tensor self) -> Tensor"""
-    return elementary.erf(ctx, ctx.value(x, dtype_of(node)))
+    return elementary.erf(ctx.value(x, dtype_of(node)))
 
 
 @converts(aten.exp2.default)
-def exp2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def exp2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """exp2(Tensor self) -> Tensor"""
     dtype = dtype_of(node)
     return ctx.op("Pow", ctx.const(2, dtype), ctx.value(x, dtype))
 
 
 @converts(aten.trunc.default)
-def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """trunc(Tensor self) -> Tensor"""
     value = ctx.value(x)
     if not dtype_of(node).is_floating_point:
@@ -343,24 +341,24 @@ def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
 
 
 @converts(aten.log2.default)
-def log2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def log2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """log2(Tensor self) -> Tensor"""
     return _log(ctx, node, x, 2)
 
 
 @converts(aten.log10.default)
-def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """log10(Tensor self) -> Tensor"""
     return _log(ctx, node, x, 10)
 
 
-def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> ir.Value:
+def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> Value:
     dtype = dtype_of(node)
-    return ctx.op("Mul", elementary.log(ctx, ctx.value(x, dtype), dtype), ctx.const(1 / math.log(base), dtype))
+    return ctx.op("Mul", elementary.log(ctx.value(x, dtype)), ctx.const(1 / math.log(base), dtype))
 
 
 @converts(aten.atan2.default)
-def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> ir.Value:
+def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> Value:
     """atan2(Tensor self, Tensor other) -> Tensor"""
     # ONNX has none. atan of the smaller magnitude over the larger, then the octant
     dtype = dtype_of(node)
@@ -382,7 +380,7 @@ def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> ir.Value:
     return ctx.op("Where", unordered, total, angle)
 
 
-def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+def _is_negative(ctx: GraphBuilder, value: Value, dtype: torch.dtype) -> Value:
     """Whether the sign bit is set."""
     zero = ctx.const(0, dtype)
     reciprocal = ctx.op("Less", ctx.op("Reciprocal", value), zero)
@@ -393,14 +391,14 @@ def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.V
 
 
 @converts(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-def clone(ctx: GraphBuilder, node: fx.Node, x: fx.Node, memory_format: Any = None) -> ir.Value:
+def clone(ctx: GraphBuilder, node: fx.Node, x: fx.Node, memory_format: Any = None) -> Value:
     """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
     # values are immutable inside a region: no copy is needed
     return ctx.value(x)
 
 
 @converts(aten.copy.default)
-def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> ir.Value:
+def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> Value:
     """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
     if src.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")
@@ -409,13 +407,13 @@ def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blockin
 
 
 @converts(torch.ops.prims.convert_element_type.default)
-def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> ir.Value:
+def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> Value:
     """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
     return to_copy(ctx, node, x)
 
 
 @converts(aten._to_copy.default)
-def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> ir.Value:
+def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> Value:
     """_to_copy(Tensor self, *, dtype?, layout?, device?, pin_memory?, bool non_blocking, memory_format?) -> Tensor"""
     if node.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")

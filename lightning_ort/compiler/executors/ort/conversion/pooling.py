@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.nn import spread, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
@@ -31,7 +31,7 @@ def _spatial(node: fx.Node, spatial: int) -> list[int]:
     return static_sizes(shape_of(node)[-spatial:], "pooling")
 
 
-def _flat(ctx: GraphBuilder, value: ir.Value, sizes: Sequence[int]) -> ir.Value:
+def _flat(ctx: GraphBuilder, value: Value, sizes: Sequence[int]) -> Value:
     """Reshape [N, C, spatial...] to [N, C, all of it]."""
     return ctx.op("Reshape", value, ctx.ints([0, 0, math.prod(sizes)]))
 
@@ -49,7 +49,7 @@ def max_pool_with_indices(
     padding: Sequence[int] | int = 0,
     dilation: Sequence[int] | int = 1,
     ceil_mode: bool = False,
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"""  # noqa: E501
     dtype, spatial = dtype_of(x), len(kernel_size)
     kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
@@ -83,7 +83,7 @@ def max_pool_with_indices(
     return ctx.op("Reshape", result, shape), ctx.op("Reshape", flat, shape)
 
 
-def _ranked(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, sizes: Sequence[int]) -> ir.Value:
+def _ranked(ctx: GraphBuilder, value: Value, dtype: torch.dtype, sizes: Sequence[int]) -> Value:
     """Finite numbers that rank as torch's max pooling ranks the values: a NaN beyond all, the last one first."""
     work, largest = torch.float64, torch.finfo(torch.float64).max
     # there is room beyond the largest float32 number, and beyond half the largest float64 one
@@ -110,7 +110,7 @@ def max_pool_backward(
     dilation: Sequence[int],
     ceil_mode: bool,
     indices: fx.Node,
-) -> ir.Value:
+) -> Value:
     """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode, Tensor indices) -> Tensor"""  # noqa: E501
     _window(x, len(kernel_size), kernel_size, stride, padding)
     sizes, pooled = _spatial(x, len(kernel_size)), _spatial(grad, len(kernel_size))
@@ -140,7 +140,7 @@ def _average(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> ir.Value:
+) -> Value:
     kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
     _refuse_partial_windows(x, spatial, kernel, strides, pads, ceil_mode)
     result = ctx.op(
@@ -166,19 +166,19 @@ def _refuse_partial_windows(
 
 
 @converts(aten.avg_pool1d.default)
-def avg_pool1d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
+def avg_pool1d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool count_include_pad=True) -> Tensor"""  # noqa: E501
     return _average(ctx, x, 1, *args, **kwargs)
 
 
 @converts(aten.avg_pool2d.default)
-def avg_pool2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
+def avg_pool2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
     return _average(ctx, x, 2, *args, **kwargs)
 
 
 @converts(aten.avg_pool3d.default)
-def avg_pool3d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
+def avg_pool3d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """avg_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
     return _average(ctx, x, 3, *args, **kwargs)
 
@@ -195,7 +195,7 @@ def avg_pool_backward(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
-) -> ir.Value:
+) -> Value:
     """avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode, bool count_include_pad, int? divisor_override) -> Tensor"""  # noqa: E501
     spatial = len(kernel_size)
     kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
@@ -205,7 +205,7 @@ def avg_pool_backward(
     return _share(ctx, grad, x, kernel, divisor_override or math.prod(kernel))
 
 
-def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: Sequence[int], divisor: int) -> ir.Value:
+def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: Sequence[int], divisor: int) -> Value:
     """Give each entry of a window its share of the window's gradient."""
     pooled, sizes = _spatial(grad, len(kernel)), _spatial(x, len(kernel))
     shares = ctx.op("Mul", ctx.value(grad), ctx.const(1 / divisor, dtype_of(grad)))
@@ -217,7 +217,7 @@ def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: Sequence[int], 
     return ctx.op("Pad", value, ctx.ints([0] * (len(kernel) + 2) + [0, 0] + after))
 
 
-def _enlarge(ctx: GraphBuilder, value: ir.Value, sizes: Sequence[int], factors: Sequence[int]) -> ir.Value:
+def _enlarge(ctx: GraphBuilder, value: Value, sizes: Sequence[int], factors: Sequence[int]) -> Value:
     """Repeat every entry of [N, C, spatial...] along each spatial dimension."""
     spatial = len(sizes)
     value = ctx.op("Unsqueeze", value, ctx.ints([3 + 2 * dim for dim in range(spatial)]))
@@ -227,7 +227,7 @@ def _enlarge(ctx: GraphBuilder, value: ir.Value, sizes: Sequence[int], factors: 
 
 
 @converts(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
-def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size: Sequence[Any]) -> ir.Value:
+def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size: Sequence[Any]) -> Value:
     """_adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor"""
     spatial = len(output_size)
     kernel = _adaptive_kernel(x, node, spatial)
@@ -237,7 +237,7 @@ def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size:
 
 
 @converts(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
+def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """_adaptive_avg_pool2d_backward(Tensor grad_output, Tensor self) -> Tensor"""
     spatial = 3 if node.target is aten._adaptive_avg_pool3d_backward.default else 2
     kernel = _adaptive_kernel(x, grad, spatial)

@@ -4,20 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import (
-    Arg,
-    GraphBuilder,
-    Scalar,
-    dtype_of,
-    rank_of,
-    shape_of,
-    static,
-)
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -26,8 +18,8 @@ Dims = int | Sequence[int] | None
 
 
 def reduce(
-    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, dims: Dims = None, keepdim: bool = False
-) -> ir.Value:
+    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False
+) -> Value:
     """Reduce ``value``, which has the shape of ``x``, along ``dims``; ``None`` or ``[]`` means all."""
     if any(size == 0 for size in shape_of(x) if isinstance(size, int)):
         # the neutral element of an empty reduction came to ONNX with opset 20
@@ -38,7 +30,7 @@ def reduce(
     return ctx.op(onnx_op, value, ctx.ints(axes) if axes else None, keepdims=int(keepdim))
 
 
-def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> ir.Value:
+def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Value:
     """How many elements one result of a reduction is made of, as a scalar."""
     rank = rank_of(x)
     chosen = [dims] if isinstance(dims, int) else list(dims or range(rank))
@@ -55,7 +47,7 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> ir.V
 @converts(aten.sum.default, aten.sum.dim_IntList)
 def sum_(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> ir.Value:
+) -> Value:
     """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     # dtype_of(node) is int64 for bool and the short integers, as torch promotes them
     return reduce(ctx, "ReduceSum", x, ctx.value(x, dtype_of(node)), dim, keepdim)
@@ -64,7 +56,7 @@ def sum_(
 @converts(aten.mean.default, aten.mean.dim)
 def mean(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> ir.Value:
+) -> Value:
     """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     return reduce(ctx, "ReduceMean", x, ctx.value(x, dtype_of(node)), dim, keepdim)
 
@@ -72,31 +64,31 @@ def mean(
 @converts(aten.prod.default, aten.prod.dim_int)
 def prod(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> ir.Value:
+) -> Value:
     """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     return reduce(ctx, "ReduceProd", x, ctx.value(x, dtype_of(node)), dim, keepdim)
 
 
 @converts(aten.cumsum.default)
-def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any = None) -> ir.Value:
+def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any = None) -> Value:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     value = ctx.value(x, dtype_of(node))
     return ctx.op("CumSum", value, ctx.ints(dim)) if rank_of(x) else value
 
 
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
-def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     return _any(ctx, x, ctx.value(x, torch.bool), dim, keepdim)
 
 
-def _any(ctx: GraphBuilder, x: fx.Node, flags: ir.Value, dim: Dims, keepdim: bool) -> ir.Value:
+def _any(ctx: GraphBuilder, x: fx.Node, flags: Value, dim: Dims, keepdim: bool) -> Value:
     # no bool reductions in opset 18
     return ctx.cast(reduce(ctx, "ReduceMax", x, ctx.cast(flags, torch.int32), dim, keepdim), torch.bool)
 
 
 @converts(aten.all.default, aten.all.dim, aten.all.dims)
-def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+def all_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     flags = ctx.cast(ctx.value(x, torch.bool), torch.int32)
     return ctx.cast(reduce(ctx, "ReduceMin", x, flags, dim, keepdim), torch.bool)
@@ -109,11 +101,11 @@ def extremum(
     ctx: GraphBuilder,
     onnx_op: str,
     x: fx.Node,
-    value: ir.Value,
+    value: Value,
     dtype: torch.dtype,
     dims: Dims = None,
     keepdim: bool = False,
-) -> ir.Value:
+) -> Value:
     """ReduceMax or ReduceMin of ``value``, which has the shape of ``x`` and is of ``dtype``."""
     result = reduce(ctx, onnx_op, x, value, dims, keepdim)
     if not dtype.is_floating_point:
@@ -123,8 +115,8 @@ def extremum(
     return ctx.op("Where", poisoned, ctx.const(math.nan, dtype), result)
 
 
-def _extremum(onnx_op: str) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+def _extremum(onnx_op: str) -> Callable[..., Value]:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
         return extremum(ctx, onnx_op, x, ctx.value(x), dtype_of(x), dim, keepdim)
 
     convert.__doc__ = "amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"
@@ -136,9 +128,7 @@ converts(aten.amax.default, aten.max.default)(_extremum("ReduceMax"))
 converts(aten.amin.default, aten.min.default)(_extremum("ReduceMin"))
 
 
-def _arg_extremum(
-    ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None = None, keepdim: bool = False
-) -> ir.Value:
+def _arg_extremum(ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
     if any(size == 0 for size in shape_of(x) if isinstance(size, int)):
         raise Unsupported("a reduction of an empty tensor")
     value = ctx.value(x)
@@ -150,7 +140,7 @@ def _arg_extremum(
     return _arg_along(ctx, onnx_op, x, value, dim, keepdim)
 
 
-def _arg_along(ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, axis: int, keepdim: bool) -> ir.Value:
+def _arg_along(ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: Value, axis: int, keepdim: bool) -> Value:
     index = ctx.op(onnx_op, value, axis=axis, keepdims=int(keepdim))
     if not dtype_of(x).is_floating_point:
         return index
@@ -162,26 +152,26 @@ def _arg_along(ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: ir.Value, axi
 
 
 @converts(aten.argmax.default)
-def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
     """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
     return _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
 @converts(aten.argmin.default)
-def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
     """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
     return _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
 
 
 @converts(aten.max.dim)
-def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
+def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     values = extremum(ctx, "ReduceMax", x, ctx.value(x), dtype_of(x), dim, keepdim)
     return values, _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
 
 
 @converts(aten.min.dim)
-def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[ir.Value, ir.Value]:
+def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     values = extremum(ctx, "ReduceMin", x, ctx.value(x), dtype_of(x), dim, keepdim)
     return values, _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
@@ -190,7 +180,7 @@ def min_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: boo
 # sorting
 
 
-def _top(ctx: GraphBuilder, x: fx.Node, k: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
+def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: Any) -> tuple[Value, Value]:
     """The first ``k`` values and their indices; among equals the lower index comes first."""
     value, dtype = ctx.value(x), dtype_of(x)
     if not dtype.is_floating_point:
@@ -207,7 +197,7 @@ def _top(ctx: GraphBuilder, x: fx.Node, k: ir.Value, **attributes: Any) -> tuple
 @converts(aten.topk.default)
 def topk(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor, Tensor)"""
     if rank_of(x) == 0:
         raise Unsupported("topk of a scalar")
@@ -215,9 +205,7 @@ def topk(
 
 
 @converts(aten.sort.default)
-def sort(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False
-) -> tuple[ir.Value, ir.Value]:
+def sort(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False) -> tuple[Value, Value]:
     """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
     if rank_of(x) == 0:
         raise Unsupported("sort of a scalar")
@@ -228,7 +216,7 @@ def sort(
 @converts(aten.sort.stable)
 def sort_stable(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, stable: bool | None, dim: int = -1, descending: bool = False
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
     return sort(ctx, node, x, dim, descending)
 
@@ -238,7 +226,7 @@ def sort_stable(
 
 def _moments(
     ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Arg | None, dtype: torch.dtype
-) -> tuple[ir.Value, ir.Value, torch.dtype]:
+) -> tuple[Value, Value, torch.dtype]:
     """Variance and mean, in two passes and with the reduced dimensions kept, and the dtype that they are in."""
     # torch's CPU kernel sums up float32 in float64, so that squares neither overflow nor vanish
     work = torch.float64 if dtype is torch.float32 and ctx.on_cpu else dtype
@@ -257,7 +245,7 @@ def _moments(
     return ctx.op("Div", squares, freedom), average, work
 
 
-def _without(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dims: Dims, keepdim: bool) -> ir.Value:
+def _without(ctx: GraphBuilder, value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
     """Drop the reduced dimensions unless they are to be kept."""
     if keepdim or rank_of(x) == 0:
         return value
@@ -265,7 +253,7 @@ def _without(ctx: GraphBuilder, value: ir.Value, x: fx.Node, dims: Dims, keepdim
     return ctx.op("Squeeze", value, ctx.ints(axes) if axes else None)
 
 
-def _rounded(ctx: GraphBuilder, value: ir.Value, work: torch.dtype, dtype: torch.dtype) -> ir.Value:
+def _rounded(ctx: GraphBuilder, value: Value, work: torch.dtype, dtype: torch.dtype) -> Value:
     return value if work == dtype else ctx.cast(value, dtype)
 
 
@@ -278,7 +266,7 @@ def var(
     *,
     correction: Arg | None = None,
     keepdim: bool = False,
-) -> ir.Value:
+) -> Value:
     """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     variance, _, work = _moments(ctx, x, dim, correction, dtype_of(node))
     return _rounded(ctx, _without(ctx, variance, x, dim, keepdim), work, dtype_of(node))
@@ -293,10 +281,10 @@ def std(
     *,
     correction: Arg | None = None,
     keepdim: bool = False,
-) -> ir.Value:
+) -> Value:
     """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     variance, _, work = _moments(ctx, x, dim, correction, dtype_of(node))
-    root = elementary.sqrt(ctx, _without(ctx, variance, x, dim, keepdim), work)
+    root = elementary.sqrt(_without(ctx, variance, x, dim, keepdim))
     return _rounded(ctx, root, work, dtype_of(node))
 
 
@@ -309,7 +297,7 @@ def var_mean(
     *,
     correction: Arg | None = None,
     keepdim: bool = False,
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """var_mean.correction(Tensor self, int[1]? dim, *, Scalar? correction, bool keepdim) -> (Tensor, Tensor)"""
     dtype = dtype_of(x)
     *both, work = _moments(ctx, x, dim, correction, dtype)
@@ -320,14 +308,14 @@ def var_mean(
 
 
 @converts(aten.logsumexp.default)
-def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> ir.Value:
+def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times longer
     dtype = dtype_of(node)
     value = ctx.value(x, dtype)
     largest = reduce(ctx, "ReduceMax", x, value, dim, keepdim=True)
     largest = ctx.op("Where", ctx.op("IsInf", largest), ctx.const(0, dtype), largest)
-    powers = elementary.exp(ctx, ctx.op("Sub", value, largest), dtype)
+    powers = elementary.exp(ctx.op("Sub", value, largest))
     result = ctx.op("Log", reduce(ctx, "ReduceSum", x, powers, dim, keepdim=True))
     return _without(ctx, ctx.op("Add", result, largest), x, dim, keepdim)
 
@@ -342,7 +330,7 @@ def vector_norm(
     keepdim: bool = False,
     *,
     dtype: Any = None,
-) -> ir.Value:
+) -> Value:
     """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
     if isinstance(ord, fx.Node):
         raise Unsupported("a norm of a symbolic order")

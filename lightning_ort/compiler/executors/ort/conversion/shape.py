@@ -8,9 +8,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import (
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
-    GraphBuilder,
     dtype_of,
     rank_of,
     same_shape,
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Size = int | fx.Node
 
 
-def getitem(ctx: GraphBuilder, node: fx.Node, source: fx.Node, index: int) -> ir.Value:
+def getitem(ctx: GraphBuilder, node: fx.Node, source: fx.Node, index: int) -> Value:
     """operator.getitem: one of several results"""
     return ctx.values[source][index]
 
@@ -36,25 +36,25 @@ CONVERTERS[operator.getitem] = getitem  # type: ignore[index]
 
 
 @converts(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def view(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size]) -> ir.Value:
+def view(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size]) -> Value:
     """view(Tensor(a) self, SymInt[] size) -> Tensor(a)"""
     return ctx.reshape_like(ctx.value(x), node, size)
 
 
 @converts(IN_ORDER)
-def in_order(ctx: GraphBuilder, node: fx.Node, x: fx.Node, order: Sequence[int]) -> ir.Value:
+def in_order(ctx: GraphBuilder, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Value:
     """lightning_ort::in_order(Tensor x, int[] order) -> Tensor"""
     return ctx.value(x)
 
 
 @converts(aten.t.default)
-def t(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
+def t(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """t(Tensor(a) self) -> Tensor(a)"""
     return ctx.value(x) if rank_of(x) < 2 else ctx.op("Transpose", ctx.value(x), perm=[1, 0])
 
 
 @converts(aten.transpose.int)
-def transpose(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int) -> ir.Value:
+def transpose(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int) -> Value:
     """transpose.int(Tensor(a) self, int dim0, int dim1) -> Tensor(a)"""
     perm = list(range(rank_of(x)))
     if not perm:
@@ -64,20 +64,20 @@ def transpose(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int
 
 
 @converts(aten.permute.default)
-def permute(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+def permute(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Value:
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
     rank = rank_of(x)
     return ctx.transpose(ctx.value(x), [dim % rank for dim in dims])
 
 
 @converts(aten.unsqueeze.default)
-def unsqueeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> ir.Value:
+def unsqueeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> Value:
     """unsqueeze(Tensor(a) self, int dim) -> Tensor(a)"""
     return ctx.op("Unsqueeze", ctx.value(x), ctx.ints([dim]))
 
 
 @converts(aten.squeeze.dim, aten.squeeze.dims)
-def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | Sequence[int]) -> ir.Value:
+def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | Sequence[int]) -> Value:
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
     sizes = shape_of(x)
     dims = [d % max(len(sizes), 1) for d in ([dim] if isinstance(dim, int) else dim)]
@@ -86,7 +86,7 @@ def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | Sequence[in
 
 
 @converts(aten.expand.default)
-def expand(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size], *, implicit: bool = False) -> ir.Value:
+def expand(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size], *, implicit: bool = False) -> Value:
     """expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)"""
     if same_shape(x, node):
         return ctx.value(x)
@@ -96,7 +96,7 @@ def expand(ctx: GraphBuilder, node: fx.Node, x: fx.Node, size: Sequence[Size], *
 
 
 @converts(aten.repeat.default)
-def repeat(ctx: GraphBuilder, node: fx.Node, x: fx.Node, repeats: Sequence[Size]) -> ir.Value:
+def repeat(ctx: GraphBuilder, node: fx.Node, x: fx.Node, repeats: Sequence[Size]) -> Value:
     """repeat(Tensor self, SymInt[] repeats) -> Tensor"""
     value = ctx.value(x)
     if not repeats:  # of a scalar
@@ -116,7 +116,7 @@ def slice_(
     start: Size | None = None,
     end: Size | None = None,
     step: int = 1,
-) -> ir.Value:
+) -> Value:
     """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"""
     if same_shape(x, node):
         return ctx.value(x)
@@ -125,13 +125,13 @@ def slice_(
 
 
 @converts(aten.select.int)
-def select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: Size) -> ir.Value:
+def select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: Size) -> Value:
     """select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)"""
     return ctx.op("Gather", ctx.value(x), ctx.value(index, torch.int64), axis=dim)
 
 
 @converts(aten.cat.default)
-def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> ir.Value:
+def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Value:
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     dtype = dtype_of(node)
     # torch lets an empty 1-D tensor of any rank take part
@@ -140,7 +140,7 @@ def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int =
 
 
 @converts(aten.stack.default)
-def stack(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> ir.Value:
+def stack(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Value:
     """stack(Tensor[] tensors, int dim=0) -> Tensor"""
     dtype = dtype_of(node)
     axis = dim % rank_of(node)
@@ -150,14 +150,14 @@ def stack(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int
 @converts(aten.split_with_sizes.default)
 def split_with_sizes(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_sizes: Sequence[Size], dim: int = 0
-) -> tuple[ir.Value, ...]:
+) -> tuple[Value, ...]:
     """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
     results = ctx.op("Split", ctx.value(x), ctx.sizes(split_sizes), axis=dim, outputs=len(split_sizes))
     return results if isinstance(results, tuple) else (results,)
 
 
 @converts(aten.split.Tensor)
-def split(ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_size: Size, dim: int = 0) -> tuple[ir.Value, ...]:
+def split(ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_size: Size, dim: int = 0) -> tuple[Value, ...]:
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
     sizes = [part.shape[dim] for part in node.meta["val"]]
     if not static(sizes):
@@ -166,14 +166,14 @@ def split(ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_size: Size, dim: i
 
 
 @converts(aten.unbind.int)
-def unbind(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = 0) -> tuple[ir.Value, ...]:
+def unbind(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = 0) -> tuple[Value, ...]:
     """unbind.int(Tensor(a -> *) self, int dim=0) -> Tensor(a)[]"""
     count = len(node.meta["val"])
     return tuple(ctx.op("Gather", ctx.value(x), ctx.ints(index), axis=dim) for index in range(count))
 
 
 @converts(aten.flip.default)
-def flip(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> ir.Value:
+def flip(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Value:
     """flip(Tensor self, int[] dims) -> Tensor"""
     if not dims or rank_of(x) == 0:
         return ctx.value(x)
@@ -185,7 +185,7 @@ def flip(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> i
 
 
 @converts(aten.constant_pad_nd.default)
-def constant_pad_nd(ctx: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[Size], value: Any = 0) -> ir.Value:
+def constant_pad_nd(ctx: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[Size], value: Any = 0) -> Value:
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
     if not static(pad):
         raise Unsupported("padding by a symbolic size")
@@ -204,7 +204,7 @@ def as_strided(
     size: Sequence[Size],
     stride: Sequence[Size],
     storage_offset: Size | None = None,
-) -> ir.Value:
+) -> Value:
     """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
     positions = _positions(ctx, x, size, stride, storage_offset or 0)
     if positions is None:
@@ -221,7 +221,7 @@ def as_strided_scatter(
     size: Sequence[Size],
     stride: Sequence[Size],
     storage_offset: Size | None = None,
-) -> ir.Value:
+) -> Value:
     """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? offset=None) -> Tensor"""
     positions = _positions(ctx, x, size, stride, storage_offset or 0)
     if positions is None:
@@ -238,7 +238,7 @@ def as_strided_scatter(
 
 def _positions(
     ctx: GraphBuilder, x: fx.Node, size: Sequence[Size], stride: Sequence[Size], offset: Size
-) -> ir.Value | None:
+) -> Value | None:
     """Where in a tensor's memory the elements are that as_strided reads; ``None`` if they are all of it, in order."""
     val = x.meta["val"]
     if not static([*shape_of(x), *size, *stride, offset]) or 0 in (*shape_of(x), *size):
@@ -265,40 +265,40 @@ def _positions(
 
 
 @converts(aten.full.default)
-def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any, **kwargs: Any) -> ir.Value:
+def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any, **kwargs: Any) -> Value:
     """full(SymInt[] size, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     dtype = dtype_of(node)
     if isinstance(fill_value, fx.Node):
         return ctx.op("Expand", ctx.value(fill_value, dtype), ctx.sizes(size))
     if static(size) and not size:
         return ctx.const(fill_value, dtype)
-    array = ir.tensor(ctx.const([fill_value], dtype).const_value.numpy(), dtype=DTYPES[dtype])  # type: ignore[union-attr]
-    return ctx.op("ConstantOfShape", ctx.sizes(size), value=array)
+    array = ir.tensor(ctx.const([fill_value], dtype).ir.const_value.numpy(), dtype=DTYPES[dtype])  # type: ignore[union-attr]
+    return ctx.op("ConstantOfShape", ctx.sizes(size), dtype=dtype, value=array)
 
 
 @converts(aten.full_like.default)
-def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> ir.Value:
+def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> Value:
     """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, ...) -> Tensor"""
     if isinstance(fill_value, fx.Node):
         return ctx.op("Expand", ctx.value(fill_value, dtype_of(node)), ctx.shape_tensor(x))
-    array = ir.tensor(ctx.const([fill_value], dtype_of(node)).const_value.numpy(), dtype=DTYPES[dtype_of(node)])  # type: ignore[union-attr]
-    return ctx.op("ConstantOfShape", ctx.shape_tensor(x), value=array)
+    array = ir.tensor(ctx.const([fill_value], dtype_of(node)).ir.const_value.numpy(), dtype=DTYPES[dtype_of(node)])  # type: ignore[union-attr]
+    return ctx.op("ConstantOfShape", ctx.shape_tensor(x), dtype=dtype_of(node), value=array)
 
 
 @converts(aten._efficientzerotensor.default)
-def zero_tensor(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], **kwargs: Any) -> ir.Value:
+def zero_tensor(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], **kwargs: Any) -> Value:
     """_efficientzerotensor(SymInt[] size, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     return full(ctx, node, size, 0)
 
 
 @converts(aten.scalar_tensor.default)
-def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> ir.Value:
+def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> Value:
     """scalar_tensor(Scalar s, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     return ctx.value(s, dtype_of(node))
 
 
 @converts(aten.arange.start_step)
-def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> ir.Value:
+def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Value:
     """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     dtype, (size,) = dtype_of(node), shape_of(node)
     if not dtype.is_floating_point:
@@ -320,12 +320,12 @@ def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1
 
 
 @converts(aten.arange.start)
-def arange_start(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, **kwargs: Any) -> ir.Value:
+def arange_start(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, **kwargs: Any) -> Value:
     """arange.start(Scalar start, Scalar end, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     return arange(ctx, node, start, end)
 
 
 @converts(aten.arange.default)
-def arange_end(ctx: GraphBuilder, node: fx.Node, end: Any, **kwargs: Any) -> ir.Value:
+def arange_end(ctx: GraphBuilder, node: fx.Node, end: Any, **kwargs: Any) -> Value:
     """arange(Scalar end, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     return arange(ctx, node, 0, end)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import inverse, write_rows, zeros_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.report import ReasonType
 
@@ -32,7 +32,7 @@ def _static_slice(sizes: Sequence[Any], dim: int, start: Any, end: Any, step: An
     return axis, size, first, max(_clamp_bound(end, size, size), first)
 
 
-def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, after: int) -> ir.Value:
+def _pad(ctx: GraphBuilder, value: Value, rank: int, axis: int, before: int, after: int) -> Value:
     """Add zeros along one dimension."""
     if before == 0 and after == 0:
         return value
@@ -53,7 +53,7 @@ def slice_backward(
     start: Any,
     end: Any,
     step: Any,
-) -> ir.Value:
+) -> Value:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
     axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
     value, rank = ctx.value(grad), rank_of(grad)
@@ -75,7 +75,7 @@ def slice_backward(
 @converts(aten.select_backward.default)
 def select_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
-) -> ir.Value:
+) -> Value:
     """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
     axis = dim % rank_of(node)
     size = shape_of(node)[axis]
@@ -86,7 +86,7 @@ def select_backward(
     return _pad(ctx, value, rank_of(node), axis, position, size - position - 1)
 
 
-def _replace(ctx: GraphBuilder, x: ir.Value, source: ir.Value, axis: int, size: int, first: int, last: int) -> ir.Value:
+def _replace(ctx: GraphBuilder, x: Value, source: Value, axis: int, size: int, first: int, last: int) -> Value:
     """``x`` with what lies between two positions of a dimension replaced."""
     parts = [source]
     if first > 0:
@@ -106,7 +106,7 @@ def slice_scatter(
     start: Any = None,
     end: Any = None,
     step: Any = 1,
-) -> ir.Value:
+) -> Value:
     """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
     axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)
     if step != 1:
@@ -116,7 +116,7 @@ def slice_scatter(
 
 
 @converts(aten.select_scatter.default)
-def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> ir.Value:
+def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> Value:
     """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
     axis = dim % rank_of(x)
     size = shape_of(x)[axis]
@@ -144,7 +144,7 @@ def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[lis
 
 
 @converts(aten.diagonal.default)
-def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
     perm, places, size = _diagonal_places(x, offset, dim1, dim2)
     flat = ctx.op("Reshape", ctx.transpose(ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
@@ -154,7 +154,7 @@ def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1
 @converts(aten.diagonal_scatter.default)
 def diagonal_scatter(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> ir.Value:
+) -> Value:
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     perm, places, size = _diagonal_places(x, offset, dim1, dim2)
     moved = ctx.transpose(ctx.value(x), perm)
@@ -165,13 +165,13 @@ def diagonal_scatter(
 
 
 @converts(aten.tril.default)
-def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
+def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> Value:
     """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
     return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=0)
 
 
 @converts(aten.triu.default)
-def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
+def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> Value:
     """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
     return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=1)
 
@@ -187,7 +187,7 @@ def _windows(size: Any, width: int, step: int) -> list[list[int]]:
 
 
 @converts(aten.unfold.default)
-def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> ir.Value:
+def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> Value:
     """unfold(Tensor(a) self, int dimension, int size, int step) -> Tensor(a)"""
     if rank_of(x) == 0:
         raise Unsupported("windows over a scalar")
@@ -200,7 +200,7 @@ def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: i
 @converts(aten.unfold_backward.default)
 def unfold_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, size: int, step: int
-) -> ir.Value:
+) -> Value:
     """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
     sizes, rank = shape_of(node), rank_of(node)
     if not static(sizes) or rank == 0:
