@@ -7,6 +7,7 @@ in the Trainer of the other. A :class:`LightningNamespace` names the modules of 
 import importlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
 
@@ -42,10 +43,13 @@ class LightningNamespace:
         """Whether the program has imported it."""
         return self.package in sys.modules
 
+    def submodule(self, name: str) -> Any:
+        """Import a module of Lightning, such as ``"plugins.precision"``."""
+        return importlib.import_module(f"{self.package}.{name}")
+
     def misconfiguration(self, message: str) -> Exception:
         """Return this namespace's ``MisconfigurationException``."""
-        module = importlib.import_module(f"{self.package}.utilities.exceptions")
-        return module.MisconfigurationException(message)
+        return self.submodule("utilities.exceptions").MisconfigurationException(message)
 
 
 LIGHTNING = LightningNamespace(

@@ -6,11 +6,11 @@ from lightning.pytorch.plugins.precision import Precision as _Precision
 
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
-from lightning_ort.precision.mixed import ScaledStepsMixin
+from lightning_ort.precision.mixed import MixedPrecisionMixin
 
 
-class ORTMixedPrecision(ScaledStepsMixin, _MixedPrecision):
-    """:class:`ScaledStepsMixin` as a precision plugin of ``lightning.pytorch``."""
+class ORTMixedPrecision(MixedPrecisionMixin, _MixedPrecision):
+    """:class:`MixedPrecisionMixin` as a precision plugin of ``lightning.pytorch``."""
 
     __qualname__ = "MixedPrecision"  # by which Lightning keys the scaler's state in a checkpoint
 

@@ -17,12 +17,7 @@ else:
 
 
 class ShardOptimizersMixin(_ParallelStrategy):
-    """Splits the states of the optimizers when they are set up.
-
-    Raises:
-        ValueError: When the fit starts, if an optimizer is not one of torch's own.
-
-    """
+    """Splits the states of the optimizers, which must be torch's own, when they are set up."""
 
     if TYPE_CHECKING:
         report: CompileReport
@@ -32,6 +27,6 @@ class ShardOptimizersMixin(_ParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             shard(optimizer)
-        self.optimizers = self.optimizers  # Lightning's wrappers imitate the class of what they wrap
+        self.optimizers = self.optimizers  # Lightning's wrappers copy the class of what they wrap
         note = f"states split over {self.world_size} processes"
         self.report.optimizers = [dataclasses.replace(entry, reason=note) for entry in self.report.optimizers]
