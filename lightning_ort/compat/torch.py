@@ -1,7 +1,5 @@
 """Private and undocumented names of torch, without those of ``torch._dynamo`` (:mod:`.dynamo`)."""
 
-# optimizers
-
 import functools
 import re
 import weakref
@@ -14,6 +12,14 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def default_store() -> "torch.distributed.Store | None":
+    """Return the key-value store of the default process group; MPI has none (torch 2.13)."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+# optimizers
 
 
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

@@ -74,7 +74,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     """
 
     namespace: ClassVar[LightningNamespace]
-    stock: ClassVar[type]  # the namespace's own strategy; its parent class is DDPStrategy
 
     if TYPE_CHECKING:
         report: CompileReport
@@ -104,16 +103,22 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
         # the defaults for CPUs are several times faster there: no copy of each gradient, and buckets that fit the cache
         has_gpu = torch.cuda.is_available()
-        buckets = (200_000_000 if has_gpu else 5_000_000) if reduce_bucket_size is None else reduce_bucket_size
-        kwargs["contiguous_gradients"] = has_gpu if contiguous_gradients is None else contiguous_gradients
-        kwargs["reduce_bucket_size"] = check_integer("reduce_bucket_size", buckets, 1)
-        kwargs.update(stage=1, offload_optimizer=offload_optimizer, overlap_comm=overlap_comm)
+        if reduce_bucket_size is None:
+            reduce_bucket_size = 200_000_000 if has_gpu else 5_000_000
         try:
-            kwargs["config"] = settings.read(deepspeed_config)
+            deepspeed_config = settings.read(deepspeed_config)
         except FileNotFoundError as error:
             raise self.namespace.misconfiguration(str(error)) from None
         with compat.without_gpu_search():
-            super().__init__(**kwargs)
+            super().__init__(
+                config=deepspeed_config,
+                stage=1,
+                offload_optimizer=offload_optimizer,
+                overlap_comm=overlap_comm,
+                contiguous_gradients=has_gpu if contiguous_gradients is None else contiguous_gradients,
+                reduce_bucket_size=check_integer("reduce_bucket_size", reduce_bucket_size, 1),
+                **kwargs,
+            )
         if not _DEEPSPEED:
             raise self.namespace.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
         self._process_settings = ExitStack()
@@ -139,7 +144,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @property
     def _ddp(self) -> "DDPStrategy":
         """The methods that Lightning's ``DeepSpeedStrategy`` overrides in ways that do not fit here."""
-        return super(self.stock, self)  # type: ignore[return-value]
+        stock = next(base for base in type(self).__mro__ if base.__name__ == "DeepSpeedStrategy")
+        return super(stock, self)  # type: ignore[return-value]
 
     # processes and devices
 
