@@ -57,3 +57,16 @@ def end_after_this_batch(trainer: "pl.Trainer") -> None:
 def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
     """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
     trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too
+
+
+# captured steps
+
+
+def lightning_optimizers(strategy: "Strategy") -> list[Any]:
+    """Return a strategy's wrapped optimizers: a new list whenever the optimizers are replaced (2.6)."""
+    return strategy._lightning_optimizers
+
+
+def is_compiled_by_lightning(module: Any) -> bool:
+    """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
+    return getattr(module, "_compiler_ctx", None) is not None

@@ -18,7 +18,7 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.optim.registry import runs
 from lightning_ort.optim.shard_files import NotTrusted
-from lightning_ort.strategies.capture.shims import MISSING, put_back
+from lightning_ort.strategies.capture.shims import MISSING, restore_attribute
 from lightning_ort.strategies.deepspeed import config as settings
 from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, FlatShards, read_directory, why_not_flat
 
@@ -180,7 +180,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         for holder, name, value in settings_of_process:
             before = holder.get(name, MISSING)
             holder[name] = value
-            self._put_back.append(functools.partial(put_back, holder, name, before))
+            self._put_back.append(functools.partial(restore_attribute, holder, name, before))
 
     @override
     def setup_distributed(self) -> None:
