@@ -72,3 +72,16 @@ def has_training_data(trainer: Any) -> bool:
 def deepspeed_dtype(plugin: Any) -> torch.dtype:
     """Return the dtype in which DeepSpeed trains under a ``DeepSpeedPrecision`` (Lightning 2.6)."""
     return plugin._desired_dtype
+
+
+# captured steps
+
+
+def lightning_optimizers(strategy: "Strategy") -> list[Any]:
+    """Return a strategy's wrapped optimizers: a new list whenever the optimizers are replaced (2.6)."""
+    return strategy._lightning_optimizers
+
+
+def is_compiled_by_lightning(module: Any) -> bool:
+    """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
+    return getattr(module, "_compiler_ctx", None) is not None

@@ -111,4 +111,4 @@ def test_log_to_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = DummyLogger()
     monkeypatch.setattr(logger, "log_metrics", lambda metrics, step: logged.append((metrics, step)), raising=False)
     Trainer(**QUIET, callbacks=Logs(), logger=logger).fit(BoringModel())
-    assert logged == [({"ort/runs": 3, "epoch": 0}, 4)]
+    assert logged == [({"ort/runs": 3, "epoch": 1}, 4)]
