@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_type
 from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
@@ -82,14 +82,10 @@ _EMBEDDING_STATES = {"adamw_bnb_8bit": 8, "paged_adamw_8bit": 8, "lion_8bit": 4}
 
 
 def predict(module: nn.Module, optim: str) -> Memory:
-    """Predict the memory from shapes and dtypes.
-
-    Args:
-        module: The module, on any device including ``meta``.
-        optim: One of :data:`STATES`.
+    """Predict the memory from shapes and dtypes, for a module on any device including ``meta``.
 
     Raises:
-        ValueError: If the name is another one, or no parameter is trainable.
+        ValueError: If ``optim`` is not one of :data:`STATES`, or no parameter is trainable.
 
     """
     check_choice("optim", optim, STATES)
@@ -105,10 +101,6 @@ def predict(module: nn.Module, optim: str) -> Memory:
 
 def measure(module: nn.Module, optim: str) -> Memory:
     """Measure the memory in one optimizer step with gradients of zero, which changes no parameter.
-
-    Args:
-        module: The module, on the device to measure on.
-        optim: Any name of ``optim=``.
 
     Raises:
         ValueError: If no parameter is trainable, or the implementation does not support the module's parameters.
@@ -126,15 +118,11 @@ def measure(module: nn.Module, optim: str) -> Memory:
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     # by storage: bitsandbytes shares one table of codes among all parameters
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-        for part in inner_tensors(value)
-    }
-    return _memory(module, optim, sum(storages.values()))
+    storages = [part.untyped_storage() for tensor in tensors for part in inner_tensors(tensor)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return _memory(module, optim, sum(sizes.values()))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -147,10 +135,5 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def _memory(module: nn.Module, optim: str, states: int) -> Memory:
     trainable = _trainable(module)
-    return Memory(
-        optim,
-        sum(parameter.nbytes for parameter in module.parameters()),
-        sum(parameter.nbytes for parameter in trainable),
-        states,
-        sum(parameter.numel() for parameter in trainable),
-    )
+    gradients, elements = sum(p.nbytes for p in trainable), sum(p.numel() for p in trainable)
+    return Memory(optim, sum(p.nbytes for p in module.parameters()), gradients, states, elements)

@@ -16,15 +16,9 @@ from lightning_ort._arguments import check_choice, check_integer
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import deepspeed as compat
 from lightning_ort.compat.lightning import deepspeed_dtype, has_training_data
-from lightning_ort.optim.registry import runs
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies.deepspeed import config as settings
-from lightning_ort.strategies.deepspeed.states import (
-    PARAMETER_NAMES,
-    DeepSpeedStates,
-    flatten_unsupported_reason,
-    read_directory,
-)
+from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, DeepSpeedStates, check_optimizer, read_directory
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,6 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.report import CompileReport
+    from lightning_ort.optim.swap import OptimizerSwap
 else:
     _DeepSpeedStrategy = object
 
@@ -76,8 +71,10 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     namespace: ClassVar[LightningNamespace]
 
     if TYPE_CHECKING:
+        config: dict[str, Any]
+        lightning_module: pl.LightningModule  # type: ignore[assignment]
         report: CompileReport
-        _swap: Any
+        _swap: OptimizerSwap
 
     def __init__(
         self,
@@ -124,22 +121,17 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self._process_settings = ExitStack()
         self._start_method = start_method
         self._checkpoint_form = checkpoint
-        self._states: DeepSpeedStates | None = None
-        assert isinstance(self.config, dict)
+        self._states: DeepSpeedStates | None = None  # of a fit
         self.config = settings.stage_one(self.config, offload_optimizer)
         self._given_config = copy.deepcopy(self.config)
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: "_StrategyRegistry") -> None:
-        name = cls.strategy_name
-        strategy_registry.register(name, cls, description="DeepSpeed's ZeRO stage 1 on ONNX Runtime")
-        strategy_registry.register(
-            f"{name}_offload",
-            cls,
-            description="DeepSpeed's ZeRO stage 1 on ONNX Runtime, optimizer states on the CPU",
-            offload_optimizer=True,
-        )
+        name, description = cls.strategy_name, "DeepSpeed's ZeRO stage 1 on ONNX Runtime"
+        strategy_registry.register(name, cls, description=description)
+        description += ", optimizer states on the CPU"
+        strategy_registry.register(f"{name}_offload", cls, description=description, offload_optimizer=True)
 
     @property
     def _ddp(self) -> "DDPStrategy":
@@ -193,7 +185,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def _format_config(self) -> None:
-        assert isinstance(self.config, dict)
         if reason := settings.precision_conflict(self.config, self.precision_plugin.precision):
             raise self.namespace.misconfiguration(reason)
         if self.precision_plugin.precision.startswith("16") and self.root_device.type == "cpu":
@@ -205,7 +196,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        assert isinstance(self.config, dict)
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
@@ -235,7 +225,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        assert isinstance(self.config, dict)
         if "optimizer" not in self.config:
             self._ddp.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or len(self.lr_scheduler_configs) > 1:
@@ -243,43 +232,21 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                     "DeepSpeed drives one optimizer and at most one scheduler; `configure_optimizers` returned"
                     f" {len(self.optimizers)} and {len(self.lr_scheduler_configs)}. Use strategy='ort_zero1_native'."
                 )
-            self._check_groups(self.optimizers[0])
-            return
-        if self._swap.name not in ("auto", "keep"):
+        elif self._swap.name in ("auto", "keep"):
+            super().setup_optimizers(trainer)
+        else:
             raise ValueError(
                 f"optim={self._swap.name!r} changes what `configure_optimizers` returns, and the DeepSpeed"
                 f" configuration has an optimizer of its own, {self.config['optimizer']}. Choose in one place."
             )
-        super().setup_optimizers(trainer)
-
-    @staticmethod
-    def _check_groups(optimizer: "Optimizer") -> None:
-        for index, group in enumerate(optimizer.param_groups):
-            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            if not trained:
-                raise ValueError(
-                    f"Parameter group {index} has no parameter that requires a gradient, and DeepSpeed cannot flatten"
-                    " none. Leave the group out."
-                )
-            if len(dtypes := {str(parameter.dtype) for parameter in trained}) > 1:
-                raise ValueError(
-                    f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, and DeepSpeed flattens"
-                    " them into one tensor. Make a group for each dtype."
-                )
 
     @override
     def _init_optimizers(self) -> tuple["Optimizer", Any]:
-        (optimizer,) = self.optimizers
-        if reason := flatten_unsupported_reason(optimizer):
-            raise ValueError(
-                f"DeepSpeed gives the optimizer one flat piece of each parameter group, and {runs(optimizer)} {reason}."
-                " Use torch's Adam, AdamW or SGD, or the strategy 'ort_ddp'."
-            )
-        return optimizer, self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
+        check_optimizer(self.optimizers[0])
+        return self.optimizers[0], next(iter(self.lr_scheduler_configs), None)
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        assert isinstance(self.config, dict)
         groups = [list(group["params"]) for group in self.optimizers[0].param_groups] if self.optimizers else None
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
         super()._initialize_deepspeed_train(model)
@@ -313,21 +280,16 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @override
     def optimizer_state(self, optimizer: "Optimizer") -> dict[str, Tensor]:
         """Return the states of all parameters on rank 0, and nothing on the others."""
-        if self._checkpoint_form == "directory" or self._states is None:
-            return {}
-        return self._states.state_dict()
+        return self._states.state_dict() if self._states and self._checkpoint_form == "file" else {}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with the optimizer's float32 weights instead of the module's rounded copies."""
         state_dict = super().lightning_module_state_dict()
         rounded = self.precision_plugin.precision != "32-true"
-        if self._states is None or self._checkpoint_form == "directory" or not rounded:
+        weights = self._states.master_weights() if self._states and self._checkpoint_form == "file" and rounded else {}
+        if not weights:
             return state_dict
-        weights = self._states.master_weights()
-        if weights is None:
-            return state_dict
-        assert self.lightning_module is not None
         names = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         return {name: weights.get(id(names.get(name)), value) for name, value in state_dict.items()}
 
@@ -338,7 +300,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if self._checkpoint_form == "file":
             self._ddp.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        assert self.lightning_module is not None
         assert self._states is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         groups = [[names[id(parameter)] for parameter in group] for group in self._states.groups]
@@ -358,12 +319,9 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._ddp.load_model_state_dict(checkpoint, strict)
-        if self._states is None:
-            return
-        assert self.lightning_module is not None
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        weights = checkpoint["state_dict"]
-        self._states.load_master_weights(lambda parameter: weights.get(names.get(id(parameter))))
+        if self._states is not None:
+            weights, parameters = checkpoint["state_dict"], self.lightning_module.named_parameters()
+            self._states.load_master_weights({id(p): weights[name] for name, p in parameters if name in weights})
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

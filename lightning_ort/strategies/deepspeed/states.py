@@ -10,7 +10,7 @@ a state for each parameter, fits any number and any other strategy.
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, optim
 
 from lightning_ort.compat import deepspeed
 from lightning_ort.compat.torch import run_load_state_dict_pre_hooks
+from lightning_ort.optim.registry import runs
 from lightning_ort.optim.shard_files import load
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,28 @@ _ELEMENTWISE = (
 )
 
 
-def flatten_unsupported_reason(optimizer: optim.Optimizer) -> str | None:
-    """Return why an optimizer would update flattened parameters otherwise than parameters, or ``None``."""
+def check_optimizer(optimizer: optim.Optimizer) -> None:
+    """Raise ``ValueError`` if DeepSpeed cannot flatten an optimizer's groups, or that would change its updates."""
+    if reason := _flatten_unsupported_reason(optimizer):
+        raise ValueError(
+            f"DeepSpeed gives the optimizer one flat piece of each parameter group, and {runs(optimizer)} {reason}."
+            " Use torch's Adam, AdamW or SGD, or the strategy 'ort_ddp'."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        dtypes = {str(parameter.dtype) for parameter in group["params"] if parameter.requires_grad}
+        if not dtypes:
+            raise ValueError(
+                f"Parameter group {index} has no parameter that requires a gradient, and DeepSpeed cannot flatten"
+                " none. Leave the group out."
+            )
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, and DeepSpeed flattens"
+                " them into one tensor. Make a group for each dtype."
+            )
+
+
+def _flatten_unsupported_reason(optimizer: optim.Optimizer) -> str | None:
     module = type(optimizer).__module__
     if module.startswith(("bitsandbytes", "torchao", "lightning_ort.optim.eight_bit")):
         return "would give embeddings and small parameters quantized states too, which no plain checkpoint could hold"
@@ -113,24 +134,22 @@ class DeepSpeedStates:
         groups = [{**group, "params": [index]} for index, group in enumerate(saved["param_groups"])]
         inner.load_state_dict({**saved, "state": states, "param_groups": groups})
 
-    def master_weights(self) -> dict[int, Tensor] | None:
-        """Gather the float32 weights on rank 0, by the ``id`` of the parameter; return ``None`` on other ranks."""
+    def master_weights(self) -> dict[int, Tensor]:
+        """Gather the float32 weights on rank 0, by the ``id`` of the parameter; return an empty dict on other ranks."""
         weights: dict[int, dict[str, Tensor]] = {}
         for index, places in enumerate(self._places):
             whole = self._gather(deepspeed.master_partition(self._zero, index))
             if whole is not None:
                 _distribute(weights, places, "weight", whole, True)
-        if dist.get_rank() != 0:
-            return None
         return {id(self._parameters[number]): weight["weight"] for number, weight in weights.items()}
 
-    def load_master_weights(self, weight_of: Callable[[Tensor], Tensor | None]) -> None:
-        """Set the float32 weights to what a function returns for a parameter; if ``None``, to the parameter."""
+    def load_master_weights(self, weights: Mapping[int, Tensor]) -> None:
+        """Set the float32 weights, by the ``id`` of the parameter; those that are absent to the parameters' values."""
         deepspeed.copy_parameters_to_master(self._zero)
         for index, places in enumerate(self._places):
             piece = deepspeed.master_partition(self._zero, index)
             for place in places:
-                weight = weight_of(self._parameters[place.number])
+                weight = weights.get(id(self._parameters[place.number]))
                 if weight is not None:
                     self._copy_part(index, place, weight, piece)
 
