@@ -15,7 +15,8 @@ from lightning_ort.strategies import host_memory
 from lightning_ort.strategies.mixin import ORTMixin
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or host_memory.unsupported_reason() is not None, reason="needs glibc's malloc, not configured"
+    sys.platform != "linux" or host_memory.unsupported_reason() is not None,
+    reason="needs glibc's malloc, not configured",
 )
 
 
