@@ -54,7 +54,7 @@ ONNXSCRIPT = RequirementCache("onnxscript")
 
 
 def preferred_namespace() -> LightningNamespace:
-    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` where only that is installed.
+    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` if only that is installed.
 
     Raises:
         ModuleNotFoundError: If neither is installed.

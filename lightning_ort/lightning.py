@@ -78,10 +78,10 @@ class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy)
     Each process keeps the optimizer states of its share of the parameters. Checkpoints are those of ``ort`` and of a
     stock Trainer: whole, in one file, for any number of processes.
 
-    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`; the arguments
-    of :class:`~lightning_ort.strategies.deepspeed.mixin.DeepSpeedZeRO1Mixin`, such as ``deepspeed_config``,
-    ``offload_optimizer`` and ``checkpoint``; and those of Lightning's ``DeepSpeedStrategy``, such as
-    ``process_group_backend`` and ``timeout``.
+    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`;
+    ``deepspeed_config``, ``offload_optimizer``, ``checkpoint`` and others, see
+    :class:`~lightning_ort.strategies.deepspeed.mixin.DeepSpeedZeRO1Mixin`; and the arguments of Lightning's
+    ``DeepSpeedStrategy``, such as ``process_group_backend`` and ``timeout``.
 
     Raises:
         ValueError: If an argument asks for another stage than 1; when the fit starts, if the module configures an

@@ -1,4 +1,4 @@
-"""All classes for ``pytorch_lightning``, documented in their twins for ``lightning.pytorch``, :mod:`lightning_ort.lightning`."""
+"""All classes for ``pytorch_lightning``; :mod:`lightning_ort.lightning` documents those for ``lightning.pytorch``."""
 
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning import Callback, LightningModule

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_ort import (
     CompileReport,
+    OnnxExport,
     ORTBFloat16Precision,
     ORTConfig,
     ORTDDPStrategy,
@@ -25,7 +26,6 @@ from lightning_ort import (
     ORTPredictor,
     ORTStrategy,
     ORTZeRO1Strategy,
-    OnnxExport,
     export_onnx,
     param_groups,
 )

@@ -1,4 +1,4 @@
-"""Checkpoint files that are complete or absent: :func:`save_atomically`, :class:`AtomicSaveMixin`, :func:`atomic_io`."""
+"""Checkpoint files that are complete or absent: :func:`save_atomically`, :class:`AtomicSaveMixin`."""
 
 import importlib
 import os
@@ -44,8 +44,8 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
-    # Lightning must not find it by the checkpoint's name; the machine and the process are in the name so that others can
-    # tell whether it is still being written
+    # not the checkpoint's name, by which Lightning would find it; the machine and the process are part of the name so
+    # that others can tell whether it is still being written
     partial = path.parent / f".{_checksum(path.name)}.{os.getpid()}.{_checksum(_machine())}.partial"
     try:
         with partial.open("wb") as file:

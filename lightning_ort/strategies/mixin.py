@@ -1,6 +1,6 @@
 """What every strategy of this package does: :class:`ORTMixin`.
 
-The mixin overrides hooks of Lightning's strategies, and calls its parts there, each of which knows nothing of the others:
+The mixin overrides hooks of Lightning's strategies and calls its parts there. No part knows of the others:
 
 - :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
 - :class:`~lightning_ort.strategies.capture.steps.Capture`: the steps of the module, compiled

@@ -43,6 +43,9 @@ def test_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ORTStrategy", "ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTZeRO1Strategy"])
 def test_each_strategy_round_trips(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     strategy = {"class_path": f"lightning_ort.{name}", "init_args": {"host_memory": "default"}}
+    if name == "ORTZeRO1Strategy":
+        pytest.importorskip("deepspeed")  # now, since its first import writes to stdout
+        capsys.readouterr()
     with pytest.raises(SystemExit):
         cli(config_file(tmp_path, strategy), "--print_config")
     printed = capsys.readouterr().out  # with the defaults of Lightning's arguments, too
