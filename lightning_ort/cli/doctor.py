@@ -21,11 +21,12 @@ from torch import nn
 
 from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
+from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.strategies.host_memory import why_not_retained
+from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
 COMPROMISED = ("2.6.2", "2.6.3")
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
@@ -176,7 +177,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            with kernels.spare_deepspeed_the_search():
+            with without_gpu_search():
                 importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} does not import: {error}", todo)
@@ -194,7 +195,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    reason = why_not_retained()
+    reason = malloc_unsupported_reason()
     text = "freed memory can be kept for the next step" if reason is None else f"host_memory has no effect: {reason}"
     yield Finding("host memory", "ok" if reason is None else "absent", text)
     folder = default_folder()
