@@ -24,8 +24,9 @@ from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.conversion.graph import FORM, forms_of
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.session import RegionRejected
-from lightning_ort.compiler.executors.ort.support import Support, is_view, values_of
+from lightning_ort.compiler.executors.ort.support import Support
 from lightning_ort.compiler.layouts import int_hint
+from lightning_ort.compiler.nodes import is_view, values_of
 from lightning_ort.compiler.placer import TORCH
 from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import Reason, ReasonType

@@ -31,6 +31,7 @@ from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
 from lightning_ort.compiler.executors.ort.session import RegionRejected
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
 from lightning_ort.compiler.linking import Placed, link
+from lightning_ort.compiler.nodes import is_compute
 from lightning_ort.compiler.placer import Setup
 from lightning_ort.compiler.regions import Region, demote, partition
 from lightning_ort.compiler.report import (
@@ -152,7 +153,7 @@ class ORTBackend:
 
     def _note(self, where: str, reason: Reason) -> None:
         """Report a choice that the config asked for otherwise, once."""
-        if self.report.note(where, reason):
+        if self.report.record_choice(where, reason):
             log.info("%s: %s", where, reason)
 
     def _compile(
@@ -173,7 +174,7 @@ class ORTBackend:
             except Exception as error:  # a bug of ours must not lose the run
                 log.debug("compiling %s failed", name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                nodes = [node for node in gm.graph.nodes if support.is_compute(node)]
+                nodes = [node for node in gm.graph.nodes if is_compute(node)]
                 graph.regions = [RegionReport("torch_0", "torch", len(nodes), _count(nodes), reason)]
                 self.fall_back(name, reason)
                 run = make_boxed_func(gm.forward)
@@ -254,7 +255,7 @@ class ORTBackend:
             return answers
 
         answers = self._cache.support(gm, providers, ask)
-        refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and support.is_compute(n)}
+        refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and is_compute(n)}
         for op, reason in refused.items():
             if reason.type.is_failure and op not in self._reported_ops:
                 self._reported_ops.add(op)
@@ -350,8 +351,7 @@ class ORTBackend:
             "ort",
             len(compute),
             _count(compute),
-            ort_ms=timing.ort_ms,
-            torch_ms=timing.torch_ms,
+            ms=_ms_of([timing]),
             threads=timing.threads,
             cached=cached,
             cuda_graph=timing.cuda_graph,
@@ -462,9 +462,18 @@ def _torch_report(
         _count(compute),
         Counter(reason for _, reason in reasons).most_common(1)[0][0] if reasons else None,
         {str(node.target): reason for node, reason in reasons},
-        ort_ms=sum(timing.ort_ms or 0.0 for timing in timings) if timings else None,
-        torch_ms=sum(timing.torch_ms or 0.0 for timing in timings) if timings else None,
+        ms=_ms_of(timings),
     )
+
+
+def _ms_of(timings: Sequence[Timing]) -> dict[str, float]:
+    """The times of regions, added up by executor."""
+    ms: dict[str, float] = {}
+    for timing in timings:
+        for executor, value in (("ort", timing.ort_ms), ("torch", timing.torch_ms)):
+            if value is not None:
+                ms[executor] = ms.get(executor, 0.0) + value
+    return ms
 
 
 @functools.cache

@@ -37,7 +37,8 @@ from torch import fx
 
 from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE, FORM
-from lightning_ort.compiler.executors.ort.support import Support, values_of
+from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import MAX_THREADS
 

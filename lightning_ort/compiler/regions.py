@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.support import Support, is_compute, is_view, values_of
+from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.nodes import is_compute, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -136,11 +137,6 @@ def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[f
     return [regions[level] for level in sorted(regions)]
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
     """Find what a region reads and yields, and make its module."""
     own = set(region.nodes)
@@ -174,9 +170,7 @@ def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:
     """The symbolic sizes that the outputs' shapes need and no input shows, as placeholders of the graph."""
     shown, needed = set(), set()
     for node in region.inputs:
-        val = node.meta["val"]
-        sizes = val.shape if isinstance(val, torch.Tensor) else [val]
-        shown |= {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+        shown |= {size.node.expr for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
     for node in region.outputs:
         for size in node.meta["val"].shape:
             if isinstance(size, torch.SymInt):

@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
@@ -77,14 +77,13 @@ class RegionReport:
     """One region of a graph.
 
     Args:
-        name: ``ort_N`` or ``torch_N``, as in the printed graph.
-        executor: Who runs it.
+        name: Executor and number, such as ``ort_1``, as in the printed graph.
+        executor: Which executor runs it, such as ``"ort"`` or ``"torch"``.
         num_nodes: Compute nodes (no views, no tuple access).
         ops: How often each ATen op occurs.
         reason: Why it runs in torch; ``None`` on ORT.
         node_reasons: For a torch region, op -> why that op is not on ORT.
-        ort_ms: Median time of one run on ONNX Runtime in ms, where measured.
-        torch_ms: Median time of one run in torch in ms, where measured.
+        ms: Median time of one run in ms by executor, where measured.
         threads: Intra-op threads of the session.
         runs: How often ONNX Runtime ran it.
         cached: Whether its model and timing are those of an earlier run.
@@ -93,13 +92,12 @@ class RegionReport:
     """
 
     name: str
-    executor: Literal["ort", "torch"]
+    executor: str
     num_nodes: int
     ops: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
     node_reasons: dict[str, Reason] = field(default_factory=dict)
-    ort_ms: float | None = None
-    torch_ms: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
     threads: int | None = None
     runs: int = 0
     cached: bool = False
@@ -229,13 +227,19 @@ class CompileReport:
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
 
-    def note(self, where: str, reason: Reason) -> bool:
-        """Add a choice to the notes; return whether it was not among them."""
+    def record_choice(self, where: str, reason: Reason) -> bool:
+        """Add a choice to the notes; return whether it is new."""
         note = FallbackReport(where, reason)
         if note in self.notes:
             return False
         self.notes.append(note)
         return True
+
+    @property
+    def timed_executors(self) -> list[str]:
+        """The executors whose times the report shows: ``ort``, ``torch``, and others that were timed."""
+        timed = (executor for graph in self.graphs for region in graph.regions for executor in region.ms)
+        return list(dict.fromkeys(("ort", "torch", *timed)))
 
     @property
     def ort_runs(self) -> int:
@@ -313,7 +317,7 @@ class CompileReport:
         table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
         for column in ("graph", "region", "executor", "why / ops"):
             table.add_column(column, overflow="fold")
-        for column in ("nodes", "runs", "ORT ms", "torch ms"):
+        for column in ("nodes", "runs", *map(ms_label, self.timed_executors)):
             table.add_column(column, justify="right")
         for graph in self.graphs:
             for region in graph.regions:
@@ -326,8 +330,7 @@ class CompileReport:
                     why,
                     str(region.num_nodes),
                     str(region.runs),
-                    _ms(region.ort_ms),
-                    _ms(region.torch_ms),
+                    *(_ms(region.ms.get(executor)) for executor in self.timed_executors),
                 )
         lines = [
             f"{self.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime, {self.ort_runs} runs, "
@@ -343,6 +346,11 @@ class CompileReport:
         return rendered(*([table] if self.graphs else []), *lines, width=width)
 
 
+def ms_label(executor: str) -> str:
+    """The heading of a column of an executor's times."""
+    return f"{'ORT' if executor == 'ort' else executor} ms"
+
+
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
@@ -355,19 +363,15 @@ def _graph_from_dict(data: dict[str, Any]) -> GraphReport:
     return GraphReport(str(data["name"]), [_region_from_dict(r) for r in data["regions"]], float(data["seconds"]))
 
 
-_EXECUTORS: dict[str, Literal["ort", "torch"]] = {"ort": "ort", "torch": "torch"}
-
-
 def _region_from_dict(data: dict[str, Any]) -> RegionReport:
     return RegionReport(
         name=str(data["name"]),
-        executor=_EXECUTORS[data["executor"]],
+        executor=str(data["executor"]),
         num_nodes=int(data["num_nodes"]),
         ops={op: int(count) for op, count in data["ops"].items()},
         reason=None if data["reason"] is None else _reason_from_dict(data["reason"]),
         node_reasons={op: _reason_from_dict(reason) for op, reason in data["node_reasons"].items()},
-        ort_ms=None if data["ort_ms"] is None else float(data["ort_ms"]),
-        torch_ms=None if data["torch_ms"] is None else float(data["torch_ms"]),
+        ms=_numbers(data["ms"]),
         threads=None if data["threads"] is None else int(data["threads"]),
         runs=int(data["runs"]),
         cached=bool(data["cached"]),

@@ -167,6 +167,16 @@ def test_a_run_that_compiled_nothing() -> None:
     assert page.rows == []
 
 
+def test_other_executors_are_shown_by_their_name() -> None:
+    region = RegionReport("openvino_1", "openvino", 1, {"aten.mm.default": 1}, ms={"openvino": 1.5, "torch": 2.0})
+    report = CompileReport([GraphReport("inference_0", [region])])
+    page = Page(render(CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))), "report.json"))
+    (row,) = [row for row in page.rows if row]
+    assert row[1].strip() == "openvino"
+    assert row[3:] == ["1", "0", "", "2.000", "1.500"]
+    assert "openvino ms" in report.to_text()
+
+
 def test_values_are_escaped() -> None:
     evil = """<script>alert(1)</script>"'&"""
     reason = Reason(ReasonType.RUN_FAILED, evil)
@@ -224,8 +234,8 @@ REGION = ("graphs", 0, "regions", 0)
         (("new",), 1, "other entries"),  # a later version's
         ((*REGION, "new"), 1, "other entries"),
         ((*REGION, "cached"), ..., "'cached' is not there"),
-        ((*REGION, "executor"), "tensorrt", "'tensorrt' is not there, or not known"),
-        ((*REGION, "ort_ms"), "fast", "of other types"),
+        ((*REGION, "executor"), 3, "of other types"),
+        ((*REGION, "ms"), {"ort": "fast"}, "of other types"),
         ((*REGION, "num_nodes"), "3", "of other types"),
         ((*REGION, "reason"), {"reason": "BORED", "text": ""}, "'BORED' is not there, or not known"),
         (("graphs",), {"a": 1}, "of other types"),

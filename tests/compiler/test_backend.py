@@ -298,7 +298,7 @@ def test_measured_placement_keeps_the_faster(monkeypatch):
     torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
     regions = [region for graph in backend.report.graphs for region in graph.regions]
     assert {region.reason.type for region in regions} == {ReasonType.SLOWER}
-    assert all(region.ort_ms == pytest.approx(2 * region.torch_ms) for region in regions)
+    assert all(region.ms["ort"] == pytest.approx(2 * region.ms["torch"]) for region in regions)
     assert backend.report.ort_runs == 0
     assert not backend.report.fallbacks
 
@@ -312,7 +312,7 @@ def test_measured_placement_reports_both_times(monkeypatch):
     monkeypatch.setattr(placement, "measure", faster)
     backend = ORTBackend()
     assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
-    assert all(r.ort_ms and r.torch_ms and r.threads for g in backend.report.graphs for r in g.regions)
+    assert all(r.ms["ort"] and r.ms["torch"] and r.threads for g in backend.report.graphs for r in g.regions)
 
 
 def test_deterministic_mode_times_nothing(monkeypatch):

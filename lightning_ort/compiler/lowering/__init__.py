@@ -21,8 +21,8 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.conversion.graph import ANY_BYTE
-from lightning_ort.compiler.executors.ort.support import is_static, is_view
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
+from lightning_ort.compiler.nodes import is_static, is_view
 from lightning_ort.config import Recompute
 
 aten = torch.ops.aten

@@ -16,10 +16,10 @@ from lightning_ort.compiler import mask_prefetcher as masks
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.graph import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.executors.ort.session import RegionRejected
-from lightning_ort.compiler.executors.ort.support import is_static
 from lightning_ort.compiler.layouts import in_order, memory_order
+from lightning_ort.compiler.nodes import is_random, is_static
 from lightning_ort.compiler.output_shapes import emptied, output_sizes
-from lightning_ort.compiler.regions import Region, is_random
+from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 
 if TYPE_CHECKING:

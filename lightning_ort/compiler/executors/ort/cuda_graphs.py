@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_ort.compiler.executors.ort.binding import BoundSession, run_options
-from lightning_ort.compiler.executors.ort.support import is_static
+from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.regions import Region
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from lightning_ort.compiler.cache import Timing
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
-from lightning_ort.compiler.executors.ort.support import values_of
+from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import Reason, ReasonType
 
