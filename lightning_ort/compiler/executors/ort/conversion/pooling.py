@@ -24,9 +24,15 @@ class _Window(NamedTuple):
     pads: list[int]
 
 
-def _window(x: fx.Node, spatial: int, kernel_size: Any, stride: Any = (), padding: Any = 0) -> _Window:
+def _check(x: fx.Node, spatial: int) -> None:
     if rank_of(x) != spatial + 2:
         raise Unsupported("pooling without batch dimension")
+    if not dtype_of(x).is_floating_point:
+        raise Unsupported(f"pooling of {dtype_of(x)}")
+
+
+def _window(x: fx.Node, spatial: int, kernel_size: Any, stride: Any = (), padding: Any = 0) -> _Window:
+    _check(x, spatial)
     kernel = per_dimension(kernel_size, spatial, "a kernel")
     strides = per_dimension(stride, spatial, "a stride") if stride else kernel
     return _Window(kernel, strides, per_dimension(padding, spatial, "a padding"))
@@ -65,8 +71,8 @@ def max_pool_with_indices(
         max((out - 1) * step + stretch * (width - 1) + 1 - size - before, 0)
         for width, step, before, size, stretch, out in zip(*window, sizes, dilations, pooled, strict=True)
     ]
-    if not dtype_of(x).is_floating_point or any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
-        raise Unsupported("max pooling of integers, or padded by a whole window")
+    if any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
+        raise Unsupported("max pooling that is padded by a whole window")
     # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
     # find where the maximum is among numbers that it handles, and read the values there.
     value = ctx.value(x)
@@ -195,8 +201,7 @@ def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, 
 
 def _adaptive_kernel(x: fx.Node, pooled: fx.Node, spatial: int) -> list[int]:
     """The windows of adaptive pooling if all have one size."""
-    if rank_of(x) != spatial + 2:
-        raise Unsupported("pooling without batch dimension")
+    _check(x, spatial)
     sizes = list(zip(_spatial(shape_of(x), spatial), _spatial(shape_of(pooled), spatial), strict=True))
     if any(size % out for size, out in sizes):
         raise Unsupported("adaptive pooling to a size that does not divide the input's")
