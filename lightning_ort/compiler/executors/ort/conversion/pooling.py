@@ -105,8 +105,8 @@ def _ranked(ctx: GraphBuilder, value: Value, sizes: Sequence[int]) -> Value:
 @converts(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Value:
     """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode, Tensor indices) -> Tensor"""  # noqa: E501
-    kernel_size, stride, padding, _, _, indices = args
-    _window(x, len(kernel_size), kernel_size, stride, padding)
+    kernel_size, *_, indices = args
+    _check(x, len(kernel_size))
     sizes, pooled = (_spatial(shape_of(tensor), len(kernel_size)) for tensor in (x, grad))
     zeros = _flat(ctx.const(0, dtype_of(x)).expand(ctx.shape_tensor(x)), sizes)
     places, grads = _flat(ctx.value(indices), pooled), _flat(ctx.value(grad), pooled)
