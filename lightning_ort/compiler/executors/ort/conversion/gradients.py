@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
+from lightning_ort.compiler.executors.ort.conversion.checks import refuse_empty, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.elementary import logistic
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, rank_of, shape_of
@@ -18,8 +19,6 @@ from lightning_ort.compiler.executors.ort.conversion.nn import (
     channel_axes,
     grouped,
     per_channel,
-    refuse_empty,
-    static_sizes,
     work_dtype,
 )
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
