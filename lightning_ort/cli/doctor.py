@@ -1,7 +1,6 @@
 """``lightning-ort doctor``: can this machine train on ONNX Runtime, what is missing, and what lies unused."""
 
 import copy
-import ctypes
 import dataclasses
 import importlib
 import os
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from json import dumps
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,6 +20,7 @@ from torch import nn
 from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
 from lightning_ort.compat.deepspeed import without_gpu_search
+from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
@@ -116,7 +115,7 @@ def _onnxruntime() -> Iterator[Finding]:
     import onnxruntime
 
     for provider in onnxruntime.get_available_providers():
-        if provider == "CUDAExecutionProvider" and (missing := _missing_cuda_library()):
+        if provider == "CUDAExecutionProvider" and (missing := cuda_provider_error()):
             text = f"is in this build and does not load: {missing}"
             yield Finding(provider, "absent", text, "install the CUDA and cuDNN that this build of onnxruntime is for")
         elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
@@ -129,19 +128,6 @@ def _onnxruntime() -> Iterator[Finding]:
             )
             yield Finding(provider, "ok", text, todo)
     yield _training_step()
-
-
-def _missing_cuda_library() -> str | None:
-    """Return what the loader says about the CUDA provider, which names the library that is missing."""
-    import onnxruntime
-
-    path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    try:
-        ctypes.CDLL(str(path.with_name("libonnxruntime_providers_shared.so")), ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(path))
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _training_step() -> Finding:

@@ -12,6 +12,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import optim
 
 from lightning_ort._arguments import check_type
+from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
 from lightning_ort.optim.states import Algorithm, Form
 
@@ -171,7 +172,7 @@ def _ort_extension_loads(device: torch.device) -> bool:
         return False
     try:
         _ORT.load()
-        importlib.import_module("onnxruntime.training.ortmodule.torch_cpp_extensions.cuda.fused_ops")
+        import_fused_ops()
     except Exception:  # an extension built for another torch raises errors of many types
         return False
     return True
