@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, values_of
 
 
@@ -25,10 +25,10 @@ def fingerprint(graph: fx.Graph) -> str:
     def size(value: Any) -> str:
         if isinstance(value, int):
             return str(value)
-        expression = value.node.expr
+        expression = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=str):
             symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
-        return f"{expression.xreplace(symbols)}={value.node.hint}"
+        return f"{expression.xreplace(symbols)}={hint_of(value)}"
 
     def kind(value: Any) -> str:
         if isinstance(value, torch.Tensor):

@@ -17,7 +17,7 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,8 @@ from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
 from lightning_ort.strategies.capture.shims import MISSING, ModuleShims, StepShims, restore_attribute
-from lightning_ort.strategies.run_report import RunReportMixin
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
 
     from lightning_ort.compiler.backend import ORTBackend
@@ -328,63 +326,6 @@ class CapturedStep(AbstractContextManager[None]):
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
         self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
         self.autotuner = self._module.new_autotuner() if mode != "off" else None
-
-
-class CompiledStepsMixin(RunReportMixin):
-    """Calls a :class:`Capture` around the steps of any strategy that it is put in front of.
-
-    Args:
-        config: Settings, or a mapping with the same keys.
-        **kwargs: For the strategy.
-
-    """
-
-    def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.ort_config = ORTConfig.parse(config)
-        self.capture = Capture(self.ort_config)
-
-    @property
-    def _report(self) -> CompileReport:  # type: ignore[override]
-        return self.capture.report
-
-    @property
-    def _backend(self) -> "ORTBackend | None":
-        return self.capture.backend
-
-    @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        self.capture.setup(self)
-
-    @override
-    def teardown(self) -> None:
-        self.capture.teardown()
-        super().teardown()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.capture.step("training_step"):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.capture.backward(super().backward, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.capture.step("validation_step"):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.capture.step("test_step"):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.capture.step("predict_step"):
-            return super().predict_step(*args, **kwargs)
 
 
 def _not_prepared(*args: Any, **kwargs: Any) -> Any:

@@ -42,9 +42,10 @@ def _operator(op_type: str, reflected: bool = False) -> Callable[["Value", Opera
     """A binary operator, elementwise; reflected: the value is the second input."""
 
     def apply(self: "Value", other: Operand) -> "Value":
-        dtype = other.dtype if isinstance(other, Value) else self.dtype
-        if dtype != self.dtype or (isinstance(other, float) and not dtype.is_floating_point):
-            raise TypeError(f"{op_type} of {self.dtype} and {other if dtype == self.dtype else dtype}")
+        if isinstance(other, Value) and other.dtype != self.dtype:
+            raise TypeError(f"{op_type} of {self.dtype} and {other.dtype}")
+        if isinstance(other, float) and not self.dtype.is_floating_point and not other.is_integer():
+            raise Unsupported(f"{op_type} of {self.dtype} and {other}")
         value = self.ctx.value(other, self.dtype)
         return value.op(op_type, self) if reflected else self.op(op_type, value)
 
@@ -320,13 +321,6 @@ class GraphBuilder:
         if key not in self._casts:
             self._casts[key] = self.op("Cast", value, dtype=dtype, to=int(DTYPES[dtype]))
         return self._casts[key]
-
-    def scaled_mask(self, mask: fx.Node, scale: float, dtype: torch.dtype) -> Value:
-        """Booleans as 0 and ``scale``."""
-        if dtype is torch.float32 and 0 < scale < math.inf:
-            # one pass over memory for Cast and Mul, in half the time; exact, since the mask is 0 or 1
-            return self.op("DequantizeLinear", self.value(mask, torch.uint8), self.const(scale, dtype))
-        return self.op("Mul", self.value(mask, dtype), self.const(scale, dtype))
 
     def transpose(self, value: Value, perm: Sequence[int]) -> Value:
         """Permute the dimensions."""
