@@ -1,12 +1,12 @@
-"""What happens when a compiled graph fails while it runs: eager does its work, and the graph is given up.
+"""Replaces a compiled graph by eager if it fails while it runs.
 
-A failure in the forward pass is simple: the graph as dynamo captured it runs instead, on the same inputs, and from the
-same random numbers. It has no side effects before its end, so nothing happens twice. If eager raises as well, the error
-was in the user's program or data, and is the user's to see.
+If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
+torch's generators. A compiled graph has no side effects before its end, so nothing happens twice. If eager raises too,
+the error is in the user's program or data, and the user gets it.
 
-A failure in the backward pass comes when the forward pass is long over. So until a graph has been through one backward
-pass, its forward pass keeps what eager would need: inputs, the state of torch's generators, and copies of the buffers
-that the graph writes to.
+If the backward pass fails, the forward pass is long over. So until the first backward pass of a graph has succeeded,
+each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
+graph writes to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
-# calls after which a graph that has not seen a backward pass is no longer watched for one
+# calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
 
 
@@ -40,7 +40,7 @@ class PassMonitor:
         return self.facts.separate and self.facts.num_inputs == self._num_inputs
 
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Return a pass that remembers what it failed with."""
+        """Return the pass, so that the monitor remembers what it failed with."""
 
         def watched(args: list[Any]) -> Any:
             try:
@@ -54,7 +54,7 @@ class PassMonitor:
         return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
-        """Whether an error came from one of the passes, and not from what surrounds them; asked once for each."""
+        """Return, once for each error, whether it came from one of the passes and not from the code around them."""
         seen, self._error = self._error, None
         return seen is error
 
@@ -124,7 +124,7 @@ class _State:
         ]
 
     def restore_random_numbers(self) -> None:
-        """Set the generators to where they were."""
+        """Restore the states of the generators."""
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)

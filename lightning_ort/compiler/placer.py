@@ -139,8 +139,9 @@ class Placer:
     def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
         answers: dict[fx.Node, Support] = {}
         for node in nodes:
-            if node.target is operator.getitem and node.args[0] in answers:
-                answers[node] = answers[node.args[0]]  # access to a tuple goes where the tuple is made
+            made_by = node.args[0] if node.target is operator.getitem else None
+            if isinstance(made_by, fx.Node) and made_by in answers:
+                answers[node] = answers[made_by]  # access to a tuple goes where the tuple is made
             elif (reason := self._kept_in_torch_reason(node)) is not None:
                 answers[node] = Support(False, reason)
             else:
@@ -254,7 +255,7 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     ms: Counter[str] = Counter()
     for (_, *nodes), times in lost.items():
         if set(region.nodes).issuperset(nodes):
-            ms.update(times.ms)  # type: ignore[arg-type]  # Counter adds floats, too
+            ms.update(times.ms)
     return region_report(
         region,
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,

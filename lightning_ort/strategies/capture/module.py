@@ -114,14 +114,16 @@ class CapturedModule:
         if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
             return None
         device = self._strategy.root_device
-        engines: list[Engine] = ["ort", "torch", *([inductor.NAME] if self.config.engine == "auto" else [])]
+        engines: list[Engine] = ["ort", "torch"]
+        if self.config.engine == "auto":
+            engines.append(inductor.NAME)
         synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
         return StepAutotuner(engines, synchronize)
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
         executor = inductor.COMPILE_ARGUMENTS if engine == inductor.NAME else {"backend": self.backend}
-        compiled = torch.compile(
+        compiled = torch.compile(  # type: ignore[call-overload]
             function,
             **executor,
             dynamic=self.config.dynamic,
