@@ -44,6 +44,7 @@ from lightning_ort.compiler.report import (
     ReasonType,
     RegionReport,
 )
+from lightning_ort.compiler.reproducer import reproducer
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -234,6 +235,7 @@ class ORTBackend:
             else:
                 executables.append(TorchRegion(region))
                 graph.regions.append(_torch_report(region, supported, lost))
+            graph.regions[-1].write_reproducer = reproducer(region.module)
         return Placed(parts, executables)
 
     def _support(
@@ -323,6 +325,7 @@ class ORTBackend:
         else:
             kernel_set = kernels.Kernels(self.config.kernels, providers)
             model = session.convert(region, kernel_set, region.name).SerializeToString()
+        region.module.model = model
         if self.config.save_onnx_dir is not None:
             session.save(model, self.config.save_onnx_dir, name)
         bound: dict[Variant, BoundSession | RecordedSession] = {}

@@ -24,11 +24,15 @@ class RegionModule:
         graph: Same inputs as the region, a tuple of its outputs.
         name: The region's.
 
+    Attributes:
+        model: The region as an ONNX model, if it has one.
+
     """
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         self.graph = graph
         self._name = name
+        self.model: bytes | None = None
         self._run: Callable[..., Any] | None = None
 
     def forward(self, *args: Any) -> Any:
