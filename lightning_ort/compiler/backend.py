@@ -44,7 +44,7 @@ from lightning_ort.compiler.report import (
     ReasonType,
     RegionReport,
 )
-from lightning_ort.compiler.reproducer import reproducer
+from lightning_ort.compiler.reproducer import Reproducer
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class ORTBackend:
             else:
                 executables.append(TorchRegion(region))
                 graph.regions.append(_torch_report(region, supported, lost))
-            graph.regions[-1].write_reproducer = reproducer(region.module)
+            graph.regions[-1].reproducer = Reproducer.of(region.module.graph, region.module.model)
         return Placed(parts, executables)
 
     def _support(

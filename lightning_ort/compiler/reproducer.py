@@ -1,57 +1,55 @@
-"""Write a script that runs one region alone: what is behind ``RegionReport.save_reproducer``."""
+"""A script that runs one region alone: what is behind ``RegionReport.save_reproducer``."""
 
 import re
-import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import fx
 
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler import reproduce
 from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.region_module import RegionModule
 
 
-def reproducer(module: RegionModule) -> Callable[[Path], Path]:
-    """Return a function that writes the script of a region to a folder; it does not keep the region alive."""
-    reference = weakref.ref(module)
+@dataclass(frozen=True)
+class Reproducer:
+    """What a script needs of a region: text, so that it keeps neither the graph nor its tensors alive.
 
-    def write(folder: Path) -> Path:
-        region = reference()
-        if region is None:
-            raise RuntimeError("This graph no longer exists. Call save_reproducer while the compiled module is in use.")
-        return _write(region, folder)
+    Args:
+        code: The region's torch code and the shapes of its inputs.
+        model: Its ONNX model, if it has one.
 
-    return write
+    """
 
+    code: str
+    model: bytes | None
 
-def _write(region: RegionModule, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    code = region.graph.python_code("self")
-    used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
-    imports = [_import(name, value) for name, value in used]
-    if "torch.ops.lightning_ort" in code.src:
-        imports.append("import lightning_ort.compiler.layouts  # defines torch.ops.lightning_ort")
-    specs = [f"    {_spec(node.meta['val'])},  # {node.name}" for node in region.graph.find_nodes(op="placeholder")]
-    model = None
-    if region.model is not None:
-        (folder / "region.onnx").write_bytes(region.model)
-        model = 'Path(__file__).with_name("region.onnx")'
-    parts = [
-        Path(reproduce.__file__).read_text(encoding="utf-8"),
-        *imports,
-        code.src.strip(),
-        "\n",
-        "# sizes, strides, dtype, device; or a number",
-        "\n".join(["INPUTS = [", *specs, "]"]),
-        f"reproduce(forward, INPUTS, {model})\n",
-    ]
-    script = folder / "reproduce.py"
-    script.write_text("\n".join(parts), encoding="utf-8")
-    return script
+    @classmethod
+    def of(cls, graph: fx.Graph, model: bytes | None) -> "Reproducer":
+        """Return the reproducer of a region's graph."""
+        code = graph.python_code("self")
+        used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
+        imports = [_import(name, value) for name, value in used]
+        if "torch.ops.lightning_ort" in code.src:
+            imports.append("import lightning_ort.compiler.layouts  # defines torch.ops.lightning_ort")
+        specs = [f"    {_spec(node.meta['val'])},  # {node.name}" for node in graph.find_nodes(op="placeholder")]
+        inputs = ["# sizes, strides, dtype, device; or a number", "INPUTS = [", *specs, "]\n"]
+        return cls("\n".join([*imports, "\n", code.src.strip(), "\n", *inputs]), model)
+
+    def save(self, folder: Path) -> Path:
+        """Write the script and the model to a folder; return the script's path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        model = "None"
+        if self.model is not None:
+            (folder / "region.onnx").write_bytes(self.model)
+            model = 'Path(__file__).with_name("region.onnx")'
+        runner = Path(reproduce.__file__).read_text(encoding="utf-8")
+        script = folder / "reproduce.py"
+        script.write_text(f"{runner}\n{self.code}\nreproduce(forward, INPUTS, {model})\n", encoding="utf-8")
+        return script
 
 
 def _import(name: str, value: Any) -> str:
