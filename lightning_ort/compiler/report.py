@@ -114,15 +114,14 @@ class RegionReport:
     def save_reproducer(self, folder: str | PathLike[str]) -> Path:
         """Write a Python script that runs this region alone, and its ONNX model if it has one.
 
-        The script, ``reproduce.py``, holds the region's torch code and makes random inputs of the traced shapes,
-        strides and dtypes. It prints the time in torch, and for an ONNX model the time in onnxruntime and the largest
-        difference between the two. It needs no trained weights.
+        The script makes random inputs of the traced shapes, strides and dtypes. It prints the time in torch and, for an
+        ONNX model, the time in onnxruntime and the largest difference between the two.
 
         Args:
             folder: Where to write; created if it does not exist.
 
         Returns:
-            The path of the script.
+            The path of the script, ``reproduce.py``.
 
         Raises:
             RuntimeError: If the report was loaded from JSON, or the graph could not be compiled.
@@ -366,7 +365,7 @@ class CompileReport:
 
 
 def ms_label(executor: str) -> str:
-    """Return the heading for the times of an executor."""
+    """The heading for the times of an executor."""
     return f"{'ORT' if executor == 'ort' else executor} ms"
 
 
@@ -375,7 +374,7 @@ def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as the types of JSON."""
+    """A value as the types of JSON."""
     if dataclasses.is_dataclass(value):
         return {each.name: _to_plain(getattr(value, each.name)) for each in _json_fields(value)}
     if isinstance(value, enum.Enum):
@@ -388,13 +387,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(kind: Any, data: Any) -> Any:
-    """Return the value of a type that :func:`_to_plain` made the data from.
-
-    Raises:
-        KeyError: If a field is missing, or the name of an enum's member is unknown.
-        TypeError: If the data is of another type.
-
-    """
+    """The value of a type that :func:`_to_plain` made the data from; KeyError or TypeError if it is other data."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return kind(**{each.name: _from_plain(each.type, data[each.name]) for each in _json_fields(kind)})
