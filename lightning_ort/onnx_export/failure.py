@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_ort.compat.torch import guards_of
+
 # whose lines are not the user's; those of other packages, such as transformers, count as theirs
-_FOREIGN = {
-    "torch",
-    "onnxscript",
-    "onnx_ir",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_ort",
-} | sys.stdlib_module_names
+_FOREIGN = sys.stdlib_module_names | {
+    *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
+}
 
 
 class ExportFailed(Exception):
@@ -27,12 +24,7 @@ class ExportFailed(Exception):
 
 
 def explain(error: BaseException) -> str:
-    """Say what an exception of ``torch.onnx.export`` is about.
-
-    Returns:
-        The op or construct, the line of the user's that it comes from, and what can be done where that is known.
-
-    """
+    """Return what an exception of ``torch.onnx.export`` is about: the op or construct, the user's line, and advice."""
     chain = list(_chain(error))
     first, _, rest = str(chain[-1]).strip().partition("\n")
     summary = f"{type(chain[-1]).__name__}: {first}"
@@ -73,7 +65,7 @@ def branch_on_size(
         if isinstance(size, torch.SymInt)
     ]
     for size in sizes:
-        for guard in size.node.shape_env.guards:
+        for guard in guards_of(size):
             frame = guard.sloc.framework_loc
             if isinstance(frame, traceback.FrameSummary) and not _is_torch(frame.filename):
                 return _written(frame.filename, frame.lineno or 0, frame.name)

@@ -6,22 +6,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_ort.compat.torch import tree_map
 
 # a name for each tensor, in the lists and dicts that the tensors came in
 Structure: TypeAlias = "str | list[Structure] | dict[str, Structure]"
 
 
 def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments:
-    """Match sample inputs with the parameters of a module's ``forward``.
-
-    Args:
-        module: The module.
-        sample: A tensor, a tuple or list of positional arguments, or a dict of arguments by name; None takes the
-            module's ``example_input_array``.
-
-    Returns:
-        The arguments, on the module's device.
+    """Match sample inputs with the parameters of a module's ``forward``, and move them to the module's device.
 
     Raises:
         ValueError: If there is no sample, or the module has no ``forward``.
@@ -72,23 +65,15 @@ def named_inputs(bound: inspect.BoundArguments) -> dict[str, Tensor]:
 
 def mapped(bound: inspect.BoundArguments, function: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """Return the arguments with a function applied to each tensor."""
-    arguments = {name: pytree.tree_map(function, value) for name, value in bound.arguments.items()}
+    arguments = {name: tree_map(function, value) for name, value in bound.arguments.items()}
     return inspect.BoundArguments(bound.signature, arguments)
 
 
 def named_outputs(outputs: Any, taken: Iterable[str]) -> tuple[Structure, dict[str, Tensor]]:
-    """Name the tensors that a ``forward`` returned.
+    """Name the tensors that a ``forward`` returned, alone or in tuples, lists and mappings.
 
-    Args:
-        outputs: A tensor, or tuples, lists and mappings of such.
-        taken: Names that the inputs have.
-
-    Returns:
-        The names where the tensors were, and the tensors by name in the order in which torch.export flattens them.
-
-    Raises:
-        TypeError: If there is something else than tensors in it.
-
+    Returns the names where the tensors were, and the tensors by name in the order in which torch.export flattens them.
+    A name in ``taken``, which an input has, is not used again.
     """
     named: dict[str, Tensor] = {}
 
