@@ -52,7 +52,7 @@ try:
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
-# As Lightning does: what we say at INFO is for the person at the console, unless the program configures logging.
+# As in Lightning, INFO messages go to the console unless the program configures logging.
 _log = logging.getLogger(__name__)
 if _log.level == logging.NOTSET:
     _log.setLevel(logging.INFO)

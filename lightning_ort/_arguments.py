@@ -1,4 +1,4 @@
-"""Checks of what users pass, each with an error that says what was passed, what is allowed and what to do."""
+"""Checks of arguments; each error says what was passed, what is allowed and what to do."""
 
 import difflib
 import math
@@ -14,38 +14,27 @@ _short.maxstring = _short.maxother = 200
 
 
 def passed(name: str, value: Any, owner: str = "") -> str:
-    """Return how an argument was passed, such as ``ORTConfig(engine='fast')``, in one line."""
+    """Return how an argument was passed in one line, such as ``ORTConfig(engine='fast')``."""
     text = " ".join(f"{name}={_short.repr(value)}".split())
     return f"{owner}({text})" if owner else text
 
 
 def closest(name: object, allowed: Collection[str], what: str) -> str:
-    """Return which of the allowed names was meant, if it is near one of them, and all of them otherwise."""
+    """Return a question with the allowed name that is closest, or a list of all names if none is close."""
     close = difflib.get_close_matches(str(name), allowed, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the {what} are {', '.join(allowed)}."
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any], owner: str = "") -> None:
-    """Refuse what is none of the choices.
-
-    Raises:
-        ValueError: If it is none.
-
-    """
+    """Raise ValueError unless a value is one of the choices."""
     choices = tuple(choices)
-    # `1 == True`: types keep integers out of the booleans
+    # `1 == True`, so the types are compared as well
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{passed(name, value, owner)}: choose one of {', '.join(map(repr, choices))}.")
 
 
 def check_integer(name: str, value: Any, lowest: int, highest: int | None = None, owner: str = "") -> int:
-    """Refuse what is no integer, or out of range; a float without a fraction, as ``5e8`` in YAML, is one.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If it is out of range.
-
-    """
+    """Return an integer, or raise TypeError or ValueError; ``5e8``, which YAML reads as a float, is an integer."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -61,13 +50,7 @@ def _range(lowest: int, highest: int | None) -> str:
 
 
 def check_number(name: str, value: Any, owner: str = "") -> None:
-    """Refuse what is no finite number of 0 or more.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is negative, infinite or NaN.
-
-    """
+    """Raise TypeError or ValueError unless a value is a finite number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{passed(name, value, owner)}: pass a number of 0 or more.")
     if not (math.isfinite(value) and value >= 0):
@@ -75,31 +58,13 @@ def check_number(name: str, value: Any, owner: str = "") -> None:
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], allowed: str, owner: str = "") -> None:
-    """Refuse what is of another type.
-
-    Args:
-        name: Of the argument.
-        value: What was passed.
-        kinds: What it may be.
-        allowed: The same in words.
-        owner: Whose argument it is.
-
-    Raises:
-        TypeError: If it is something else.
-
-    """
+    """Raise TypeError unless a value has one of the types; ``allowed`` describes them."""
     if not isinstance(value, kinds):
         raise TypeError(f"{passed(name, value, owner)}: pass {allowed}.")
 
 
 def check_path(name: str, value: Any, owner: str = "", allowed: str = "a path") -> str:
-    """Return a path as a string.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it is empty, or no system has such a path.
-
-    """
+    """Return a path as a string, or raise TypeError or ValueError."""
     try:
         path = os.fspath(value)
     except TypeError:
@@ -112,28 +77,18 @@ def check_path(name: str, value: Any, owner: str = "", allowed: str = "a path") 
 
 
 def check_writable(name: str, path: str, is_folder: bool, owner: str = "") -> None:
-    """Refuse a path where nothing can be written, before there is something to write.
+    """Raise ValueError if nothing can be written to a path, before there is something to write.
 
-    The first process of a run asks: some things it alone writes, to a disk that the others may not have.
-
-    Args:
-        name: Of the argument.
-        path: The path; its folders need not be there.
-        is_folder: Whether it is to be a folder.
-        owner: Whose argument it is.
-
-    Raises:
-        ValueError: If it cannot be written.
-
+    Only the first process of a run checks: it alone writes some files, to a disk that the others may not have.
     """
     if any(os.environ.get(variable, "0") != "0" for variable in ("RANK", "SLURM_PROCID")):
         return
-    if (obstacle := _why_not_writable(Path(path).absolute(), is_folder)) is not None:
+    if (obstacle := _not_writable_reason(Path(path).absolute(), is_folder)) is not None:
         kind = "a folder" if is_folder else "a file"
         raise ValueError(f"{passed(name, path, owner)}: {obstacle}. Pass {kind} that can be written.")
 
 
-def _why_not_writable(path: Path, is_folder: bool) -> str | None:
+def _not_writable_reason(path: Path, is_folder: bool) -> str | None:
     try:
         above = next(folder for folder in (path, *path.parents) if folder.exists())
         if above == path and not is_folder:
@@ -144,7 +99,7 @@ def _why_not_writable(path: Path, is_folder: bool) -> str | None:
             above = path.parent
         if not above.is_dir():
             return f"{above} is no folder"
-        # to the superuser nothing seems forbidden, not even in /proc: it has to be tried
+        # os.access allows root everything, even in /proc, so try it
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -153,24 +108,14 @@ def _why_not_writable(path: Path, is_folder: bool) -> str | None:
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str], what: str = "argument") -> None:
-    """Refuse a keyword argument that there is not.
-
-    Raises:
-        TypeError: With the closest one.
-
-    """
+    """Raise TypeError for a keyword argument that does not exist; the message names the closest one."""
     for name in given:
         if name not in allowed:
             raise TypeError(f"{owner} has no {what} {name!r}: {closest(name, allowed, f'{what}s')}")
 
 
 def check_device(name: str, value: Any) -> None:
-    """Refuse what is no device of torch.
-
-    Raises:
-        ValueError: If it is none.
-
-    """
+    """Raise ValueError unless a value names a device of torch."""
     import torch
 
     try:
@@ -182,12 +127,7 @@ def check_device(name: str, value: Any) -> None:
 
 
 def check_mapping(name: str, value: Any, allowed: str, owner: str = "") -> dict[str, Any]:
-    """Return a mapping by names as a dict; ``None`` is an empty one.
-
-    Raises:
-        TypeError: If it is something else.
-
-    """
+    """Return a mapping with string keys as a dict, ``None`` as an empty one, or raise TypeError."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -1,8 +1,8 @@
-"""Text of users as it is: what the commands and the reports print goes through here.
+"""Text from users, shown as it is in the output of commands and reports.
 
-To rich ``[batch, 3]`` is markup, which is not shown, ``[/red]`` an error, and a word between colons a picture. What the
-terminal cannot show, or would obey, is written as an escape: half of a surrogate pair (as in a file name that is not
-UTF-8), a control character, a letter that the terminal's encoding lacks.
+Rich reads ``[batch, 3]`` as markup and drops it, fails at ``[/red]``, and replaces words between colons by pictures.
+What a terminal cannot show, or would obey, is escaped: half of a surrogate pair (as in file names that are not UTF-8),
+control characters, and letters that its encoding lacks.
 """
 
 import io
@@ -16,16 +16,8 @@ from rich.text import Text
 
 
 def plain(text: object, encoding: str | None = None) -> str:
-    """Return a text without what a terminal cannot show or would obey.
-
-    Args:
-        text: Anything; its string.
-        encoding: Of the terminal or file; ``None`` for standard output's.
-
-    """
-    shown = "".join(
-        _escaped(letter) if unicodedata.category(letter) in ("Cc", "Cs") else letter for letter in str(text)
-    )
+    """Return a text without what a terminal of this encoding (default: that of stdout) cannot show or would obey."""
+    shown = "".join(map(_escaped, str(text)))
     encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -42,24 +34,12 @@ def say(text: object) -> None:
 
 
 def console(**settings: Any) -> Console:
-    """Return a console that takes no text for markup.
-
-    Args:
-        **settings: Of rich's.
-
-    """
+    """Return a rich console that does not interpret markup."""
     return Console(markup=False, emoji=False, highlight=False, **settings)
 
 
 class PlainTable(Table):
-    """A table whose title, headers and cells are shown as they are.
-
-    Args:
-        *headers: Of the first columns.
-        title: Above the table.
-        encoding: Of where it is shown; ``None`` for standard output's.
-
-    """
+    """A table whose title, headers and cells are shown as they are, for output in an encoding."""
 
     def __init__(self, *headers: str, title: str = "", encoding: str | None = None) -> None:
         self._encoding = encoding
@@ -68,11 +48,11 @@ class PlainTable(Table):
             self.add_column(header)
 
     def add_column(self, header: Any = "", *args: Any, **kwargs: Any) -> None:
-        """Add a column, as to rich's."""
+        """Add a column, as in rich."""
         super().add_column(self._text(header), *args, **kwargs)
 
     def add_row(self, *cells: Any, **kwargs: Any) -> None:
-        """Add a row, as to rich's."""
+        """Add a row, as in rich."""
         super().add_row(*map(self._text, cells), **kwargs)
 
     def _text(self, text: object, style: str = "") -> Text:
@@ -80,7 +60,7 @@ class PlainTable(Table):
 
 
 def rendered(*parts: Any, width: int) -> str:
-    """Return tables and lines as a console of a width would show them."""
+    """Return tables and lines as a console of this width shows them."""
     out = console(width=width, file=io.StringIO(), record=True)
     for part in parts:
         out.print(plain(part, "utf-8") if isinstance(part, str) else part)

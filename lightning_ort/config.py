@@ -1,4 +1,4 @@
-"""What a user can set: one frozen dataclass, checked when it is made."""
+"""The settings: one frozen dataclass, checked when it is created."""
 
 import dataclasses
 import difflib
@@ -23,7 +23,7 @@ Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
 Capture = Literal["auto", "step", "modules", "off"]
-MAX_THREADS = 1024  # of a session; each is made at once
+MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,39 +31,39 @@ class ORTConfig:
     """Settings of the ONNX Runtime compiler.
 
     Args:
-        engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` tries each step of a LightningModule
-            compiled by inductor too, which needs a C++ compiler, and keeps the fastest of the three.
+        engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` also times each step of a LightningModule
+            compiled by inductor, which needs a C++ compiler, and keeps the fastest of the three.
         placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
-            LightningModule captured and as it is, and keeps what is faster; ``"always"`` runs on ONNX Runtime all that
-            it supports.
-        kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only what every
-            onnxruntime has, ``"auto"`` whichever the installed build offers.
+            LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
+            Runtime that it supports.
+        kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
+            every onnxruntime has, ``"auto"`` whichever the installed build offers.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that
             names the reason; ``"raise"`` makes it an error.
         torch_ops: ATen ops to keep in torch, as ``"aten.gelu.default"`` or, for all overloads, ``"aten.gelu"``.
         min_region_nodes: Regions with fewer compute nodes than this stay in torch.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``
             from the start, ``False`` never.
-        recompute: What the backward pass computes again instead of keeping it in memory: ``0`` views alone, ``1`` ops
-            on single elements too, ``2`` all but matrix products, convolutions, reductions and random numbers.
+        recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
+            everything except matrix products, convolutions, reductions and random numbers.
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
-            and modules where a step keeps recompiling, ``"off"`` nothing.
+            and modules if a step keeps recompiling, ``"off"`` nothing.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
             tensors (CPU or CUDA).
-        intra_op_threads: Threads of each session, 1024 at most; ``None`` measures one thread against torch's number.
+        intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
-        cuda_graphs: On a GPU, time each region of fixed sizes recorded as a CUDA graph too, and keep that where it is
-            faster. It copies the region's inputs and outputs and has memory of its own for them.
-        cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the one that
-            ``LIGHTNING_ORT_CACHE_DIR`` names, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
+        cuda_graphs: On a GPU, also time each region of fixed sizes recorded as a CUDA graph, and keep that if it is
+            faster. It copies the region's inputs and outputs, and needs extra memory for them.
+        cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
+            ``LIGHTNING_ORT_CACHE_DIR``, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
         report: ``"log"`` logs the report at the end of each Trainer run, a path writes it as JSON, ``None`` does
-            neither (it is always at ``trainer.strategy.report``). Both give its figures to the Trainer's loggers.
+            neither (it is always at ``trainer.strategy.report``). Both send its figures to the Trainer's loggers.
 
     Raises:
         ValueError: If a value is not one of the allowed ones, or a path cannot be written.
-        TypeError: If a value has the wrong type, or there is no such field; the message names the closest one.
+        TypeError: If a value has the wrong type, or a field does not exist; the message names the closest one.
 
     """
 
@@ -92,7 +92,7 @@ class ORTConfig:
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
-            if isinstance(value, list):  # what YAML and JSON give
+            if isinstance(value, list):  # from YAML or JSON
                 object.__setattr__(self, name, value := tuple(value))
             if value is not None and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
                 raise TypeError(f"{passed(name, value, owner)}: pass a list of strings.")
@@ -102,13 +102,9 @@ class ORTConfig:
             _check_op(op)
         if self.providers is not None:
             _check_providers(self.providers)
-        numbers = {"min_region_nodes": check_integer("min_region_nodes", self.min_region_nodes, 1, owner=owner)}
-        if self.intra_op_threads is not None:
-            numbers["intra_op_threads"] = check_integer(
-                "intra_op_threads", self.intra_op_threads, 1, MAX_THREADS, owner
-            )
-        for name, number in numbers.items():
-            object.__setattr__(self, name, number)
+        for name, most in (("min_region_nodes", None), ("intra_op_threads", MAX_THREADS)):
+            if (value := getattr(self, name)) is not None or name == "min_region_nodes":
+                object.__setattr__(self, name, check_integer(name, value, 1, most, owner))
         for name, word in (("cache_dir", "auto"), ("save_onnx_dir", None), ("report", "log")):
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):
@@ -119,14 +115,14 @@ class ORTConfig:
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
-        """Make a config of what a user passed.
+        """Return a config for what a user passed.
 
         Args:
-            value: A config, a mapping with the same keys (as YAML gives it), or ``None`` for the defaults.
+            value: A config, a mapping with its fields (as from YAML), or ``None`` for the defaults.
 
         Raises:
             ValueError: If the mapping has a key that is not a field; the message names the closest field.
-            TypeError: If ``value`` is none of the three.
+            TypeError: If ``value`` is something else.
 
         """
         if value is None:
@@ -156,17 +152,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def _check_op(name: str) -> None:
-    import torch
+    from lightning_ort.compat.torch import aten_op_names  # loads torch
 
-    namespace, _, op = name.partition(".")
-    packet_name, _, overload = op.partition(".")
-    packet = getattr(torch.ops.aten, packet_name, None) if namespace == "aten" and packet_name else None
-    known = isinstance(packet, torch._ops.OpOverloadPacket)
-    if known and (overload in packet.overloads() if "." in op else True):  # type: ignore[union-attr]
+    if name in (names := aten_op_names()):
         return
-    names = [schema[6:] for schema in torch._C._dispatch_get_all_op_names() if schema.startswith("aten::")]
-    names = [f"aten.{each}" if "." in each else f"aten.{each}.default" for each in names]
-    names += [each.rpartition(".")[0] for each in names]
     close = difflib.get_close_matches(f"aten.{name.removeprefix('aten').lstrip('.:')}", names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise ValueError(
@@ -179,7 +168,7 @@ def _check_providers(providers: tuple[str, ...]) -> None:
     if not providers:
         raise ValueError("ORTConfig(providers=()): pass at least one execution provider, or None.")
     for provider in providers:
-        # whether this onnxruntime has it is asked when onnxruntime is loaded
+        # whether the installed onnxruntime has it is checked when onnxruntime is loaded
         if not provider.endswith("ExecutionProvider") or providers.count(provider) > 1:
             raise ValueError(
                 f"{passed('providers', providers, 'ORTConfig')}: pass the names of execution providers, each once, such"
@@ -188,7 +177,7 @@ def _check_providers(providers: tuple[str, ...]) -> None:
 
 
 def _with_keywords_checked(kind: type[ORTConfig]) -> None:
-    """Have the class name the closest field where a keyword is not one; its signature stays what it is."""
+    """Make the constructor name the closest field for an unknown keyword, without changing its signature."""
     fields = [field.name for field in dataclasses.fields(kind)]
     init = kind.__init__
 

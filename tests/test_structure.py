@@ -18,8 +18,9 @@ MAX_PACKAGE_LINES = 14_500
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
-    {"_arguments", "_imports", "_text", "config"},
+    {"_arguments", "_imports", "_text"},
     {"compat"},
+    {"config"},
     {"compiler"},
     {"optim", "precision"},
     {"strategies"},

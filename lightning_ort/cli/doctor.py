@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from json import dumps
@@ -21,6 +21,7 @@ from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
 from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compat.onnxruntime import cuda_provider_error
+from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
@@ -188,7 +189,6 @@ def _memory() -> Iterator[Finding]:
 
 
 def _advice() -> Iterator[Finding]:
-    has_bfloat16: list[Callable[[], bool]] = [torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported]
     if torch.cuda.is_available():
         major, _ = torch.cuda.get_device_capability()
         if major >= 8:
@@ -200,7 +200,7 @@ def _advice() -> Iterator[Finding]:
         text = "matrix sizes and vocabularies that are multiples of 8 fill the tensor cores"
         yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
         yield Finding("data", "advice", "copies overlap with the GPU's work", "DataLoader(pin_memory=True)")
-    elif any(has() for has in has_bfloat16):
+    elif cpu_has_fast_bfloat16():
         todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
         yield Finding("bfloat16", "advice", "this CPU multiplies it faster than float32", todo)
     if "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cuda.is_available():

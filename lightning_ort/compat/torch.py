@@ -119,9 +119,9 @@ def hint_of(number: torch.SymInt | torch.SymFloat) -> Any:
     return number.node.hint
 
 
-def expression_of(number: torch.SymInt) -> sympy.Expr:
-    """A symbolic number as a sympy expression (torch 2.13)."""
-    return number.node.expr
+def expression_of(number: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression (torch 2.13)."""
+    return sympy.Integer(number) if isinstance(number, int) else number.node.expr
 
 
 def is_positive(number: torch.SymInt) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.output_shapes import emptied
+from lightning_ort.compiler.output_shapes import is_emptied_fn
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 
@@ -31,13 +31,13 @@ class GuardedRegion:
         self.__name__, self.__module__ = region.name, __name__
         self._module = region.module
         self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(run) if check else run
-        self._emptied = emptied(region)
+        self._is_emptied = is_emptied_fn(region)
         self.report = report
         self._on_failure = on_failure
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region."""
-        if self._run is None or (self._emptied is not None and self._emptied(*args)):
+        if self._run is None or (self._is_emptied is not None and self._is_emptied(*args)):
             return self._module.forward(*args)
         try:
             outputs = self._run(*args)

@@ -40,6 +40,7 @@ from lightning_ort.compiler.regions import (
     partition,
 )
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
+from lightning_ort.compiler.reproducer import Reproducer
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,14 @@ class RegionBuilder:
         if own is not None and in_torch is not None and in_torch < own:
             text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
             raise RegionRejected(ReasonType.SLOWER, text, times)
-        report = region_report(self._region, ms=dict(times.ms), cached=cached, **dataclasses.asdict(times.variant))
+        model = artifact if self._executor.artifact_is_onnx else None
+        report = region_report(
+            self._region,
+            ms=dict(times.ms),
+            cached=cached,
+            reproducer=Reproducer.of(self._region.module.graph, model),
+            **dataclasses.asdict(times.variant),
+        )
         on_failure = functools.partial(self._placer.fall_back, self._where)
         return GuardedRegion(self._region, build(times.variant), report, on_failure, self._config.check_against_eager)
 
@@ -261,4 +269,5 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,
         node_reasons={str(node.target): reason for node, reason in own_reasons},
         ms=dict(ms),
+        reproducer=Reproducer.of(region.module.graph, None),
     )

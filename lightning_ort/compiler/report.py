@@ -3,14 +3,16 @@
 import dataclasses
 import enum
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.reproducer import Reproducer
 
 
 class ReasonType(enum.Enum):
@@ -107,36 +109,30 @@ class RegionReport:
     runs: int = 0
     cached: bool = False
     cuda_graph: bool = False
-    write_reproducer: Callable[[Path], Path] | None = field(
-        default=None, repr=False, compare=False, metadata={"json": False}
-    )
+    reproducer: "Reproducer | None" = field(default=None, repr=False, compare=False, metadata={"json": False})
 
     def save_reproducer(self, folder: str | PathLike[str]) -> Path:
         """Write a Python script that runs this region alone, and its ONNX model if it has one.
 
-        The script, ``reproduce.py``, holds the region's torch code and makes random inputs of the traced shapes,
-        strides and dtypes. It prints the time in torch, and for an ONNX model the time in onnxruntime and the largest
-        difference between the two. It needs no trained weights.
+        The script makes random inputs of the traced shapes, strides and dtypes. It prints the time in torch and, for an
+        ONNX model, the time in onnxruntime and the largest difference between the two.
 
         Args:
             folder: Where to write; created if it does not exist.
 
         Returns:
-            The path of the script.
+            The path of the script, ``reproduce.py``.
 
         Raises:
-            RuntimeError: If the report was loaded from a file, or the compiled graph no longer exists.
+            RuntimeError: If the report was loaded from JSON, or the graph could not be compiled.
 
         """
-        if self.write_reproducer is None:
+        if self.reproducer is None:
             raise RuntimeError(
-                f"{self.name}: this report was loaded from a file or copied, and has no graphs. Call save_reproducer on"
-                " the report of the process that compiled them, such as trainer.strategy.report."
+                f"{self.name} has no code here: a report that was loaded from JSON has none, nor has a graph that could"
+                " not be compiled. Call save_reproducer on the report of the run, such as trainer.strategy.report."
             )
-        return self.write_reproducer(Path(folder))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "write_reproducer": None}  # it refers to a graph of this process
+        return self.reproducer.save(Path(folder))
 
 
 @dataclass
@@ -369,7 +365,7 @@ class CompileReport:
 
 
 def ms_label(executor: str) -> str:
-    """Return the heading for the times of an executor."""
+    """The heading for the times of an executor."""
     return f"{'ORT' if executor == 'ort' else executor} ms"
 
 
@@ -378,7 +374,7 @@ def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as the types of JSON."""
+    """A value as the types of JSON."""
     if dataclasses.is_dataclass(value):
         return {each.name: _to_plain(getattr(value, each.name)) for each in _json_fields(value)}
     if isinstance(value, enum.Enum):
@@ -391,17 +387,10 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(kind: Any, data: Any) -> Any:
-    """Return the value of a type that :func:`_to_plain` made the data from.
-
-    Raises:
-        KeyError: If a field is missing, or the name of an enum's member is unknown.
-        TypeError: If the data is of another type.
-
-    """
+    """The value of a type that :func:`_to_plain` made the data from; KeyError or TypeError if it is other data."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{each.name: _from_plain(hints[each.name], data[each.name]) for each in _json_fields(kind)})  # type: ignore[operator]
+        return kind(**{each.name: _from_plain(each.type, data[each.name]) for each in _json_fields(kind)})
     if type(None) in arguments:
         return None if data is None else _from_plain(arguments[0], data)
     if origin is dict and isinstance(data, dict):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT
+from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
@@ -228,7 +228,7 @@ def _convert(
         def dynamic(tensor: Tensor) -> dict[int, Any]:
             return {0: size} if batch is not None and tensor.dim() and tensor.shape[0] == batch else {}
 
-        return {name: pytree.tree_map(dynamic, value) for name, value in bound.arguments.items()}
+        return {name: tree_map(dynamic, value) for name, value in bound.arguments.items()}
 
     name = type(module).__name__
     try:
@@ -267,7 +267,7 @@ def _sizes_it_is_right_for(program: "torch.onnx.ONNXProgram", batch: int) -> str
     limits = program.exported_program.range_constraints
     for node in program.exported_program.graph.find_nodes(op="placeholder"):
         for size in getattr(node.meta["val"], "shape", ()):
-            found = limits.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            found = limits.get(expression_of(size)) if isinstance(size, torch.SymInt) else None
             if found is not None and (found.lower > 2 or found.upper < 2**31):
                 return f"at least {found.lower}" if found.lower > 2 else f"at most {found.upper}"
     return None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_ort.compat.torch import guards_of
+
 # whose lines are not the user's; those of other packages, such as transformers, count as theirs
 _FOREIGN = sys.stdlib_module_names | {
     *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
@@ -63,7 +65,7 @@ def branch_on_size(
         if isinstance(size, torch.SymInt)
     ]
     for size in sizes:
-        for guard in size.node.shape_env.guards:
+        for guard in guards_of(size):
             frame = guard.sloc.framework_loc
             if isinstance(frame, traceback.FrameSummary) and not _is_torch(frame.filename):
                 return _written(frame.filename, frame.lineno or 0, frame.name)

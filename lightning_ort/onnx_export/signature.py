@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_ort.compat.torch import tree_map
 
 # a name for each tensor, in the lists and dicts that the tensors came in
 Structure: TypeAlias = "str | list[Structure] | dict[str, Structure]"
@@ -64,7 +65,7 @@ def named_inputs(bound: inspect.BoundArguments) -> dict[str, Tensor]:
 
 def mapped(bound: inspect.BoundArguments, function: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """Return the arguments with a function applied to each tensor."""
-    arguments = {name: pytree.tree_map(function, value) for name, value in bound.arguments.items()}
+    arguments = {name: tree_map(function, value) for name, value in bound.arguments.items()}
     return inspect.BoundArguments(bound.signature, arguments)
 
 

@@ -22,6 +22,7 @@ class Executor(ABC):
 
     name: ClassVar[str]  # in the report and in the names of regions, such as "ort"
     title: ClassVar[str]  # for people, such as "ONNX Runtime"
+    artifact_is_onnx: ClassVar[bool] = False
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         self.config = config

@@ -63,7 +63,8 @@ def _take_out_masks(graph: fx.Graph) -> masks.MaskPrefetcher | None:
     kinds = [(tuple(node.meta["val"].shape), node.meta["val"].dtype, float(node.args[1])) for node in draws]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         for index, node in enumerate(draws):
-            node.replace_all_uses_with(graph.placeholder(f"mask_{index}"))
+            node.replace_all_uses_with(mask := graph.placeholder(f"mask_{index}"))
+            mask.meta = dict(node.meta)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return masks.MaskPrefetcher(kinds)

@@ -17,7 +17,7 @@ from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
-from lightning_ort.compiler.output_shapes import output_sizes
+from lightning_ort.compiler.output_shapes import output_shapes_fn
 from lightning_ort.compiler.regions import Region
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BoundSession:
         # outputs that later nodes expect in another memory layout, such as channels_last
         orders = enumerate(memory_order(node.meta["val"]) for node in region.outputs)
         self._restride = [(index, order) for index, order in orders if order != sorted(order)]
-        sizes = output_sizes(region)
+        sizes = output_shapes_fn(region)
         self._static_sizes, self._sizes_of = (sizes, None) if isinstance(sizes, tuple) else (None, sizes)
         self._input_sizes = [tuple(getattr(value, "shape", ())) for value in values]
 

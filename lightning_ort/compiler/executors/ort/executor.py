@@ -32,6 +32,7 @@ class OrtExecutor(Executor):
 
     name = "ort"
     title = "ONNX Runtime"
+    artifact_is_onnx = True
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         super().__init__(config, device)

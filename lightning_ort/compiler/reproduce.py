@@ -1,0 +1,95 @@
+"""Run one region of a compiled graph in torch and, if it has an ONNX model, in onnxruntime.
+
+This code is also copied into the scripts of ``save_reproducer``, so it imports nothing of lightning_ort.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# dtype, and what onnxruntime calls it where a tensor is bound: numpy's type, or ONNX's number where numpy has none
+ELEMENT_TYPES: dict[str, tuple[torch.dtype, Any]] = {
+    "tensor(float)": (torch.float32, np.float32),
+    "tensor(uint8)": (torch.uint8, np.uint8),
+    "tensor(int8)": (torch.int8, np.int8),
+    "tensor(int16)": (torch.int16, np.int16),
+    "tensor(int32)": (torch.int32, np.int32),
+    "tensor(int64)": (torch.int64, np.int64),
+    "tensor(bool)": (torch.bool, np.bool_),
+    "tensor(float16)": (torch.float16, np.float16),
+    "tensor(double)": (torch.float64, np.float64),
+    "tensor(bfloat16)": (torch.bfloat16, 16),
+}
+
+
+def make_input(spec: Any, generator: torch.Generator) -> Any:
+    """Return a random tensor of (sizes, strides, dtype, device); a number is returned as it is."""
+    if not isinstance(spec, tuple):
+        return spec
+    sizes, strides, dtype, device = spec
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
+    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
+    if dtype.is_floating_point:
+        flat = torch.rand(extent, generator=generator).add_(0.1).to(dtype)
+    else:
+        flat = torch.zeros(extent, dtype=dtype)
+    return flat.to(device).as_strided(sizes, strides)
+
+
+def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -> tuple[Callable[[], None], list[Any]]:
+    """Return a function that runs a model, and the tensors that it writes to."""
+    import onnxruntime
+
+    provider = "CUDAExecutionProvider" if expected[0].is_cuda else "CPUExecutionProvider"
+    session = onnxruntime.InferenceSession(str(model), providers=[provider])
+    binding = session.io_binding()
+    outputs, kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in expected], []
+    for value in session.get_inputs():
+        dtype, element = ELEMENT_TYPES[value.type]
+        x = torch.as_tensor(inputs[int(value.name[1:])]).to(dtype).contiguous()
+        kept.append(x)
+        binding.bind_input(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
+    for value, x in zip(session.get_outputs(), outputs, strict=True):
+        _, element = ELEMENT_TYPES[value.type]
+        binding.bind_output(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
+    return lambda kept=kept: session.run_with_iobinding(binding), outputs  # type: ignore[misc]
+
+
+def median_ms(run: Callable[[], Any]) -> float:
+    """Return the median time of a function after three warm-up runs."""
+    times = []
+    for _ in range(23):
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:]) * 1e3
+
+
+def largest_difference(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest absolute difference; equal infinities and NaN at the same place count as equal."""
+    largest = 0.0
+    for a, b in zip(got, expected, strict=True):
+        a, b = a.double(), b.double()
+        differences = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+        largest = max([largest, *differences.flatten().tolist()], key=lambda x: (x != x, x))
+    return largest
+
+
+def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | None) -> None:
+    """Print the time in torch, the time in onnxruntime and the largest difference between the two."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [make_input(spec, generator) for spec in specs]
+    with torch.no_grad():
+        expected = forward(None, *inputs)
+        print(f"torch: {median_ms(lambda: forward(None, *inputs)):.3f} ms")
+        if model is not None:
+            run, outputs = bind(model, inputs, expected)
+            print(f"onnxruntime: {median_ms(run):.3f} ms")
+            print(f"largest difference: {largest_difference(outputs, expected):.3g}")

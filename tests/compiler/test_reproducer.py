@@ -1,0 +1,95 @@
+"""``save_reproducer`` writes a script that runs one region alone, in another process."""
+
+import copy
+import gc
+import json
+import pickle
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ort import CompileReport
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.report import RegionReport
+
+
+def regions_of(module: nn.Module, x: torch.Tensor, **options: bool) -> tuple[list[RegionReport], ORTBackend, object]:
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "torch_ops": ["aten.cumsum"]})
+    compiled = torch.compile(module, backend=backend, **options)
+    compiled(x).cumsum(0).sum().backward()
+    return [region for graph in backend.report.graphs for region in graph.regions], backend, compiled
+
+
+class Net(nn.Module):
+    """Dropout (drawn by torch), a layer that needs another memory layout, an infinity, a function on symbolic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        y = y.masked_fill(y > 100, float("-inf")).softmax(1).cumsum(1)
+        return (y.t() * 2).exp() / x.shape[0]
+
+
+RUN = "import runpy, sys; [(print(), runpy.run_path(path, run_name='__main__')) for path in sys.argv[1:]]"
+LINE = r"^(torch|onnxruntime|largest difference): (\S+)(?: ms)?$"
+
+
+def run(*scripts: Path) -> list[dict[str, float]]:
+    """What each script prints, all in one fresh interpreter."""
+    found = subprocess.run([sys.executable, "-c", RUN, *map(str, scripts)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    printed = [re.findall(LINE, part, re.M) for part in found.stdout.split("\ntorch: ")[1:]]
+    return [{"torch": 0.0} | {name: float(value) for name, value in lines} for lines in printed]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_script_of_each_region_runs(tmp_path: Path, dynamic: bool) -> None:
+    regions, *_ = regions_of(Net(), torch.randn(6, 8), dynamic=dynamic)
+    assert {region.executor for region in regions} == {"ort", "torch"}
+    scripts = [region.save_reproducer(tmp_path / str(index)) for index, region in enumerate(regions)]
+    for region, script, printed in zip(regions, scripts, run(*scripts), strict=True):
+        assert (script.parent / "region.onnx").exists() == (region.executor == "ort")
+        assert ("onnxruntime" in printed) == (region.executor == "ort")
+        if region.executor == "ort":
+            assert printed["largest difference"] < 1e-5
+
+
+def test_difference_is_shown(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    regions, *_ = regions_of(module, torch.randn(2, 4))
+    script = regions[0].save_reproducer(tmp_path)
+    text = script.read_text()
+    assert "torch.ops.aten.tanh.default" in text
+    script.write_text(text.replace("torch.ops.aten.tanh.default", "torch.ops.aten.sigmoid.default"))
+    (printed,) = run(script)
+    assert printed["largest difference"] > 1e-3
+
+
+def test_report_keeps_no_graph_alive(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    regions, backend, compiled = regions_of(module, torch.randn(2, 4))
+    alive = weakref.ref(module[0].weight)
+    report = backend.report
+    del module, backend, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+    for again in (regions[0], copy.deepcopy(report).graphs[0].regions[0], pickle.loads(pickle.dumps(regions[0]))):
+        assert "aten.tanh" in again.save_reproducer(tmp_path).read_text()
+
+
+def test_report_of_a_file_says_that_it_has_no_code(tmp_path: Path) -> None:
+    _, backend, _ = regions_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    report = CompileReport.from_dict(json.loads(json.dumps(backend.report.to_dict())))
+    assert report == backend.report
+    with pytest.raises(RuntimeError, match="loaded from JSON"):
+        report.graphs[0].regions[0].save_reproducer(tmp_path)
