@@ -131,10 +131,11 @@ class Placer:
         if len(unsupported) == len(executors):
             self.fall_back(name, unsupported[0])
         for node, answer in (pair for own in answers.values() for pair in own.items()):
-            if answer.reason is not None and answer.reason.type.is_failure and is_compute(node):
-                if (op := str(node.target)) not in self._reported_ops:
-                    self._reported_ops.add(op)
-                    self.fall_back(f"{name}/{op}", answer.reason)
+            if answer.reason is None or not answer.reason.type.is_failure or not is_compute(node):
+                continue
+            if (op := str(node.target)) not in self._reported_ops:
+                self._reported_ops.add(op)
+                self.fall_back(f"{name}/{op}", answer.reason)
         return Candidates.of(answers)
 
     def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
