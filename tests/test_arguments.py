@@ -25,10 +25,10 @@ from lightning_ort import (
     ORTPredictor,
     ORTStrategy,
     ORTZeRO1Strategy,
+    OnnxExport,
     export_onnx,
     param_groups,
 )
-from lightning_ort.callbacks import OnnxExport
 from lightning_ort.cli.bench_worker import Variant
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.optim import memory

@@ -25,7 +25,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import why_not_trusted
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.strategies.host_memory import why_not_retained
+from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
 COMPROMISED = ("2.6.2", "2.6.3")
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
@@ -194,7 +194,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    reason = why_not_retained()
+    reason = malloc_unsupported_reason()
     text = "freed memory can be kept for the next step" if reason is None else f"host_memory has no effect: {reason}"
     yield Finding("host memory", "ok" if reason is None else "absent", text)
     folder = default_folder()

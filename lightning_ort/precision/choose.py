@@ -30,6 +30,6 @@ class ChoosePrecisionMixin(_Strategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: "Precision | None") -> None:
         self._precision_plugin: Any = plugin
-        if type(plugin) is importlib.import_module(f"{self.namespace.package}.plugins.precision").MixedPrecision:
-            ours = importlib.import_module(f"{self.namespace.precision}.plugins").ORTMixedPrecision
+        if type(plugin) is self.namespace.submodule("plugins.precision").MixedPrecision:
+            ours = importlib.import_module(self.namespace.module).ORTMixedPrecision
             self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

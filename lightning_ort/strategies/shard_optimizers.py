@@ -6,26 +6,19 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_ort.optim.sharded import shard
+from lightning_ort.strategies.parallel import ORTParallelMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
-
-    from lightning_ort.compiler.report import CompileReport
-else:
-    _ParallelStrategy = object
 
 
-class ShardOptimizersMixin(_ParallelStrategy):
+class ShardOptimizersMixin(ORTParallelMixin):
     """Splits the states of the optimizers when they are set up.
 
     Raises:
         ValueError: When the fit starts, if an optimizer is not one of torch's own.
 
     """
-
-    if TYPE_CHECKING:
-        report: CompileReport
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:

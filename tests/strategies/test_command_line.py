@@ -51,7 +51,7 @@ def test_each_strategy_round_trips(name: str, tmp_path: Path, capsys: pytest.Cap
     for arguments in (config_file(tmp_path, strategy), f"--config={tmp_path / 'printed.yaml'}"):
         made = cli(arguments).trainer.strategy
         assert type(made) is getattr(lightning_ort, name)
-        assert made._host_memory == "default"
+        assert made._memory.choice == "default"
 
 
 def test_fit(tmp_path: Path) -> None:

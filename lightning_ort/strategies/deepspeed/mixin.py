@@ -67,7 +67,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     """
 
     namespace: ClassVar[LightningNamespace]
-    stock: ClassVar[type]  # the namespace's own strategy; its parent class is DDPStrategy
 
     if TYPE_CHECKING:
         report: CompileReport
@@ -140,7 +139,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @property
     def _ddp(self) -> "DDPStrategy":
         """The methods that Lightning's ``DeepSpeedStrategy`` inherits, and overrides with what is not for here."""
-        return super(self.stock, self)  # type: ignore[return-value]
+        stock = next(base for base in type(self).__mro__ if base.__name__ == "DeepSpeedStrategy")
+        return super(stock, self)  # type: ignore[return-value]
 
     @property
     def _offloads(self) -> bool:
