@@ -37,12 +37,9 @@ def last_compilation() -> Any:
 def compilations_since(
     marker: Any, code: CodeType | None, ignored: Collection[str]
 ) -> tuple[int, str | None, str | None]:
-    """Return what dynamo did since the marker, except under some compile ids (torch 2.13).
+    """Count frames that compiled again, without these compile ids; say why frames stayed in Python (torch 2.13).
 
-    Returns:
-        How many frames it compiled again; if it left a frame of ``code`` in Python without an error, why; and why the
-        rest of such a frame after a graph break.
-
+    The second item is the reason for a frame of ``code``, the third for the rest of such a frame after a graph break.
     """
     metrics = get_compilation_metrics()
     start = next((index + 1 for index, entry in enumerate(metrics) if entry is marker), 0)
@@ -60,14 +57,9 @@ def compilations_since(
     return recompiles, skipped, skipped_rest
 
 
-def num_graph_breaks() -> int:
-    """Return how many graph breaks there were in this process (torch 2.13)."""
-    return len(graph_break_reasons)
-
-
-def graph_breaks_since(number: int) -> list[str]:
-    """Return the reasons of the graph breaks after the first ``number`` (torch 2.13)."""
-    return [entry.reason for entry in graph_break_reasons[number:]]
+def graph_breaks() -> list[str]:
+    """Return the reasons of all graph breaks in this process so far (torch 2.13)."""
+    return [entry.reason for entry in graph_break_reasons]
 
 
 def is_at_autograd_grad(graph_break: str) -> bool:

@@ -37,16 +37,11 @@ class DynamoMonitor:
     Several monitors may be active, each in a thread of its own. Dynamo compiles in one thread at a time, its settings
     are per thread, and what it reports is for the monitor of the thread that compiles. But torch 2.13 has one variable
     for the whole process that says whose compiled code is looked up, so such calls of several threads run one by one.
-
-    Attributes:
-        saw_compile: Whether dynamo did anything since the last :meth:`outcome`.
-        other_threads: The ids of what was compiled in other threads since then.
-
     """
 
     def __init__(self) -> None:
-        self.saw_compile = False
-        self.other_threads: set[str] = set()
+        self.saw_compile = False  # whether dynamo did anything since the last outcome
+        self.other_threads: set[str] = set()  # ids of what was compiled there since then
         self._outcome = Outcome()
         self._graph_breaks: list[str] = []  # the reasons of those in this call
         self._breaks_before: int | None = None  # while dynamo compiles: how many there were in the process
@@ -97,7 +92,7 @@ class DynamoMonitor:
 
     def calls_autograd_grad(self) -> bool:
         """Return whether a graph of this call, compiled now or before, ended at ``torch.autograd.grad``."""
-        current = [] if self._breaks_before is None else dynamo.graph_breaks_since(self._breaks_before)
+        current = [] if self._breaks_before is None else dynamo.graph_breaks()[self._breaks_before :]
         return any(map(dynamo.is_at_autograd_grad, self._graph_breaks + current))
 
     def outcome(self, code: CodeType | None) -> Outcome:
@@ -134,7 +129,7 @@ class DynamoMonitor:
 
     def on_compile_start(self) -> None:
         """Prepare for a frame that dynamo compiles in this call."""
-        self._breaks_before = dynamo.num_graph_breaks()
+        self._breaks_before = len(dynamo.graph_breaks())
         if self._settings is None:
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
@@ -144,7 +139,7 @@ class DynamoMonitor:
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""
         if self._breaks_before is not None:
-            self._graph_breaks += dynamo.graph_breaks_since(self._breaks_before)
+            self._graph_breaks += dynamo.graph_breaks()[self._breaks_before :]
             self._breaks_before = None
 
 

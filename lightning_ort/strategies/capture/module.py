@@ -88,8 +88,8 @@ class CapturedModule:
         if compiled is None:
             return "modules" if self.config.capture == "modules" else "step"
         if compiled == "":
-            text = f"{type(self.module).__name__} is left as it is"
-            self.record_choice("module", ReasonType.ALREADY_COMPILED, text)
+            name = type(self.module).__name__
+            self.record_choice("module", ReasonType.ALREADY_COMPILED, f"{name} is left as it is")
             return "off"
         self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
         return "modules"

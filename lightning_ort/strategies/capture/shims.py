@@ -129,30 +129,21 @@ def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> Non
 
 
 class StepShims(Shims):
-    """The shims of one LightningModule, created once and installed for each captured call.
-
-    Args:
-        module: The LightningModule.
-        on_closure: Called when an optimizer is given a closure, which then runs outside of any graph.
-
-    """
+    """The shims of one LightningModule, created once and installed for each captured call."""
 
     def __init__(self, module: nn.Module, on_closure: Callable[[], None]) -> None:
         super().__init__()
         self.logger = DeferredLogger(module)
         self._module = module
-        self._on_closure = on_closure
+        self._on_closure = on_closure  # called when an optimizer is given a closure, which then runs outside of graphs
         # dynamo knows a shim by its identity: a new one for the same method would compile everything again
         self._known: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # owner, value before, shim
 
     def refresh(self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = ()) -> None:
-        """Create the shims for what the module has now, before a run.
+        """Create the shims for what the module has now, and for the LightningOptimizers that the step itself calls.
 
-        Args:
-            optimizers: The LightningOptimizers that the step itself calls: none under automatic optimization.
-            wrapper_hooks: On the module, by what wraps it: they have run for the step, and would run again for a call
-                of the module within it.
-
+        ``wrapper_hooks``, which something that wraps the module has put on it, have run for the step: a call of the
+        module within the step must not run them again.
         """
         module, known, self._known = self._module, self._known, {}
         self._entries.clear()

@@ -31,7 +31,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
-from lightning_ort.strategies.capture.shims import MISSING, ModuleShims, StepShims, restore_attribute
+from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -47,21 +47,12 @@ _NO_CONTEXT = nullcontext()
 
 
 class Capture:
-    """Captures the steps of a strategy's LightningModule.
-
-    Args:
-        config: The settings.
-
-    Attributes:
-        report: What ran where; the backend's, once there is one.
-        backend: Compiles the graphs; ``None`` before the first :meth:`setup` and if capture is off.
-
-    """
+    """Captures the steps of a strategy's LightningModule."""
 
     def __init__(self, config: ORTConfig) -> None:
         self.config = config
-        self.report = CompileReport()
-        self.backend: ORTBackend | None = None
+        self.report = CompileReport()  # the backend's, once there is one
+        self.backend: ORTBackend | None = None  # until the first setup, and if capture is off
         self._module: CapturedModule | None = None
         self._steps: dict[str, CapturedStep] = {}
         self._active = False
@@ -101,12 +92,7 @@ class Capture:
         return self._steps[name] if self._active else _NO_CONTEXT
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, as part of the training step that is being timed if one is.
-
-        Raises:
-            RuntimeError: If the gradient of a gradient was asked for.
-
-        """
+        """Run a backward pass, as part of the training step that is being timed if one is."""
         autotuner = self._steps["training_step"].autotuner if self._active else None
         with autotuner.timed() if autotuner is not None else _NO_CONTEXT:
             try:
@@ -122,7 +108,7 @@ class Capture:
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones
-        return {**vars(self), "backend": None, "_module": None, "_steps": {}, "_active": False}
+        return {**vars(Capture(self.config)), "report": self.report}
 
 
 class CapturedStep(AbstractContextManager[None]):
@@ -201,7 +187,7 @@ class CapturedStep(AbstractContextManager[None]):
         module, monitor = self._module, self._module.monitor
         module.backend.label = self._name
         call = self._step
-        shims: StepShims | ModuleShims = module.shims
+        shims: Shims = module.shims
         if self._mode == "modules":
             shims = module.module_shims(engine)
         elif engine in self._compiled:
@@ -210,12 +196,14 @@ class CapturedStep(AbstractContextManager[None]):
             call = self._compiled[engine] = module.compile(call, engine)
         logger = module.shims.logger
         try:
-            shims.install()
-            monitor.begin()
-            output = call(*args, **kwargs)
+            try:
+                shims.install()
+                monitor.begin()
+                output = call(*args, **kwargs)
+            finally:
+                monitor.end()
+                shims.remove()
         except BaseException as error:
-            monitor.end()
-            shims.remove()
             if isinstance(error, Exception):  # eager too logs what was logged before the user's error
                 with suppress(Exception):
                     logger.replay()
@@ -223,8 +211,6 @@ class CapturedStep(AbstractContextManager[None]):
             if monitor.saw_compile:
                 self._count(monitor.outcome(self._code))
             raise
-        monitor.end()
-        shims.remove()
         logger.replay()
         if monitor.saw_compile:
             self._decide(monitor.outcome(self._code), engine)
@@ -293,20 +279,14 @@ class CapturedStep(AbstractContextManager[None]):
             self._record_choice(ReasonType.SLOWER, text)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
-        """Report that a part of the step cannot be captured; capture its child modules instead, or nothing.
-
-        Raises:
-            ORTFallbackError: Under ``fallback="raise"``.
-
-        """
+        """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
         config = self._module.config
         inner = dynamo.backend_error(error)
         if inner is not None and config.fallback == "raise":
             raise inner  # from our compiler, which has reported it
         if self._mode == "step":
             self._set_mode("modules" if config.capture == "auto" else "off")
-            if self._mode == "modules":
-                text += f"; {_CHOICE['modules']}"
+            text += f"; {_CHOICE['modules']}" if self._mode == "modules" else ""
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
     def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
