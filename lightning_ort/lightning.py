@@ -13,9 +13,8 @@ from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
 from lightning_ort.onnx_export.predict import PredictorMixin
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
-from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
-from lightning_ort.precision.mixed import ScaledStepsMixin
+from lightning_ort.precision.mixed import MixedPrecisionMixin
 from lightning_ort.strategies.auto_device import AutoDeviceMixin
 from lightning_ort.strategies.checkpoints import AtomicSaveMixin
 from lightning_ort.strategies.deepspeed.mixin import DeepSpeedZeRO1Mixin
@@ -24,7 +23,7 @@ from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin
 from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
 
 
-class ORTStrategy(ChoosePrecisionMixin, ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
+class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
     """Trains, validates, tests and predicts on ONNX Runtime, on a single CPU or GPU: ``Trainer(strategy="ort")``.
 
     Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`; ``device``,
@@ -42,7 +41,7 @@ class ORTStrategy(ChoosePrecisionMixin, ORTMixin, AutoDeviceMixin, SingleDeviceS
     strategy_name = "ort"
 
 
-class ORTDDPStrategy(ChoosePrecisionMixin, ORTDDPMixin, DDPStrategy):
+class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     """Trains on ONNX Runtime in several processes that average their gradients: ``Trainer(strategy="ort_ddp")``.
 
     Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`, and the
@@ -103,8 +102,8 @@ class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):
     """``TorchCheckpointIO`` that puts a local file in its place when all of it is on the disk."""
 
 
-class ORTMixedPrecision(ScaledStepsMixin, precision.MixedPrecision):
-    """Mixed precision for every optimizer, with overflows counted; see :class:`ScaledStepsMixin`."""
+class ORTMixedPrecision(MixedPrecisionMixin, precision.MixedPrecision):
+    """Mixed precision for every optimizer, with overflows counted; see :class:`MixedPrecisionMixin`."""
 
     __qualname__ = "MixedPrecision"  # Lightning stores the scaler's state in a checkpoint under this name
 

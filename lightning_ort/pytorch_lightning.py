@@ -9,9 +9,8 @@ from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
 from lightning_ort.onnx_export.predict import PredictorMixin
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
-from lightning_ort.precision.choose import ChoosePrecisionMixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
-from lightning_ort.precision.mixed import ScaledStepsMixin
+from lightning_ort.precision.mixed import MixedPrecisionMixin
 from lightning_ort.strategies.auto_device import AutoDeviceMixin
 from lightning_ort.strategies.checkpoints import AtomicSaveMixin
 from lightning_ort.strategies.deepspeed.mixin import DeepSpeedZeRO1Mixin
@@ -20,13 +19,13 @@ from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin
 from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
 
 
-class ORTStrategy(ChoosePrecisionMixin, ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
+class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
     """See :class:`lightning_ort.lightning.ORTStrategy`."""
 
     strategy_name = "ort"
 
 
-class ORTDDPStrategy(ChoosePrecisionMixin, ORTDDPMixin, DDPStrategy):
+class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     """See :class:`lightning_ort.lightning.ORTDDPStrategy`."""
 
     strategy_name = "ort_ddp"
@@ -48,8 +47,8 @@ class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):
     """See :class:`lightning_ort.lightning.AtomicCheckpointIO`."""
 
 
-class ORTMixedPrecision(ScaledStepsMixin, precision.MixedPrecision):
-    """See :class:`ScaledStepsMixin`."""
+class ORTMixedPrecision(MixedPrecisionMixin, precision.MixedPrecision):
+    """See :class:`MixedPrecisionMixin`."""
 
     __qualname__ = "MixedPrecision"  # Lightning stores the scaler's state in a checkpoint under this name
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
+from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import why_not_trusted
@@ -176,7 +177,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            with kernels.spare_deepspeed_the_search():
+            with without_gpu_search():
                 importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} does not import: {error}", todo)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
@@ -57,6 +59,19 @@ def end_after_this_batch(trainer: "pl.Trainer") -> None:
 def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
     """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
     trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too
+
+
+# DeepSpeed
+
+
+def has_training_data(trainer: Any) -> bool:
+    """Return whether the Trainer has a training dataloader, or a module or datamodule with one (Lightning 2.6)."""
+    return trainer.fit_loop._data_source.is_defined()
+
+
+def deepspeed_dtype(plugin: Any) -> torch.dtype:
+    """Return the dtype in which DeepSpeed trains under a ``DeepSpeedPrecision`` (Lightning 2.6)."""
+    return plugin._desired_dtype
 
 
 # captured steps

@@ -7,6 +7,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :mod:`~lightning_ort.strategies.optimizers`: the optimizers, run by another implementation
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
+- :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
 """
 
 import copy
@@ -21,6 +22,7 @@ from lightning_ort.compat.lightning import set_checkpoint_io
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
+from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.capture.steps import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
@@ -30,6 +32,7 @@ from lightning_ort.strategies.run_report import RunReport
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import Strategy as _Strategy
 else:
     _Strategy = object
@@ -133,6 +136,17 @@ class ORTMixin(_Strategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._capture.step("predict_step"):
             return super().predict_step(*args, **kwargs)
+
+    @property
+    @override
+    def precision_plugin(self) -> "Precision":
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: "Precision | None") -> None:
+        set_plugin = super(ORTMixin, type(self)).precision_plugin.fset  # type: ignore[attr-defined]
+        set_plugin(self, plugin)  # first as it is: a strategy may refuse it
+        set_plugin(self, choose_precision(plugin, self.namespace))
 
     @property
     @override

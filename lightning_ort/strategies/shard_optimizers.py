@@ -13,18 +13,13 @@ if TYPE_CHECKING:
 
 
 class ShardOptimizersMixin(ORTParallelMixin):
-    """Splits the states of the optimizers when they are set up.
-
-    Raises:
-        ValueError: When the fit starts, if an optimizer is not one of torch's own.
-
-    """
+    """Splits the states of the optimizers, which must be torch's own, when they are set up."""
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             shard(optimizer)
-        self.optimizers = self.optimizers  # Lightning's wrappers imitate the class of what they wrap
+        self.optimizers = self.optimizers  # Lightning's wrappers copy the class of what they wrap
         note = f"states split over {self.world_size} processes"
         self.report.optimizers = [dataclasses.replace(entry, reason=note) for entry in self.report.optimizers]

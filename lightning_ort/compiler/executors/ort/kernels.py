@@ -4,10 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -45,20 +42,6 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
     "SigmoidGrad": ((_F, _F), 1, {}),
     "TanhGrad": ((_F, _F), 1, {}),
 }
-
-
-@contextmanager
-def spare_deepspeed_the_search() -> Iterator[None]:
-    """Tell DeepSpeed, while it is imported, that there is no GPU, if so: by itself it looks for one, and warns."""
-    name = "DS_ACCELERATOR"
-    if torch.cuda.is_available() or name in os.environ:
-        yield
-        return
-    os.environ[name] = "cpu"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def import_onnxruntime() -> ModuleType:
