@@ -103,11 +103,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def execute_and_finish(module: ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # another one of these hooks may have removed it
             execute(module)
             self._finish()
 
-        loader.exec_module = execute_and_finish
+        with suppress(AttributeError, TypeError):  # a loader that takes no attributes stays as it is
+            loader.exec_module = execute_and_finish
 
     def _ask(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
