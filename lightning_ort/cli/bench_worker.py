@@ -229,7 +229,7 @@ def _fit_configured(job: Job, variant: Variant, namespace: LightningNamespace, s
 
 def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder: Path) -> dict[str, Any]:
     """Return the Trainer's arguments that a variant decides."""
-    strategies = importlib.import_module(namespace.strategies)
+    ours = importlib.import_module(namespace.module)
     settings: dict[str, Any] = {
         "strategy": "auto",
         "devices": 1,
@@ -244,10 +244,9 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     }
     if variant.is_ours:
         config = job.ort_config | ({"engine": "auto"} if variant.engine == "auto" else {})
-        settings["strategy"] = strategies.ORTStrategy(config=config, optim=variant.optim or "auto")
+        settings["strategy"] = ours.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:
-        plugins = importlib.import_module(f"{namespace.precision}.plugins")
-        settings.update(precision=None, plugins=[plugins.ORTMatmulPrecision(variant.precision)])
+        settings.update(precision=None, plugins=[ours.ORTMatmulPrecision(variant.precision)])
     elif variant.precision is not None:
         settings["precision"] = variant.precision
     return settings
@@ -256,7 +255,7 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
 def _callbacks(variant: Variant, namespace: LightningNamespace) -> list[Any]:
     if variant.is_ours or variant.optim is None:
         return []
-    return [importlib.import_module(namespace.callbacks).ORTOptimizer(variant.optim)]
+    return [importlib.import_module(namespace.module).ORTOptimizer(variant.optim)]
 
 
 def _compiled(module: Any, variant: Variant) -> Any:
