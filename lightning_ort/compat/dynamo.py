@@ -53,7 +53,7 @@ def compilations_since(
             continue
         if (entry.co_name, entry.co_firstlineno) == (code.co_name, code.co_firstlineno):
             skipped = entry.fail_reason
-        elif entry.co_name.startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
+        elif (entry.co_name or "").startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
             skipped_rest = entry.fail_reason
     return recompiles, skipped, skipped_rest
 
@@ -89,7 +89,7 @@ def suppressed_error(record: logging.LogRecord) -> BaseException | None:
 def recompile_limit(record: logging.LogRecord) -> tuple[Any, Any, Any] | None:
     """Return limit, function and reason if the record says that a function reached its limit (torch 2.13)."""
     args = record.args if isinstance(record.args, tuple) and record.name == convert_frame.__name__ else ()
-    return args[1:4] if len(args) == 5 and "recompile" in str(args[0]) else None  # type: ignore[return-value]
+    return args[1:4] if len(args) == 5 and "recompile" in str(args[0]) else None
 
 
 def explanation(message: str) -> str:

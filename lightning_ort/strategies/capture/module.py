@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, calla
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
+    from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
 
@@ -81,7 +82,7 @@ class CapturedModule:
             return
         self._optimizers = optimizers
         # only a strategy that wraps the module in something with hooks has any
-        wrapper_hooks = getattr(self._strategy, "wrapper_hooks", tuple)()
+        wrapper_hooks: Iterable[RemovableHandle] = getattr(self._strategy, "wrapper_hooks", tuple)()
         self.shims.refresh([] if self.module.automatic_optimization else optimizers, wrapper_hooks)
 
     def _choose_mode(self) -> Mode:

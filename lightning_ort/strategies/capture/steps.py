@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -120,10 +120,9 @@ class CapturedStep(AbstractContextManager[None]):
         self._mode: Mode = "off"
         self._step: Any = None  # the user's, bound
         self._function: Any = None
-        self._code: CodeType | None = None
         self._compiled: dict[Engine, Any] = {}
         self._engine: Engine = "ort"  # when the autotuner is done
-        self._replacement: Callable[..., Any] = _not_prepared
+        self._replacement: Any = None
         self._before: Any = MISSING
         self._recompiling = 0
         self._autotuned = 0
@@ -152,7 +151,6 @@ class CapturedStep(AbstractContextManager[None]):
     def _prepare(self, step: Callable[..., Any]) -> None:
         """Choose how to run a new step; dynamo compiles it at the first call."""
         self._step, self._function = step, getattr(step, "__func__", step)
-        self._code = getattr(self._function, "__code__", None)
         mode = self._module.mode
         if mode == "step":
             if dynamo.is_wrapped(step):
@@ -209,25 +207,26 @@ class CapturedStep(AbstractContextManager[None]):
                     logger.replay()
             logger.discard()
             if monitor.saw_compile:
-                self._count(monitor.outcome(self._code))
+                self._count_compiles()
             raise
         logger.replay()
         if monitor.saw_compile:
-            self._decide(monitor.outcome(self._code), engine)
+            self._decide(self._count_compiles(), engine)
         elif self._recompiling:
             self._recompiling = 0
         return output
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count_compiles(self) -> Outcome:
+        outcome = self._module.monitor.outcome(getattr(self._function, "__code__", None))
         if self.autotuner is not None:
             self.autotuner.discard_sample()
         report = self._module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
+        return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
         """Continue to capture this step as before, or in another way."""
-        self._count(outcome)
         if engine == "inductor" and (outcome.error is not None or outcome.limit is not None):
             cause = dynamo.backend_error(outcome.error) or outcome.error or outcome.limit
             self._record_choice(ReasonType.INDUCTOR_FAILED, f"{dynamo.explanation(str(cause))}; inductor is not tried")
@@ -300,7 +299,3 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _record_choice(self, kind: ReasonType, text: str) -> None:
         self._module.record_choice(self._name, kind, text)
-
-
-def _not_prepared(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a captured step is prepared when it is entered")
