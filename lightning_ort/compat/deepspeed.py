@@ -109,12 +109,7 @@ def parameter_device(zero: Any) -> torch.device:
 
 
 def checkpoint_folder(directory: Path) -> Path:
-    """Return the folder with the files of a checkpoint directory (deepspeed 0.19.8).
-
-    Raises:
-        ValueError: If it is not a checkpoint directory.
-
-    """
+    """Return the folder with a checkpoint's files; raise ``ValueError`` if there is none (deepspeed 0.19.8)."""
     latest = directory / "latest"
     if not latest.is_file():
         raise ValueError(f"{directory} is not a checkpoint of DeepSpeed: it has no file 'latest'.")
