@@ -14,18 +14,11 @@ from lightning_utilities.core.imports import RequirementCache
 
 @dataclass(frozen=True)
 class LightningNamespace:
-    """One of the two names of Lightning.
+    """One of the two names of Lightning."""
 
-    Args:
-        package: The import package of the Trainer.
-        distribution: The distribution that installs it.
-        module: Our module with the classes for it.
-
-    """
-
-    package: str
-    distribution: str
-    module: str
+    package: str  # the import package of the Trainer
+    distribution: str  # the distribution that installs it
+    module: str  # our module with the classes for it
 
     @property
     def available(self) -> RequirementCache:

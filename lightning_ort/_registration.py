@@ -60,15 +60,7 @@ def _register(namespace: LightningNamespace) -> None:
 
 
 class RegistryEntry(dict[str, Any]):
-    """The entry of one strategy name; the class is imported when the strategy is looked up.
-
-    Args:
-        name: The strategy name.
-        module: The module of the class.
-        kind: The name of the class.
-        registry: The class of the registry.
-
-    """
+    """The entry of a strategy's name; its class, named by ``module`` and ``kind``, is imported when it is looked up."""
 
     def __init__(self, name: str, module: str, kind: str, registry: type) -> None:
         super().__init__(strategy_name=name)
@@ -82,13 +74,7 @@ class RegistryEntry(dict[str, Any]):
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, after a module was imported; not when somebody only looks for its spec.
-
-    Args:
-        name: The module.
-        callback: The function; it must not raise.
-
-    """
+    """Calls a function, which must not raise, once after a module was imported, and not when only its spec is found."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -109,8 +95,19 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         finally:
             self._asking.others = False
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self._finish)  # type: ignore[arg-type]
+            self._extend(spec.loader)
         return spec
+
+    def _extend(self, loader: Any) -> None:
+        """Let one loader call us after it has executed the module; its class and other loaders stay as they are."""
+        execute = loader.exec_module
+
+        def execute_and_finish(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            self._finish()
+
+        loader.exec_module = execute_and_finish
 
     def _ask(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -124,27 +121,4 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def _finish(self) -> None:
         with suppress(ValueError):  # another thread, or the user, has removed it
             sys.meta_path.remove(self)
-        self._callback()
-
-
-class _Loader(importlib.abc.Loader):
-    """Loads a module with the loader that was found for it, and then calls a function."""
-
-    def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
-        self._loader = loader
-        self._callback = callback
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Delegate to the loader."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own loader back, execute it, and call the function unless that fails."""
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
         self._callback()

@@ -1,7 +1,8 @@
 """All classes for ``lightning.pytorch``; :mod:`lightning_ort.pytorch_lightning` has those for ``pytorch_lightning``.
 
 A class here only joins one of our mixins, which does the work in both namespaces, with the class of Lightning's that it
-extends.
+extends. Each strategy takes the arguments ``config``, ``optim`` and ``host_memory``, see
+:class:`~lightning_ort.strategies.mixin.ORTMixin`, and those of the strategy of Lightning that it extends.
 """
 
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -26,10 +27,6 @@ from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
 class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
     """Trains, validates, tests and predicts on ONNX Runtime, on a single CPU or GPU: ``Trainer(strategy="ort")``.
 
-    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`; ``device``,
-    where ``None`` is the one that the Trainer's ``accelerator`` and ``devices`` say; and ``accelerator``,
-    ``checkpoint_io`` and ``precision_plugin`` as every strategy of Lightning.
-
     Example::
 
         trainer = Trainer(strategy=ORTStrategy(config=ORTConfig(placement="always")))
@@ -44,10 +41,6 @@ class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
 class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     """Trains on ONNX Runtime in several processes that average their gradients: ``Trainer(strategy="ort_ddp")``.
 
-    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`, and the
-    arguments of Lightning's ``DDPStrategy``, such as ``find_unused_parameters``, ``static_graph``,
-    ``process_group_backend`` and ``start_method``.
-
     Example::
 
         trainer = Trainer(strategy=ORTDDPStrategy(find_unused_parameters=True), accelerator="cpu", devices=2)
@@ -58,36 +51,22 @@ class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
 
 
 class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
-    """``ort_ddp`` in which each process keeps its share of the optimizer states: ``"ort_zero1_native"``.
+    """``ort_ddp`` with ZeRO stage 1: each process keeps a share of the optimizer states. ``"ort_zero1_native"``.
 
     Torch's ZeroRedundancyOptimizer updates a share of the parameters on each rank and broadcasts them. Checkpoints are
-    those of ``ort_ddp`` and of a stock Trainer: whole, in one file, for any number of processes. Takes the arguments of
-    :class:`ORTDDPStrategy`; ``optim`` must be one of torch's own implementations.
-
-    Raises:
-        ValueError: When the fit starts, if an optimizer is not one of torch's own.
-
+    those of ``ort_ddp`` and of a stock Trainer: whole, in one file, for any number of processes. ``optim`` must be one
+    of torch's own implementations.
     """
 
     strategy_name = "ort_zero1_native"
 
 
 class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy):
-    """Data parallel training on ONNX Runtime and DeepSpeed's ZeRO stage 1, on CPUs and GPUs: ``"ort_zero1"``.
+    """Data parallel training on ONNX Runtime with DeepSpeed's ZeRO stage 1, on CPUs and GPUs: ``"ort_zero1"``.
 
     Each process keeps the optimizer states of its share of the parameters. Checkpoints are those of ``ort`` and of a
-    stock Trainer: whole, in one file, for any number of processes.
-
-    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`;
-    ``deepspeed_config``, ``offload_optimizer``, ``checkpoint`` and others, see
-    :class:`~lightning_ort.strategies.deepspeed.mixin.DeepSpeedZeRO1Mixin`; and the arguments of Lightning's
-    ``DeepSpeedStrategy``, such as ``process_group_backend`` and ``timeout``.
-
-    Raises:
-        ValueError: If an argument asks for another stage than 1; when the fit starts, if the module configures an
-            optimizer that looks at whole parameters.
-        MisconfigurationException: If DeepSpeed is not installed; when the fit starts, if the DeepSpeed configuration
-            contradicts the Trainer, or the module configures several optimizers.
+    stock Trainer: whole, in one file, for any number of processes. Further arguments and the errors:
+    :class:`~lightning_ort.strategies.deepspeed.mixin.DeepSpeedZeRO1Mixin`.
 
     Example::
 

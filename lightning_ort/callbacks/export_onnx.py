@@ -98,8 +98,8 @@ class ExportOnnxCallback(_Callback):
 
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
         if trainer.is_global_zero:
-            settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
-            _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
+            exported = export_onnx(pl_module, path, self.sample, self.dynamic_batch, self.tolerance, self.quantize)
+            _log.info("%s", exported)
 
 
 def _monitoring(trainer: "pl.Trainer") -> Any:

@@ -1,4 +1,4 @@
-"""``lightning-ort bench``: a user's own module, trained in several ways, in turns on one machine."""
+"""``lightning-ort bench``: a user's own module, trained in several ways that are timed against each other."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
 from lightning_ort._text import PlainTable, console, plain
-from lightning_ort.cli.bench_worker import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
 from lightning_ort.cli.load import load
 from lightning_ort.compiler.executors.ort.kernels import installed
 from lightning_ort.config import ORTConfig
@@ -44,32 +44,23 @@ _DISTRIBUTIONS = (
 
 @dataclass
 class Row:
-    """What was measured of one variant.
-
-    Args:
-        variant: How it was trained.
-        first: The turn that compiles and warms up.
-        turns: Those that count.
-        summary: What its strategy reports.
-        error: Why it failed, if it did.
-
-    """
+    """What was measured of one variant."""
 
     variant: str
-    first: Turn | None = None
-    turns: list[Turn] = field(default_factory=list)
+    first: Sample | None = None  # compiles and warms up, and does not count
+    samples: list[Sample] = field(default_factory=list)
     summary: Summary | None = None
     error: str | None = None
 
     @property
     def step_ms(self) -> float:
-        """Median over the turns, in milliseconds."""
-        return 1000 * statistics.median(turn.step_seconds for turn in self.turns)
+        """Median over the samples, in milliseconds."""
+        return 1000 * statistics.median(sample.step_seconds for sample in self.samples)
 
     @property
     def loss(self) -> float | None:
-        """Mean of the last turn's losses."""
-        return statistics.fmean(self.turns[-1].losses) if self.turns[-1].losses else None
+        """Mean of the last sample's losses."""
+        return statistics.fmean(self.samples[-1].losses) if self.samples[-1].losses else None
 
     def compile_seconds(self, warm_up: int) -> float:
         """Return what the first steps took longer than as many of the later ones."""
@@ -78,18 +69,18 @@ class Row:
 
     def ratios(self, baseline: "Row") -> list[float]:
         """Return how many times as fast as the baseline it was, in each round that both have finished."""
-        pairs = zip(baseline.turns, self.turns, strict=False)
+        pairs = zip(baseline.samples, self.samples, strict=False)
         return [theirs.step_seconds / ours.step_seconds for theirs, ours in pairs]
 
     def to_dict(self, baseline: "Row", warm_up: int) -> dict[str, Any]:
         """Return plain types for JSON."""
         plain: dict[str, Any] = {"variant": self.variant, "error": self.error}
-        if self.turns:
+        if self.samples:
             plain["step_ms"] = self.step_ms
             plain["ratios"] = self.ratios(baseline)
             plain["compile_seconds"] = self.compile_seconds(warm_up)
             plain["loss"] = self.loss
-            plain["turns"] = [dataclasses.asdict(turn) for turn in self.turns]
+            plain["samples"] = [dataclasses.asdict(sample) for sample in self.samples]
         if self.summary:
             plain["summary"] = dataclasses.asdict(self.summary)
         return plain
@@ -104,53 +95,52 @@ def measure(
     folder: Path,
     advance: Callable[[str], None] = lambda doing: None,
 ) -> list[Row]:
-    """Train a module in several ways, in turns.
+    """Train a module in several ways and time them against each other.
 
     Every variant has a process of its own, so that none inherits another's compiled code, memory or settings. The order
-    changes from round to round.
+    changes from round to round. ``KeyboardInterrupt`` ends the measurement early.
 
     Args:
         job: What is trained.
         variants: How; the first is what the others are compared with.
-        rounds: How many turns each has.
-        steps: Batches in a turn.
-        warm_up: Batches in each one's first turn, which does not count.
+        rounds: Number of samples of each.
+        steps: Batches in a sample.
+        warm_up: Batches before the first one.
         folder: Each variant has a folder in it for what its Trainer writes and prints.
-        advance: Called before each turn with what will be done.
+        advance: Called before each sample with what will be done.
 
     Returns:
-        A row for each variant, in their order. ``KeyboardInterrupt`` ends the measurement early: the rows have the
-        turns that were finished.
+        A row for each variant, in their order, with what was finished.
 
     """
     rows = [Row(str(variant)) for variant in variants]
     with ExitStack() as stack:
-        takers = []
+        workers = []
         for variant in variants:
-            takers.append(TurnTaker(job, variant, folder / str(variant)))
-            stack.callback(takers[-1].stop)
+            workers.append(Worker(job, variant, folder / str(variant)))
+            stack.callback(workers[-1].stop)
         try:
             for number in range(rounds + 1):
                 for shift in range(len(rows)):
                     index = (number + shift) % len(rows) if number else shift
-                    row, taker = rows[index], takers[index]
+                    row, worker = rows[index], workers[index]
                     advance(f"{row.variant}: round {number} of {rounds}" if number else f"{row.variant}: first steps")
                     if row.error is None:
-                        _take(row, taker, steps if number else warm_up, first=number == 0, last=number == rounds)
+                        _take(row, worker, steps if number else warm_up, first=number == 0, last=number == rounds)
         except KeyboardInterrupt:
             pass
     return rows
 
 
-def _take(row: Row, taker: TurnTaker, steps: int, first: bool, last: bool) -> None:
+def _take(row: Row, worker: Worker, steps: int, first: bool, last: bool) -> None:
     try:
-        turn = taker.turn(steps)
+        sample = worker.sample(steps)
         if first:
-            row.first = turn
+            row.first = sample
         else:
-            row.turns.append(turn)
+            row.samples.append(sample)
         if last:
-            row.summary = taker.finish()
+            row.summary = worker.finish()
     except VariantFailed as error:
         row.error = str(error)
 
@@ -170,7 +160,7 @@ def bench(
     ort_config: dict[str, Any] | None = None,
     output: Path | None = None,
 ) -> None:
-    """Train a module in several ways, in turns on this machine, and show how fast each was.
+    """Train a module in several ways on this machine, time them against each other, and show how fast each is.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
     ort, or auto (the same with engine="auto"); OPTIM is an implementation of the optimizer as in
@@ -186,44 +176,31 @@ def bench(
         config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
             has no class_path for them. Its strategy and devices are not used.
         variants: The ways to train: stock, stock+auto, compile+auto, ort+keep and ort if left out.
-        rounds: How many turns each variant has.
-        steps: Batches in a turn.
-        warm_up: Batches before the first turn, in which it compiles, and tries which is faster: a close trial takes 48.
+        rounds: How often each variant is timed.
+        steps: Batches each time.
+        warm_up: Batches before the first time, in which it compiles and tries what is faster: up to 48 steps.
         accelerator: The Trainer's, where there is no configuration.
         seed: For random weights and the order of the data.
         ort_config: Settings of the ort strategy, such as {"placement": "always"}.
         output: A folder for bench.json, bench.png and what the runs write and print.
 
     """
-    if module is None and config is None:
-        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
-    if config is not None and (args or data_args):
-        sys.exit("--args and --data_args are for a module without --config: the file has its arguments.")
-    if config is not None and not config.is_file():
-        sys.exit(f"--config={config}: there is no such file.")
+    job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
     for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
         if value < 1:
             sys.exit(f"--{name}={value}: at least 1.")
-    if output is not None and find_spec("matplotlib") is None:
-        sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
-    try:
-        ways = [Variant.parse(text) for text in variants or VARIANTS]
-        ORTConfig.parse(ort_config)
-        if output is not None:
-            check_writable("--output", str(output), is_folder=True)
-    except (TypeError, ValueError) as error:
-        sys.exit(str(error))
-    for path, argument in ((module, "module"), (data, "data")):
-        if path is not None:
-            load(path, argument)  # an error now rather than in each process, which inherits what this has imported
+    ways = _checked(job, variants or VARIANTS, output)
     __import__(preferred_namespace().package)
-    job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(Progress(*columns, console=console(stderr=True)))
         task = progress.add_task("", total=len(ways) * (rounds + 1), completed=-1)
-        rows = measure(job, ways, rounds, steps, warm_up, folder, lambda doing: _advance(progress, task, doing))
+
+        def advance(doing: str) -> None:
+            progress.update(task, description=plain(doing), advance=1)
+
+        rows = measure(job, ways, rounds, steps, warm_up, folder, advance)
         progress.update(task, completed=len(ways) * (rounds + 1))
     title = f"{module or config}: median of {rounds} rounds of {steps} steps"
     if output is not None:
@@ -232,18 +209,37 @@ def bench(
         text = json.dumps({"machine": machine(), "settings": settings, "rows": found}, indent=2, default=str)
         (output / "bench.json").write_text(text)
     table = to_table(rows, warm_up, title)
-    # a narrow terminal wraps the lines; what rich cuts off of numbers would be lost
+    # a narrow terminal wraps the lines: rich would cut off numbers
     out = console()
     out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
     out.print(table, plain(_footnote()))
     if output is not None:
         plot(rows, title, output / "bench.png")
-    if not any(row.turns for row in rows):
+    if not any(row.samples for row in rows):
         sys.exit("Nothing was measured.")
 
 
-def _advance(progress: Progress, task: Any, doing: str) -> None:
-    progress.update(task, description=plain(doing), advance=1)
+def _checked(job: Job, variants: Sequence[str], output: Path | None) -> list[Variant]:
+    """Refuse what cannot be measured before anything is started; return the variants."""
+    if job.module is None and job.config is None:
+        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
+    if job.config is not None and (job.args or job.data_args):
+        sys.exit("--args and --data_args are for a module without --config: the file has its arguments.")
+    if job.config is not None and not job.config.is_file():
+        sys.exit(f"--config={job.config}: there is no such file.")
+    if output is not None and find_spec("matplotlib") is None:
+        sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
+    try:
+        ways = [Variant.parse(text) for text in variants]
+        ORTConfig.parse(job.ort_config)
+        if output is not None:
+            check_writable("--output", str(output), is_folder=True)
+    except (TypeError, ValueError) as error:
+        sys.exit(str(error))
+    for path, argument in ((job.module, "module"), (job.data, "data")):
+        if path is not None:
+            load(path, argument)  # an error now rather than in each process, which inherits what this has imported
+    return ways
 
 
 def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
@@ -254,11 +250,11 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
         table.add_column(column, justify="right")
     table.add_column("on ORT", justify="right")
     for row in rows:
-        if not row.turns:
+        if not row.samples:
             table.add_row(row.variant, row.error or "not finished")
             continue
         ratios = row.ratios(baseline)
-        peak = row.turns[-1].peak_bytes
+        peak = row.samples[-1].peak_bytes
         fraction = row.summary.ort_node_fraction if row.summary else None
         table.add_row(
             row.variant,
@@ -269,18 +265,18 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
             f"{row.compile_seconds(warm_up):.1f}",
             _pays_after(row, baseline, warm_up),
             "-" if peak is None else f"{peak / 1e6:,.0f}",
-            _differs(row.loss, baseline.loss if baseline.turns else None),
+            _differs(row.loss, baseline.loss if baseline.samples else None),
             "-" if fraction is None else f"{fraction:.0%}",
         )
     for row in rows:
-        if row.turns and row.error:
+        if row.samples and row.error:
             table.add_row(row.variant, f"failed later: {row.error}")
     return table
 
 
 def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
     """Return after how many steps the time for compiling has been won back."""
-    if row is baseline or not baseline.turns:
+    if row is baseline or not baseline.samples:
         return "-"
     saved = (baseline.step_ms - row.step_ms) / 1000
     spent = row.compile_seconds(warm_up) - baseline.compile_seconds(warm_up)
@@ -324,7 +320,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 1.8 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        ratios = row.ratios(rows[0]) if row.turns else []
+        ratios = row.ratios(rows[0]) if row.samples else []
         color = _COLORS[row.variant.partition("@")[0].partition("+")[0]]
         axes.barh(place, statistics.median(ratios) if ratios else 0, height=0.6, color=color, alpha=0.45)
         axes.scatter(ratios, [place] * len(ratios), s=14, color=color, edgecolors="white", linewidths=0.4, zorder=3)
@@ -344,7 +340,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _plot_label(row: Row, ratios: Sequence[float]) -> str:
-    if not row.turns:
+    if not row.samples:
         return "failed" if row.error else "not finished"
     speed = f"{statistics.median(ratios):.2f}x, " if ratios else ""
     return f"{speed}{_significant(row.step_ms)} ms a step{', failed later' if row.error else ''}"

@@ -1,4 +1,4 @@
-"""Trainers that take turns: each in a process of its own, doing as many steps as it is told to."""
+"""Trainers for ``lightning-ort bench``: each in a process of its own, which does as many steps as it is told to."""
 
 import importlib
 import multiprocessing
@@ -25,7 +25,7 @@ from lightning_ort.strategies.capture.shims import ModuleShims, callable_childre
 
 ENGINES = ("stock", "compile", "ort", "auto")
 MATMUL_PRECISIONS = ("high", "medium")
-_MANY = 1_000_000  # steps: training ends when the last turn is over, but a schedule may ask how many there will be
+_MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
-
-    Args:
-        module: Path of what makes the LightningModule, see :func:`~lightning_ort.cli.load.load`.
-        args: Keyword arguments for it.
-        data: Path of what makes the data, anything that ``Trainer.fit`` takes; None if the module has its own.
-        data_args: Keyword arguments for it.
-        config: A LightningCLI configuration, which has the arguments then.
-        accelerator: The Trainer's, where there is no configuration.
-        seed: For random weights and the order of the data.
-        ort_config: Settings of ``ORTStrategy``.
-
-    """
+    """What is trained: the arguments of :func:`~lightning_ort.cli.bench.bench` of the same names."""
 
     module: str | None
     args: dict[str, Any] = field(default_factory=dict)
@@ -102,32 +90,17 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One turn of a Trainer.
+class Sample:
+    """What a Trainer measured over some steps."""
 
-    Args:
-        step_seconds: Mean over the turn's batches, with all that the Trainer does between them except validation.
-        losses: Of each batch; empty if the module returns none.
-        peak_bytes: The most memory so far: of the device where that is a GPU, else of the process. None if the system
-            does not tell.
-
-    """
-
-    step_seconds: float
-    losses: list[float]
-    peak_bytes: int | None
+    step_seconds: float  # mean over the batches, with all that the Trainer does between them except validation
+    losses: list[float]  # of each batch; empty if the module returns none
+    peak_bytes: int | None  # so far, of the GPU or else of the process; None if the system does not tell
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished Trainer's strategy reports, if it is one of ours.
-
-    Args:
-        ort_node_fraction: Share of the compute nodes on ONNX Runtime.
-        ort_runs: How often ONNX Runtime ran a region.
-        optimizers: A line for each optimizer.
-
-    """
+    """What a finished Trainer's strategy reports, if it is one of ours; see :class:`CompileReport`."""
 
     ort_node_fraction: float | None = None
     ort_runs: int = 0
@@ -141,15 +114,8 @@ class VariantFailed(RuntimeError):
     """A Trainer that cannot train, with its own error as the message."""
 
 
-class TurnTaker:
-    """A process with a Trainer, which waits until it is told to do some steps.
-
-    Args:
-        job: What is trained.
-        variant: How.
-        folder: A folder for what the Trainer writes and, in ``log.txt``, prints.
-
-    """
+class Worker:
+    """A process with a Trainer, which writes into ``folder`` and waits until it is told to do some steps."""
 
     def __init__(self, job: Job, variant: Variant, folder: Path) -> None:
         # a forked process need not import everything again, but cannot use CUDA where the parent has looked for it
@@ -163,15 +129,10 @@ class TurnTaker:
         self._process.start()
         theirs.close()
 
-    def turn(self, steps: int) -> Turn:
-        """Do this many steps.
-
-        Raises:
-            VariantFailed: If the Trainer fails, or ends before it has done them.
-
-        """
+    def sample(self, steps: int) -> Sample:
+        """Do this many steps; raise ``VariantFailed`` if the Trainer fails or ends before."""
         answer = self._ask(steps)
-        if not isinstance(answer, Turn):
+        if not isinstance(answer, Sample):
             raise VariantFailed(f"training ended by itself before it had done {steps} steps more")
         return answer
 
@@ -189,7 +150,7 @@ class TurnTaker:
         self._process.terminate()
         self._process.join()
 
-    def _ask(self, steps: int) -> Turn | Summary:
+    def _ask(self, steps: int) -> Sample | Summary:
         try:
             self._connection.send(steps)
             answer = self._connection.recv()
@@ -223,17 +184,17 @@ def _fit(job: Job, variant: Variant, connection: Connection, folder: Path) -> Su
     make = load(job.module, "module") if job.module else None
     namespace = _namespace_of(make) if isinstance(make, type) else preferred_namespace()
     if job.config is not None:
-        turns = _turns(namespace, connection, steps)
-        trainer = _fit_configured(job, variant, namespace, turns, folder)
+        sampler = _sampler(namespace, connection, steps)
+        trainer = _fit_configured(job, variant, namespace, sampler, folder)
     else:
         assert make is not None
         importlib.import_module(namespace.package).seed_everything(job.seed, workers=True, verbose=False)
         module = make(**job.args)
         namespace = _namespace_of(type(module))
         data = load(job.data, "data")(**job.data_args) if job.data else None
-        turns = _turns(namespace, connection, steps)
+        sampler = _sampler(namespace, connection, steps)
         settings = _settings(job, variant, namespace, folder)
-        callbacks = [turns, *_callbacks(variant, namespace)]
+        callbacks = [sampler, *_callbacks(variant, namespace)]
         trainer = importlib.import_module(namespace.package).Trainer(
             accelerator=job.accelerator, logger=False, enable_checkpointing=False, callbacks=callbacks, **settings
         )
@@ -244,7 +205,7 @@ def _fit(job: Job, variant: Variant, connection: Connection, folder: Path) -> Su
     return Summary(report.ort_node_fraction, report.ort_runs, [str(line) for line in report.optimizers])
 
 
-def _fit_configured(job: Job, variant: Variant, namespace: LightningNamespace, turns: Any, folder: Path) -> Any:
+def _fit_configured(job: Job, variant: Variant, namespace: LightningNamespace, sampler: Any, folder: Path) -> Any:
     """Do what ``python project.py fit --config`` does, with this variant's settings in place of the file's."""
     cli = importlib.import_module(f"{namespace.package}.cli")
 
@@ -261,14 +222,14 @@ def _fit_configured(job: Job, variant: Variant, namespace: LightningNamespace, t
         load(job.module, "module") if job.module else None,
         load(job.data, "data") if job.data else None,
         save_config_callback=None,
-        trainer_defaults={"callbacks": [turns, *_callbacks(variant, namespace)]},
+        trainer_defaults={"callbacks": [sampler, *_callbacks(variant, namespace)]},
         args=["fit", f"--config={job.config}", f"--seed_everything={job.seed}"],
     ).trainer
 
 
 def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder: Path) -> dict[str, Any]:
     """Return the Trainer's arguments that a variant decides."""
-    strategies = importlib.import_module(namespace.strategies)
+    ours = importlib.import_module(namespace.module)
     settings: dict[str, Any] = {
         "strategy": "auto",
         "devices": 1,
@@ -283,10 +244,9 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     }
     if variant.is_ours:
         config = job.ort_config | ({"engine": "auto"} if variant.engine == "auto" else {})
-        settings["strategy"] = strategies.ORTStrategy(config=config, optim=variant.optim or "auto")
+        settings["strategy"] = ours.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:
-        plugins = importlib.import_module(f"{namespace.precision}.plugins")
-        settings.update(precision=None, plugins=[plugins.ORTMatmulPrecision(variant.precision)])
+        settings.update(precision=None, plugins=[ours.ORTMatmulPrecision(variant.precision)])
     elif variant.precision is not None:
         settings["precision"] = variant.precision
     return settings
@@ -295,7 +255,7 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
 def _callbacks(variant: Variant, namespace: LightningNamespace) -> list[Any]:
     if variant.is_ours or variant.optim is None:
         return []
-    return [importlib.import_module(namespace.callbacks).ORTOptimizer(variant.optim)]
+    return [importlib.import_module(namespace.module).ORTOptimizer(variant.optim)]
 
 
 def _compiled(module: Any, variant: Variant) -> Any:
@@ -313,13 +273,13 @@ def _namespace_of(kind: type) -> LightningNamespace:
     raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no LightningModule: name a class or function that is.")
 
 
-def _turns(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
+def _sampler(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
     callback = importlib.import_module(f"{namespace.package}.callbacks").Callback
-    return type("Turns", (_Turns, callback), {})(connection, steps)
+    return type("Sampler", (_Sampler, callback), {})(connection, steps)
 
 
-class _Turns:
-    """Ends each turn by sending what it took, and waits for the next."""
+class _Sampler:
+    """A callback that sends a sample after so many steps, and then waits to be told the next number."""
 
     def __init__(self, connection: Connection, steps: int) -> None:
         self._connection, self._steps = connection, steps
@@ -343,7 +303,7 @@ class _Turns:
         self._start += time.perf_counter() - self._validation_start
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        """Take the loss; wait if the turn is over."""
+        """Keep the loss; after the last step send the sample."""
         self._done += 1
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
@@ -354,7 +314,7 @@ class _Turns:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - self._start) / self._done
-        self._connection.send(Turn(seconds, [loss.item() for loss in self._losses], _peak_bytes(device)))
+        self._connection.send(Sample(seconds, [loss.item() for loss in self._losses], _peak_bytes(device)))
         self._steps = self._connection.recv()
         trainer.should_stop = self._steps == 0
         self._begin()

@@ -38,18 +38,10 @@ _OPTIONAL = {  # import package: what it is for, and the extra that installs it
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Args:
-        what: Its name.
-        state: ``"failed"`` keeps training from running on ONNX Runtime; ``"absent"`` does not; ``"advice"`` is unused.
-        text: What was found.
-        todo: What to do about it, if anything.
-
-    """
+    """One thing that was looked at, what was found, and what to do about it."""
 
     what: str
-    state: Literal["ok", "absent", "advice", "failed"]
+    state: Literal["ok", "absent", "advice", "failed"]  # only "failed" keeps training from running on ONNX Runtime
     text: str
     todo: str = ""
 

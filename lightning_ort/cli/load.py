@@ -13,14 +13,11 @@ from lightning_ort._text import plain
 
 
 def load(path: str, argument: str) -> Any:
-    """Import what a path such as ``package.module:name`` or ``path/to/file.py:name`` names.
+    """Import what ``package.module:name`` or ``path/to/file.py:name`` names; exit with a message if that fails.
 
     Args:
         path: The path.
-        argument: The command's argument that it came by, for error messages.
-
-    Raises:
-        SystemExit: If it is written in another way, nothing is there, or it cannot be imported.
+        argument: The argument of the command that it came by, for the message.
 
     """
     source, _, name = path.rpartition(":")
@@ -36,17 +33,7 @@ def load(path: str, argument: str) -> Any:
 
 
 def call(make: Any, path: str, args: dict[str, Any]) -> Any:
-    """Make a module or data by what :func:`load` has found.
-
-    Args:
-        make: What it has found.
-        path: By what name.
-        args: Keyword arguments.
-
-    Raises:
-        SystemExit: If that fails.
-
-    """
+    """Call what :func:`load` found at ``path``; exit with a message if that fails."""
     try:
         return make(**args)
     except Exception as error:  # the user's code is run

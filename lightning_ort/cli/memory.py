@@ -4,14 +4,13 @@ import sys
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch import nn
 
 from lightning_ort._text import PlainTable, console
 from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def memory(
@@ -53,10 +52,10 @@ def memory(
             predicted = predict(made, name)
         except ValueError as error:
             sys.exit(str(error))
-        row = [_size(predicted.states), f"{predicted.states_per_element:.2f} B", _size(predicted.per_rank(1))]
+        row = [decimal(predicted.states), f"{predicted.states_per_element:.2f} B", decimal(predicted.per_rank(1))]
         if measure:
             row.append(_measured(made, name))
-        table.add_row(name, *row, *(_size(predicted.per_rank(count)) for count in ranks or ()))
+        table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks or ()))
     console().print(table)
 
 
@@ -65,11 +64,4 @@ def _measured(module: nn.Module, name: str) -> str:
         found: Memory = measure_memory(module, name)
     except (ModuleNotFoundError, ValueError) as error:
         return str(error)
-    return _size(found.states)
-
-
-def _size(count: float) -> str:
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.3g} {_UNITS[unit]}"
+    return decimal(found.states)

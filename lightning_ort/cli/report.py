@@ -32,13 +32,7 @@ def report(file: Path, output: Path | None = None) -> None:
 
 
 def render(report: CompileReport, name: str) -> str:
-    """Return the page: HTML that needs nothing besides itself.
-
-    Args:
-        report: Of a run.
-        name: What the page calls it.
-
-    """
+    """Return the page, HTML that needs no other file; ``name`` is what it calls the report."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(loader=PackageLoader("lightning_ort", "cli"), autoescape=True, undefined=StrictUndefined)

@@ -23,15 +23,7 @@ MODULE is for the script.
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script or module as ``python`` would, in this process.
-
-    Args:
-        arguments: ``[script, ...]`` or ``["-m", module, ...]``, with the script's own arguments.
-
-    Raises:
-        SystemExit: As the script does; with status 2 if there is no script, with a message if there is no module.
-
-    """
+    """Run ``[script, ...]`` or ``["-m", module, ...]`` as ``python`` would, in this process."""
     match arguments:
         case ["-h" | "--help", *_]:
             print(USAGE, end="")

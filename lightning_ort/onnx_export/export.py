@@ -36,24 +36,13 @@ BATCH = "batch"  # what the size that may change is called in the model
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written; as a string, one line about it.
-
-    Args:
-        path: The file.
-        inputs: Each input's name, dtype and shape.
-        outputs: Each output's name, dtype and shape.
-        bytes: Size of the model, with its weights.
-        error: Largest difference to the module's results, see :func:`largest_difference`.
-        quantize: What was made of the weights.
-        quantized_error: The same difference of the quantized model; None if it was not quantized.
-
-    """
+    """What was written; as a string, one line about it."""
 
     path: Path
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # name, dtype and shape of each
     outputs: tuple[str, ...]
-    bytes: int
-    error: float
+    bytes: int  # with the weights
+    error: float  # largest difference to the module's results, see `largest_difference`
     quantize: Quantize | None = None
     quantized_error: float | None = None
 
@@ -64,14 +53,7 @@ class Exported:
 
 
 def check_settings(path: str | Path, dynamic_batch: bool, tolerance: float, quantize: str | None) -> None:
-    """Refuse what :func:`export_onnx` cannot do, before anything has been trained.
-
-    Raises:
-        ValueError: If a setting is not one of the allowed ones, or the file cannot be written.
-        TypeError: If a setting is of another type.
-        ModuleNotFoundError: If onnxscript is not installed.
-
-    """
+    """Raise what :func:`export_onnx` would raise for its settings, before anything has been trained."""
     check_number("tolerance", tolerance)
     check_choice("dynamic_batch", dynamic_batch, (True, False))
     check_choice("quantize", quantize, (*get_args(Quantize), None))
@@ -138,15 +120,13 @@ def export_onnx(
         calls = [bound]
         if batch is not None:  # a size, or the branch for one, may have become part of the model
             calls += [mapped(bound, partial(_rows, batch=batch, count=count)) for count in (1, batch + 1)]
-        session = _load(file, source_lines)
-        error = max(_compare(module, session, call, tolerance, source_lines) for call in calls)
+        session, error = _verified(module, file, calls, tolerance, source_lines)
         quantized_error = None
         if quantize is not None:
             file, source = Path(folder) / "quantized" / path.name, file
             file.parent.mkdir()
             write_quantized(source, file, quantize)
-            session = _load(file, source_lines)
-            quantized_error = max(_compare(module, session, call, sys.float_info.max, source_lines) for call in calls)
+            session, quantized_error = _verified(module, file, calls, sys.float_info.max, source_lines)
         # the weights' file, if there is one, before the model that names it
         written = [part.replace(path.parent / part.name) for part in sorted(file.parent.iterdir(), reverse=True)]
     return Exported(
@@ -253,12 +233,7 @@ def _convert(
     name = type(module).__name__
     try:
         program = torch.onnx.export(
-            module,
-            bound.args,
-            kwargs=bound.kwargs,
-            dynamic_shapes=shapes(BATCH),
-            dynamo=True,
-            verbose=False,
+            module, bound.args, kwargs=bound.kwargs, dynamic_shapes=shapes(BATCH), dynamo=True, verbose=False
         )
     except Exception as error:  # torch raises what the user's code or a converter raised, in several classes
         raise ExportFailed(f"{name} cannot be exported: {explain(error)}") from error
@@ -308,14 +283,22 @@ def _take_source_lines(model: "ir.Model") -> dict[str, str]:
     return lines
 
 
-def _load(file: Path, source_lines: dict[str, str]) -> OnnxSession:
+def _verified(
+    module: nn.Module,
+    file: Path,
+    calls: list[inspect.BoundArguments],
+    tolerance: float,
+    source_lines: dict[str, str],
+) -> tuple[OnnxSession, float]:
+    """Return the model as a session, and the largest difference of its outputs to the module's over some calls."""
     import onnx
 
     try:
         onnx.checker.check_model(file)
-        return OnnxSession(file)
+        session = OnnxSession(file)
     except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
         raise ExportFailed(f"The exported model is refused: {_with_line(error, source_lines)}") from error
+    return session, max(_compare(module, session, call, tolerance, source_lines) for call in calls)
 
 
 def _with_line(error: Exception, source_lines: dict[str, str]) -> str:

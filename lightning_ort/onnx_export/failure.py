@@ -12,14 +12,9 @@ import torch
 from torch import fx, nn
 
 # whose lines are not the user's; those of other packages, such as transformers, count as theirs
-_FOREIGN = {
-    "torch",
-    "onnxscript",
-    "onnx_ir",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_ort",
-} | sys.stdlib_module_names
+_FOREIGN = sys.stdlib_module_names | {
+    *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
+}
 
 
 class ExportFailed(Exception):
@@ -27,12 +22,7 @@ class ExportFailed(Exception):
 
 
 def explain(error: BaseException) -> str:
-    """Say what an exception of ``torch.onnx.export`` is about.
-
-    Returns:
-        The op or construct, the line of the user's that it comes from, and what can be done where that is known.
-
-    """
+    """Return what an exception of ``torch.onnx.export`` is about: the op or construct, the user's line, and advice."""
     chain = list(_chain(error))
     first, _, rest = str(chain[-1]).strip().partition("\n")
     summary = f"{type(chain[-1]).__name__}: {first}"

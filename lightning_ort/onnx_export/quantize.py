@@ -9,12 +9,8 @@ Quantize = Literal["fp16", "int8"]
 def write_quantized(source: Path, target: Path, kind: Quantize) -> None:
     """Write a model with smaller weights; inputs and outputs keep their dtypes.
 
-    Args:
-        source: The model.
-        target: The file to write.
-        kind: ``"fp16"`` computes in float16; ``"int8"`` has 8-bit weights in matrix products, convolutions and
-            embeddings, and quantizes what they are multiplied with in each run.
-
+    ``"fp16"`` computes in float16. ``"int8"`` has 8-bit weights in matrix products, convolutions and embeddings, and
+    quantizes what they are multiplied with in each run.
     """
     import onnx
     import onnx_ir as ir

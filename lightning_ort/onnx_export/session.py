@@ -22,18 +22,11 @@ METADATA_PREFIX = "lightning_ort."
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a model.
-
-    Args:
-        name: Its name.
-        dtype: Of its elements.
-        shape: Each size, or the name of one that may change.
-
-    """
+    """An input or output of a model."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int | str | None, ...]
+    shape: tuple[int | str | None, ...]  # a name for a size that may change
 
     def __str__(self) -> str:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -92,19 +85,9 @@ class OnnxSession:
         self._used = {argument.name for argument in self._session.get_inputs()}
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Run the model.
+        """Run the model on all inputs by name; see :class:`~lightning_ort.ORTPredictor`.
 
-        Args:
-            inputs: All inputs by name.
-
-        Returns:
-            What the exported ``forward`` returns, with tuples for lists and dicts for other mappings; of a model from
-            elsewhere a tensor or a tuple of tensors. On the device of the first input.
-
-        Raises:
-            TypeError: If an input is missing or unknown, is no tensor or has another dtype.
-            ValueError: If an input has another shape.
-
+        A model from elsewhere returns a tensor or a tuple of tensors. Results are on the device of the first input.
         """
         sizes = self._check(inputs)
         device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))

@@ -13,15 +13,7 @@ Structure: TypeAlias = "str | list[Structure] | dict[str, Structure]"
 
 
 def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments:
-    """Match sample inputs with the parameters of a module's ``forward``.
-
-    Args:
-        module: The module.
-        sample: A tensor, a tuple or list of positional arguments, or a dict of arguments by name; None takes the
-            module's ``example_input_array``.
-
-    Returns:
-        The arguments, on the module's device.
+    """Match sample inputs with the parameters of a module's ``forward``, and move them to the module's device.
 
     Raises:
         ValueError: If there is no sample, or the module has no ``forward``.
@@ -77,18 +69,10 @@ def mapped(bound: inspect.BoundArguments, function: Callable[[Tensor], Tensor]) 
 
 
 def named_outputs(outputs: Any, taken: Iterable[str]) -> tuple[Structure, dict[str, Tensor]]:
-    """Name the tensors that a ``forward`` returned.
+    """Name the tensors that a ``forward`` returned, alone or in tuples, lists and mappings.
 
-    Args:
-        outputs: A tensor, or tuples, lists and mappings of such.
-        taken: Names that the inputs have.
-
-    Returns:
-        The names where the tensors were, and the tensors by name in the order in which torch.export flattens them.
-
-    Raises:
-        TypeError: If there is something else than tensors in it.
-
+    Returns the names where the tensors were, and the tensors by name in the order in which torch.export flattens them.
+    A name in ``taken``, which an input has, is not used again.
     """
     named: dict[str, Tensor] = {}
 

@@ -30,10 +30,6 @@ class AutoDeviceMixin(_SingleDeviceStrategy):
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         **kwargs: For the strategy.
 
-    Raises:
-        ValueError: If ``device`` is not a device.
-        TypeError: If an object of Lightning's has the wrong type, or is of the other namespace.
-
     """
 
     namespace: ClassVar[LightningNamespace]

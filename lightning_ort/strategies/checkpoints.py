@@ -34,13 +34,8 @@ _OURS = re.compile(r"\.([0-9a-f]{8})\.([0-9]+)\.([0-9a-f]{8})\.partial")
 def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint to a temporary file in its folder, flush it to the disk, and rename it.
 
-    Temporary files in that folder of processes that were killed while they saved are removed: at once if the process
-    ran on this machine, otherwise after a day.
-
-    Args:
-        checkpoint: Anything that ``torch.save`` takes.
-        path: A local file. Its folder is created, and an existing file is replaced.
-
+    The folder is created, and an existing file is replaced. Temporary files of processes that were killed while they
+    saved are removed: at once if the process ran on this machine, otherwise after a day.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
@@ -79,9 +74,8 @@ def _remove_abandoned(folder: Path) -> None:
             continue
         with suppress(OSError):  # removed, or of another user
             here = known is not None and known[3] == _checksum(_machine())
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or (
-                here and known is not None and not _is_running(int(known[2]))
-            ):
+            ended = here and known is not None and not _is_running(int(known[2]))
+            if ended or time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
                 file.unlink()
 
 
@@ -118,12 +112,7 @@ class AtomicSaveMixin(_TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save a checkpoint; other than local files are saved by Lightning.
-
-        Raises:
-            TypeError: If ``storage_options`` is given.
-
-        """
+        """Save a checkpoint; other than local files, and with ``storage_options``, Lightning saves it, or refuses."""
         if storage_options is None and get_protocol(str(path)) == "file":
             save_atomically(checkpoint, Path(path))
         else:

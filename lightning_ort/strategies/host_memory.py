@@ -27,15 +27,7 @@ _lock = threading.Lock()  # they may be in several threads
 
 
 class RetainedMemory:
-    """Keeps freed memory in the process while a run on the CPU lasts.
-
-    Args:
-        choice: ``"retain"``, or ``"default"`` for what malloc does by itself.
-
-    Raises:
-        ValueError: If the choice is neither.
-
-    """
+    """Keeps freed memory in the process while a run on the CPU lasts; with ``"default"`` malloc does as it likes."""
 
     def __init__(self, choice: HostMemory) -> None:
         if choice not in get_args(HostMemory):

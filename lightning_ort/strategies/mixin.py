@@ -12,6 +12,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -124,18 +125,19 @@ class ORTMixin(_Strategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._capture.step("validation_step"):
-            return super().validation_step(*args, **kwargs)
+        return self._evaluation_step("validation_step", super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._capture.step("test_step"):
-            return super().test_step(*args, **kwargs)
+        return self._evaluation_step("test_step", super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._capture.step("predict_step"):
-            return super().predict_step(*args, **kwargs)
+        return self._evaluation_step("predict_step", super().predict_step, *args, **kwargs)
+
+    def _evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._capture.step(name):
+            return step(*args, **kwargs)
 
     @property
     @override

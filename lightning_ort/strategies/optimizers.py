@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerSettings:
-    """Base of the callback ``ORTOptimizer``, by which the strategies know it.
-
-    Attributes:
-        swap: The implementation and its settings.
-
-    """
+    """Base of the callback ``ORTOptimizer``, by which the strategies know it without importing callbacks."""
 
     swap: OptimizerSwap
 

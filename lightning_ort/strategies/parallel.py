@@ -1,6 +1,6 @@
 """What all strategies with several processes have in common: :class:`ORTParallelMixin`; DDP: :class:`ORTDDPMixin`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,25 +86,12 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
             self._sigterm.on_train_batch_start()
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_evaluation_step()
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_evaluation_step()
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_evaluation_step()
-        return super().predict_step(*args, **kwargs)
-
-    def _before_evaluation_step(self) -> None:
+    def _evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sigterm is not None and self._sigterm.on_evaluation_step():
             # not after the batch: Lightning resumes a validation that was left within a batch, and skips the rest of
             # one that was left between two batches
             raise self.namespace.submodule("utilities.exceptions").SIGTERMException
+        return super()._evaluation_step(name, step, *args, **kwargs)
 
     @override
     def save_checkpoint(
@@ -116,7 +103,7 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._patience():  # the others wait here for the one that saves
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     def _patience(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sigterm is None else self._sigterm.patience()
@@ -134,6 +121,7 @@ def _starting(launcher: Any) -> Iterator[None]:
 class ORTDDPMixin(ORTParallelMixin):
     """Registers the names of a strategy on Lightning's ``DDPStrategy``."""
 
+    strategy_name: ClassVar[str]
     wrapper: ClassVar[type | None] = DistributedDataParallel
 
     @classmethod

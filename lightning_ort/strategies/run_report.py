@@ -22,10 +22,6 @@ class RunReport:
     The figures are logged once, when a run has ended without an error: ``ort/node_fraction``, ``ort/runs``,
     ``ort/fallbacks``, and after a fit ``ort/steps_per_second``: its batches by the time from the start of the first one
     to the end, with everything that happens in between.
-
-    Args:
-        destination: ``"log"``, the path of a file, or ``None`` for no report.
-
     """
 
     def __init__(self, destination: str | None) -> None:

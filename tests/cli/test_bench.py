@@ -1,4 +1,4 @@
-"""``lightning-ort bench``: real Trainers in processes of their own, in turns."""
+"""``lightning-ort bench``: real Trainers in processes of their own, in bench_worker."""
 
 import json
 import multiprocessing
@@ -16,9 +16,8 @@ from running import is_running
 from torch import nn
 
 from lightning_ort._imports import preferred_namespace
-from lightning_ort.cli import bench, main
-from lightning_ort.cli import bench_worker as turns
-from lightning_ort.cli.bench_worker import Job, Summary, Turn, TurnTaker, Variant, VariantFailed
+from lightning_ort.cli import bench, bench_worker, main
+from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
@@ -49,12 +48,12 @@ def test_variants_are_written_as_they_are_read(text: str, expected: Variant) -> 
     ("text", "config", "engine"), [("ort", {}, "ort"), ("auto", {}, "auto"), ("ort", {"engine": "auto"}, "auto")]
 )
 def test_engines_of_the_strategy(text: str, config: dict[str, str], engine: str, tmp_path: Path) -> None:
-    job = turns.Job(f"{MODULES}:Small", ort_config=config)
-    strategy = turns._settings(job, Variant.parse(text), preferred_namespace(), tmp_path)["strategy"]
+    job = bench_worker.Job(f"{MODULES}:Small", ort_config=config)
+    strategy = bench_worker._settings(job, Variant.parse(text), preferred_namespace(), tmp_path)["strategy"]
     assert strategy.ort_config.engine == engine
 
 
-def test_stock_and_ort_take_turns(
+def test_stock_and_ort_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -69,13 +68,13 @@ def test_stock_and_ort_take_turns(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     for row in (stock, ort):
         assert row["error"] is None
-        assert [len(turn["losses"]) for turn in row["turns"]] == [3, 3]
+        assert [len(sample["losses"]) for sample in row["samples"]] == [3, 3]
         assert row["step_ms"] > 0
     assert stock["ratios"] == [1, 1]
     assert stock["summary"]["ort_runs"] == 0
     assert ort["summary"]["ort_runs"] >= 2 * (2 + 3 + 3)  # forward and backward
     assert "fused" in ort["summary"]["optimizers"][0]
-    for ours, theirs in zip(ort["turns"], stock["turns"], strict=True):
+    for ours, theirs in zip(ort["samples"], stock["samples"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     # what the processes print is in their files
     assert "GPU available" not in shown.out + shown.err
@@ -97,7 +96,7 @@ def test_configuration_of_lightning_cli(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert row["error"] is None, (tmp_path / "ort@32-true" / "log.txt").read_text()
     assert row["summary"]["ort_runs"] > 0
-    assert len(row["turns"][0]["losses"]) == 2
+    assert len(row["samples"][0]["losses"]) == 2
 
 
 def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +110,7 @@ def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> N
     module = nn.Module()
     module.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(12)])  # dynamo's limit for one function is 8
     x = torch.rand(2, 4)
-    for layer in turns._compiled(module, Variant("compile")).layers:
+    for layer in bench_worker._compiled(module, Variant("compile")).layers:
         x = layer(x)
     assert len(compiled) == 12
 
@@ -128,22 +127,22 @@ def test_a_variant_that_fails_leaves_the_others(
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    taker = TurnTaker(Job(f"{MODULES}:Dies"), Variant("stock"), tmp_path)
+    worker = Worker(Job(f"{MODULES}:Dies"), Variant("stock"), tmp_path)
     with pytest.raises(VariantFailed, match=r"ended with code 7; see .*log\.txt"):
-        taker.turn(1)
-    taker.stop()
+        worker.sample(1)
+    worker.stop()
 
 
 def test_training_that_ends_early_is_named(tmp_path: Path) -> None:
-    taker = TurnTaker(Job(f"{MODULES}:StopsItself"), Variant("stock"), tmp_path)
+    worker = Worker(Job(f"{MODULES}:StopsItself"), Variant("stock"), tmp_path)
     with pytest.raises(VariantFailed, match="ended by itself before it had done 5 steps"):
-        taker.turn(5)
-    taker.stop()
+        worker.sample(5)
+    worker.stop()
 
 
 def _start_two(folder: Path, connection: Connection) -> None:
-    takers = [TurnTaker(Job(f"{MODULES}:Small"), Variant("stock"), folder / name) for name in "ab"]
-    connection.send([taker._process.pid for taker in takers])
+    workers = [Worker(Job(f"{MODULES}:Small"), Variant("stock"), folder / name) for name in "ab"]
+    connection.send([worker._process.pid for worker in workers])
     time.sleep(LIMIT)
 
 
@@ -167,13 +166,13 @@ class Scripted:
 
     def __init__(self, job: Job, variant: Variant, folder: Path) -> None:
         self.seconds = {"stock": [0.3, 0.1, 0.2, 0.1], "ort": [1.0, 0.05, 0.05, 0.1]}[str(variant)]
-        self.turns = 0
+        self.taken = 0
 
-    def turn(self, steps: int) -> Turn:
-        if self.turns == 3 and self.seconds[0] == 1.0:
+    def sample(self, steps: int) -> Sample:
+        if self.taken == 3 and self.seconds[0] == 1.0:
             raise KeyboardInterrupt
-        self.turns += 1
-        return Turn(self.seconds[self.turns - 1], [1.0] * steps, 1000)
+        self.taken += 1
+        return Sample(self.seconds[self.taken - 1], [1.0] * steps, 1000)
 
     def finish(self) -> Summary:
         return Summary()
@@ -182,23 +181,25 @@ class Scripted:
         pass
 
 
-def test_interrupted_run_keeps_the_finished_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "TurnTaker", Scripted)
+def test_interrupted_run_keeps_the_finished_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "Worker", Scripted)
     stock, ort = bench.measure(Job("x:y"), [Variant("stock"), Variant("ort")], 3, 2, 10, tmp_path)
-    assert [turn.step_seconds for turn in ort.turns] == [0.05, 0.05]
+    assert [sample.step_seconds for sample in ort.samples] == [0.05, 0.05]
     assert ort.ratios(stock) == [2, 4]
     assert ort.step_ms == pytest.approx(50)
     assert ort.compile_seconds(10) == pytest.approx(9.5)
     assert ort.error is None
-    assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.turns)
+    assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.samples)
 
 
 def test_table_is_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
-        first = Turn(2.0, [1.0], None)
-        return [bench.Row(str(v), first, [Turn(s, [1.0], 2**40)]) for v, s in zip(variants, [1.2345, 0.1], strict=True)]
+        first = Sample(2.0, [1.0], None)
+        return [
+            bench.Row(str(v), first, [Sample(s, [1.0], 2**40)]) for v, s in zip(variants, [1.2345, 0.1], strict=True)
+        ]
 
     monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+auto,ort]"])
@@ -216,13 +217,13 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
     figure_class = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure_class.savefig
     monkeypatch.setattr(figure_class, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)])
-    turns = {"stock": [0.2, 0.2, 0.3], "ort+keep": [0.1, 0.2, 0.1], "stock+adamw_apex_fused": [], "ort": []}
+    samples = {"stock": [0.2, 0.2, 0.3], "ort+keep": [0.1, 0.2, 0.1], "stock+adamw_apex_fused": [], "ort": []}
     errors = {"stock+adamw_apex_fused": "apex is not installed"}
-    rows = [bench.Row(v, turns=[Turn(t, [], 1) for t in ts], error=errors.get(v)) for v, ts in turns.items()]
+    rows = [bench.Row(v, samples=[Sample(t, [], 1) for t in ts], error=errors.get(v)) for v, ts in samples.items()]
     bench.plot(rows, "a title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(turns)
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(samples)
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([1, 2, 0, 0])
     assert axes.collections[1].get_offsets()[:, 0].tolist() == pytest.approx([2, 1, 3])
     labels = [text.get_text() for text in axes.texts]

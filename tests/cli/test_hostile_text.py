@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
-from lightning_ort.cli.bench_worker import Job, Turn, Variant
+from lightning_ort.cli.bench_worker import Job, Sample, Variant
 from lightning_ort.compiler.cache import Cache, Entry, Timing
 from lightning_ort.compiler.report import (
     CompileReport,
@@ -104,8 +104,8 @@ def test_memory(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 def test_bench(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
         args[-1](HOSTILE)  # what it is doing
-        turn = Turn(1.0, [1.0], None)
-        return [bench.Row(HOSTILE, turn, [turn], error=HOSTILE), bench.Row("ort", error=HOSTILE)]
+        sample = Sample(1.0, [1.0], None)
+        return [bench.Row(HOSTILE, sample, [sample], error=HOSTILE), bench.Row("ort", error=HOSTILE)]
 
     folder = tmp_path / NAME
     folder.mkdir()

@@ -19,11 +19,6 @@ class StepAutotuner:
     Regions are timed alone, on made-up inputs, with the processor to themselves. What matters is the whole step, with
     the cost of capture, beside the rest of the program: so steps run on each engine alternately, and are timed with
     their backward passes.
-
-    Args:
-        engines: To choose from.
-        synchronize: Waits for the device.
-
     """
 
     def __init__(self, engines: Sequence[Engine], synchronize: Callable[[], None]) -> None:
@@ -37,13 +32,9 @@ class StepAutotuner:
     def next_engine(self) -> Engine:
         """Add the last step's sample, and return the engine for the next step."""
         if self._counts:
-            self._samples[self._engine].append(self._seconds)
+            list(self._samples.values())[self._index].append(self._seconds)
             self._index = (self._index + 1) % len(self._samples)
         self._seconds, self._counts = 0.0, True
-        return self._engine
-
-    @property
-    def _engine(self) -> Engine:
         return list(self._samples)[self._index]
 
     def discard_sample(self) -> None:

@@ -34,32 +34,18 @@ _collect_at = 8  # with this many, most are probably garbage that has not been c
 
 
 class CapturedModule:
-    """A LightningModule whose steps are captured.
-
-    Args:
-        strategy: The strategy that runs its steps.
-        module: The module.
-        config: The settings.
-        backend: Compiles the graphs, and keeps the report.
-
-    Attributes:
-        attributes: The module's instance dictionary.
-        mode: Whether steps are compiled whole, or the child modules that they call, or nothing.
-        closure_seen: Whether an optimizer was given a closure.
-
-    """
+    """A LightningModule whose steps are captured."""
 
     def __init__(
         self, strategy: "Strategy", module: "pl.LightningModule", config: ORTConfig, backend: "ORTBackend"
     ) -> None:
         self.module = module
-        self.attributes = vars(module)
         self.config = config
         self.backend = backend
         self.monitor = DynamoMonitor()
         self.shims = StepShims(module, self._on_closure)
-        self.mode: Mode | None = None
-        self.closure_seen = False
+        self.mode: Mode = "off"
+        self.closure_seen = False  # whether an optimizer was given one
         self._strategy = strategy
         self._optimizers: Any = None
         self._module_shims: dict[Engine, ModuleShims] = {}
@@ -102,8 +88,8 @@ class CapturedModule:
         if compiled is None:
             return "modules" if self.config.capture == "modules" else "step"
         if compiled == "":
-            text = f"{type(self.module).__name__} is left as it is"
-            self.record_choice("module", ReasonType.ALREADY_COMPILED, text)
+            name = type(self.module).__name__
+            self.record_choice("module", ReasonType.ALREADY_COMPILED, f"{name} is left as it is")
             return "off"
         self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
         return "modules"
@@ -114,7 +100,7 @@ class CapturedModule:
             return None
         device = self._strategy.root_device
         engines: list[Engine] = ["ort", "torch", "inductor"] if self.config.engine == "auto" else ["ort", "torch"]
-        synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
+        synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
         return StepAutotuner(engines, synchronize)
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
@@ -155,7 +141,3 @@ def _collect_garbage() -> None:
     if len(_living) >= _collect_at:
         gc.collect()
         _collect_at = max(8, 2 * len(_living))
-
-
-def _do_nothing() -> None:
-    pass

@@ -43,12 +43,7 @@ _Call = tuple[str, _Args, Any, _Args, dict[str, Any]]  # method, name, value, fu
 
 
 class DeferredLogger:
-    """Replaces ``LightningModule.log`` and ``log_dict`` in a captured step, in a way that a graph can hold.
-
-    Args:
-        module: The LightningModule.
-
-    """
+    """Replaces ``LightningModule.log`` and ``log_dict`` in a captured step, in a way that a graph can hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -70,10 +65,8 @@ class DeferredLogger:
                 self._log_now((method, names, value, args, kwargs))
                 return
         if not kwargs.get("enable_graph", False):
-            if isinstance(value, dict):
-                value = {key: _snapshot(item) for key, item in value.items()}
-            else:
-                value = _snapshot(value)
+            is_dict = isinstance(value, dict)
+            value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
         self._calls.append((method, names, value, args, kwargs))
 
     def replay(self) -> None:
@@ -106,50 +99,68 @@ def _snapshot(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-class StepShims:
-    """The shims of one module, created once and installed for each captured call.
+class Shims:
+    """Entries of instance dictionaries that replace others for a while."""
 
-    Args:
-        module: The LightningModule.
-        on_closure: Called when an optimizer is given a closure, which then runs outside of any graph.
+    def __init__(self) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, key, shim, value before
 
-    """
+    def add(self, owner: Any, name: str, shim: Any) -> None:
+        """Add the shim of an attribute."""
+        self._entries.append((vars(owner), name, shim, vars(owner).get(name, MISSING)))
+
+    def install(self) -> None:
+        """Put the shims into the dictionaries."""
+        for attributes, name, shim, _ in self._entries:
+            attributes[name] = shim
+
+    def remove(self) -> None:
+        """Restore the dictionaries."""
+        for attributes, name, _, before in self._entries:
+            restore_attribute(attributes, name, before)
+
+
+def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> None:
+    """Give an instance dictionary the value that it had before, or none if that was :data:`MISSING`."""
+    if before is MISSING:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = before
+
+
+class StepShims(Shims):
+    """The shims of one LightningModule, created once and installed for each captured call."""
 
     def __init__(self, module: nn.Module, on_closure: Callable[[], None]) -> None:
+        super().__init__()
         self.logger = DeferredLogger(module)
         self._module = module
-        self._on_closure = on_closure
-        self._shims: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, key, shim, entry before
+        self._on_closure = on_closure  # called when an optimizer is given a closure, which then runs outside of graphs
         # dynamo knows a shim by its identity: a new one for the same method would compile everything again
-        self._known: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # owner, entry before, shim
+        self._known: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # owner, value before, shim
 
     def refresh(self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = ()) -> None:
-        """Create the shims for what the module has now, before a run.
+        """Create the shims for what the module has now, and for the LightningOptimizers that the step itself calls.
 
-        Args:
-            optimizers: The LightningOptimizers that the step itself calls: none under automatic optimization.
-            wrapper_hooks: On the module, by what wraps it: they have run for the step, and would run again for a call
-                of the module within it.
-
+        ``wrapper_hooks``, which something that wraps the module has put on it, have run for the step: a call of the
+        module within the step must not run them again.
         """
         module, known, self._known = self._module, self._known, {}
-        self._shims.clear()
+        self._entries.clear()
 
         def add(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _outside_graphs) -> None:
-            attributes = vars(owner)
-            before = attributes.get(name, MISSING)
+            before = vars(owner).get(name, MISSING)
             if owner is module and before is not MISSING:
                 return  # what a user put on the instance, such as a mock, stays
             known_owner, known_before, shim = known.get((id(owner), name), (None, None, None))
             if known_owner is not owner or known_before is not before:
                 shim = make(getattr(owner, name))
             self._known[id(owner), name] = owner, before, shim
-            self._shims.append((attributes, name, shim, before))
+            self.add(owner, name, shim)
 
-        module_type: Any = type(module)
-        deferred = _is_of_lightning(module_type.log) and _is_of_lightning(module_type.log_dict)
-        add(module, "log", (lambda _: self.logger.log) if deferred else _outside_graphs)
-        add(module, "log_dict", (lambda _: self.logger.log_dict) if deferred else _outside_graphs)
+        overridden = not all(_is_of_lightning(getattr(type(module), name)) for name in ("log", "log_dict"))
+        add(module, "log", _outside_graphs if overridden else lambda _: self.logger.log)
+        add(module, "log_dict", _outside_graphs if overridden else lambda _: self.logger.log_dict)
         for name in _HELPERS:
             add(module, name)
         for child in module.modules():
@@ -159,56 +170,25 @@ class StepShims:
             elif isinstance(child, nn.RNNBase):
                 add(child, "forward")
         for optimizer in optimizers:
-            add(optimizer, "step", lambda step: _outside_graphs(_with_closure_seen(step, self._on_closure)))
+            add(optimizer, "step", lambda step: _outside_graphs(_noticing_closure(step, self._on_closure)))
             add(optimizer.optimizer, "step")  # what `self.optimizers(use_pl_optimizer=False)` returns
             add(optimizer, "zero_grad")
             add(optimizer.optimizer, "zero_grad")
-        for name, hooks, others in forward_hooks_without(module, {handle.id for handle in wrapper_hooks}):
-            self._shims.append((vars(module), name, others, hooks))
-
-    def install(self) -> None:
-        """Put the shims into the instance dictionaries."""
-        for attributes, name, shim, _ in self._shims:
-            attributes[name] = shim
-
-    def remove(self) -> None:
-        """Restore the instance dictionaries."""
-        for attributes, name, _, before in self._shims:
-            restore_attribute(attributes, name, before)
+        for name, others in forward_hooks_without(module, {handle.id for handle in wrapper_hooks}):
+            self.add(module, name, others)
 
 
-def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> None:
-    """Give an instance dictionary the entry that it had before, or none if that was :data:`MISSING`."""
-    if before is MISSING:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = before
-
-
-class ModuleShims:
+class ModuleShims(Shims):
     """Compiled calls of child modules, for a step that is not compiled itself.
 
     ``nn.Module.compile`` compiles nothing for the classes of ``torch.nn``, whose frames dynamo skips: hence a frame of
     our own around each child.
-
-    Args:
-        children: The modules to compile.
-        compile_fn: Compiles a function.
-
     """
 
     def __init__(self, children: Iterable[nn.Module], compile_fn: Callable[[Callable[..., Any]], Any]) -> None:
-        self._shims = [(vars(child), compile_fn(_frame_around(uncompiled_call(child)))) for child in children]
-
-    def install(self) -> None:
-        """Make the children's calls the compiled ones."""
-        for attributes, call in self._shims:
-            attributes[COMPILED_CALL] = call
-
-    def remove(self) -> None:
-        """Undo :meth:`install`."""
-        for attributes, _ in self._shims:
-            attributes.pop(COMPILED_CALL, None)
+        super().__init__()
+        for child in children:
+            self.add(child, COMPILED_CALL, compile_fn(_frame_around(uncompiled_call(child))))
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -238,7 +218,7 @@ def _outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(method, reason=f"{name} runs outside of graphs")
 
 
-def _with_closure_seen(step: Callable[..., Any], on_closure: Callable[[], None]) -> Callable[..., Any]:
+def _noticing_closure(step: Callable[..., Any], on_closure: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(step)  # torch marks the step of an optimizer that has a scheduler
     def wrapper(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if closure is not None:

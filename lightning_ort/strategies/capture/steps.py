@@ -31,7 +31,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
-from lightning_ort.strategies.capture.shims import MISSING, ModuleShims, StepShims, restore_attribute
+from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -39,30 +39,20 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.backend import ORTBackend
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
 # A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row that recompile mean
 # that something differs in each step, until dynamo gives up.
 _MAX_RECOMPILING_STEPS = 3
-
+_CHOICE = {"modules": "its child modules are captured instead", "off": "it is left as it is"}
 _NO_CONTEXT = nullcontext()
 
 
 class Capture:
-    """Captures the steps of a strategy's LightningModule.
-
-    Args:
-        config: The settings.
-
-    Attributes:
-        report: What ran where; the backend's, once there is one.
-        backend: Compiles the graphs; ``None`` before the first :meth:`setup` and if capture is off.
-
-    """
+    """Captures the steps of a strategy's LightningModule."""
 
     def __init__(self, config: ORTConfig) -> None:
         self.config = config
-        self.report = CompileReport()
-        self.backend: ORTBackend | None = None
+        self.report = CompileReport()  # the backend's, once there is one
+        self.backend: ORTBackend | None = None  # until the first setup, and if capture is off
         self._module: CapturedModule | None = None
         self._steps: dict[str, CapturedStep] = {}
         self._active = False
@@ -84,10 +74,10 @@ class Capture:
         module = strategy.lightning_module
         assert module is not None
         if self._module is None or self._module.module is not module:
-            self._module = CapturedModule(strategy, module, self.config, self.backend)
+            self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
         mode = self._module.mode
         self._module.start()
-        if self._module.mode != mode:
+        if self._module.mode != mode or not self._steps:
             self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
         self._active = True
 
@@ -102,12 +92,7 @@ class Capture:
         return self._steps[name] if self._active else _NO_CONTEXT
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, as part of the training step that is being timed if one is.
-
-        Raises:
-            RuntimeError: If the gradient of a gradient was asked for.
-
-        """
+        """Run a backward pass, as part of the training step that is being timed if one is."""
         autotuner = self._steps["training_step"].autotuner if self._active else None
         with autotuner.timed() if autotuner is not None else _NO_CONTEXT:
             try:
@@ -123,17 +108,11 @@ class Capture:
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones
-        return {**vars(self), "backend": None, "_module": None, "_steps": {}, "_active": False}
+        return {**vars(Capture(self.config)), "report": self.report}
 
 
 class CapturedStep(AbstractContextManager[None]):
-    """One captured step: in a ``with`` block, the module's step is the compiled one.
-
-    Args:
-        module: The captured module.
-        name: Such as ``"training_step"``.
-
-    """
+    """One captured step: in a ``with`` block, the module's step of this name is the compiled one."""
 
     def __init__(self, module: CapturedModule, name: str) -> None:
         self._module = module
@@ -157,7 +136,7 @@ class CapturedStep(AbstractContextManager[None]):
         # each access makes a new bound method, so its function tells whether the user replaced the step
         if getattr(step, "__func__", step) is not self._function:
             self._prepare(step)
-        attributes = self._module.attributes
+        attributes = vars(self._module.module)
         self._before = attributes.get(self._name, MISSING)
         attributes[self._name] = self._replacement
 
@@ -166,7 +145,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._restore()
 
     def _restore(self) -> None:
-        attributes = self._module.attributes
+        attributes = vars(self._module.module)
         if attributes.get(self._name) is self._replacement:
             restore_attribute(attributes, self._name, self._before)
 
@@ -174,11 +153,10 @@ class CapturedStep(AbstractContextManager[None]):
         """Choose how to run a new step; dynamo compiles it at the first call."""
         self._step, self._function = step, getattr(step, "__func__", step)
         self._code = getattr(self._function, "__code__", None)
-        assert self._module.mode is not None
         mode = self._module.mode
         if mode == "step":
             if dynamo.is_wrapped(step):
-                self._module.record_choice(self._name, ReasonType.ALREADY_COMPILED, "left as it is")
+                self._record_choice(ReasonType.ALREADY_COMPILED, "left as it is")
                 mode = "off"
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 mode = "modules"
@@ -209,7 +187,7 @@ class CapturedStep(AbstractContextManager[None]):
         module, monitor = self._module, self._module.monitor
         module.backend.label = self._name
         call = self._step
-        shims: StepShims | ModuleShims = module.shims
+        shims: Shims = module.shims
         if self._mode == "modules":
             shims = module.module_shims(engine)
         elif engine in self._compiled:
@@ -218,12 +196,14 @@ class CapturedStep(AbstractContextManager[None]):
             call = self._compiled[engine] = module.compile(call, engine)
         logger = module.shims.logger
         try:
-            shims.install()
-            monitor.begin()
-            output = call(*args, **kwargs)
+            try:
+                shims.install()
+                monitor.begin()
+                output = call(*args, **kwargs)
+            finally:
+                monitor.end()
+                shims.remove()
         except BaseException as error:
-            monitor.end()
-            shims.remove()
             if isinstance(error, Exception):  # eager too logs what was logged before the user's error
                 with suppress(Exception):
                     logger.replay()
@@ -231,8 +211,6 @@ class CapturedStep(AbstractContextManager[None]):
             if monitor.saw_compile:
                 self._count(monitor.outcome(self._code))
             raise
-        monitor.end()
-        shims.remove()
         logger.replay()
         if monitor.saw_compile:
             self._decide(monitor.outcome(self._code), engine)
@@ -250,37 +228,37 @@ class CapturedStep(AbstractContextManager[None]):
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
         """Continue to capture this step as before, or in another way."""
         self._count(outcome)
-        record_choice = functools.partial(self._module.record_choice, self._name)
         if engine == "inductor" and (outcome.error is not None or outcome.limit is not None):
             cause = dynamo.backend_error(outcome.error) or outcome.error or outcome.limit
-            text = f"{dynamo.explanation(str(cause))}; inductor is not tried"
-            record_choice(ReasonType.INDUCTOR_FAILED, text)
+            self._record_choice(ReasonType.INDUCTOR_FAILED, f"{dynamo.explanation(str(cause))}; inductor is not tried")
             self._engine = "ort"
             if self.autotuner is not None:
                 self.autotuner.drop("inductor")
             return
         if outcome.untraceable is not None and outcome.skipped is outcome.skipped_rest is None:
-            record_choice(ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
+            self._record_choice(ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
         if outcome.error is not None:
-            self._give_up(ReasonType.CAPTURE_FAILED, dynamo.explanation(str(outcome.error)), outcome.error)
+            self._fall_back(ReasonType.CAPTURE_FAILED, dynamo.explanation(str(outcome.error)), outcome.error)
         elif outcome.limit is not None:
-            self._give_up(ReasonType.RECOMPILING, outcome.limit)
+            self._fall_back(ReasonType.RECOMPILING, outcome.limit)
         elif self._mode != "step":
             return
         elif outcome.skipped is not None:
-            self._give_up(ReasonType.CAPTURE_FAILED, dynamo.explanation(outcome.skipped))
+            self._fall_back(ReasonType.CAPTURE_FAILED, dynamo.explanation(outcome.skipped))
         elif outcome.calls_autograd_grad:
-            self._set_mode("off")
-            text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient; it is left as it is"
-            record_choice(ReasonType.SECOND_GRADIENT, text)
+            text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
+            self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
         elif self._module.closure_seen:
-            self._use_modules(ReasonType.CAPTURE_FAILED, "an optimizer runs a closure, which no graph can hold")
+            text = "an optimizer runs a closure, which no graph can hold"
+            self._change_mode("modules", ReasonType.CAPTURE_FAILED, text)
         elif self._module.config.capture == "auto":
             if outcome.skipped_rest is not None:
-                self._use_modules(ReasonType.CAPTURE_FAILED, f"of a part: {dynamo.explanation(outcome.skipped_rest)}")
+                text = f"of a part: {dynamo.explanation(outcome.skipped_rest)}"
+                self._change_mode("modules", ReasonType.CAPTURE_FAILED, text)
             elif self._recompiling > _MAX_RECOMPILING_STEPS:
-                self._use_modules(ReasonType.RECOMPILING, f"{self._recompiling} steps in a row compiled again")
+                text = f"{self._recompiling} steps in a row compiled again"
+                self._change_mode("modules", ReasonType.RECOMPILING, text)
 
     def _keep_fastest(self, autotuner: StepAutotuner) -> None:
         """Keep the fastest engine; all processes of a run go by the times of the one that is done first."""
@@ -293,39 +271,35 @@ class CapturedStep(AbstractContextManager[None]):
         report = StepReport(self._name, times)
         backend.report.steps.append(report)
         if report.engine == "torch":
-            self._set_mode("off")
-            text = f"{times['ort']:.3g} ms captured, {times['torch']:.3g} ms as it is; it is left as it is"
-            self._module.record_choice(self._name, ReasonType.SLOWER, text)
+            text = f"{times['ort']:.3g} ms captured, {times['torch']:.3g} ms as it is"
+            self._change_mode("off", ReasonType.SLOWER, text)
         elif report.engine == "inductor":
             self._engine = "inductor"
             text = f"{times['ort']:.3g} ms, {times['inductor']:.3g} ms compiled by inductor, which keeps it"
-            self._module.record_choice(self._name, ReasonType.SLOWER, text)
+            self._record_choice(ReasonType.SLOWER, text)
 
-    def _give_up(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
-        """Report that a part of the step cannot be captured; capture its child modules instead, or nothing.
-
-        Raises:
-            ORTFallbackError: Under ``fallback="raise"``.
-
-        """
+    def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
+        """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
         config = self._module.config
         inner = dynamo.backend_error(error)
         if inner is not None and config.fallback == "raise":
             raise inner  # from our compiler, which has reported it
         if self._mode == "step":
             self._set_mode("modules" if config.capture == "auto" else "off")
-            if self._mode == "modules":
-                text += "; its child modules are captured instead"
+            text += f"; {_CHOICE['modules']}" if self._mode == "modules" else ""
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
-    def _use_modules(self, kind: ReasonType, why: str) -> None:
-        self._set_mode("modules")
-        self._module.record_choice(self._name, kind, f"{why}; its child modules are captured instead")
+    def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
+        self._set_mode(mode)
+        self._record_choice(kind, f"{why}; {_CHOICE[mode]}")
 
     def _set_mode(self, mode: Mode) -> None:
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
         self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
         self.autotuner = self._module.new_autotuner() if mode != "off" else None
+
+    def _record_choice(self, kind: ReasonType, text: str) -> None:
+        self._module.record_choice(self._name, kind, text)
 
 
 def _not_prepared(*args: Any, **kwargs: Any) -> Any:

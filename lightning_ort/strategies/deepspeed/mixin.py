@@ -73,8 +73,11 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     if TYPE_CHECKING:
         config: dict[str, Any]
         lightning_module: pl.LightningModule  # type: ignore[assignment]
-        report: CompileReport
         _swap: OptimizerSwap
+
+        @property
+        def report(self) -> CompileReport:
+            """That of ``ORTMixin``."""
 
     def __init__(
         self,

@@ -25,17 +25,10 @@ def share_timings(store: "torch.distributed.Store | None") -> Agree | None:
 
 
 def agree(store: "torch.distributed.Store", key: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """Publish timings, or return those that another process of the run has published.
+    """Publish the timings of a region or step, or return those that another process has published under the same key.
 
-    Args:
-        store: The store of the run.
-        key: The region or step; the same in all processes.
-        measured: The timings of this process, in plain types.
-
-    Returns:
-        The part of what was published first that was measured here too. A process must not use timings of something
-        that it does not have, such as an engine that failed in it.
-
+    Only the part that was measured here too is returned: a process must not use timings of something that it does not
+    have, such as an engine that failed in it.
     """
     published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))
     common = {name: published[name] for name in measured if name in published}

@@ -16,12 +16,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ort.compat.lightning import (
-    end_after_this_batch,
-    is_sigterm_handler,
-    reset_sigterm_handler,
-    set_sigterm_handler,
-)
+from lightning_ort.compat import lightning as compat
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,10 +25,8 @@ log = logging.getLogger(__name__)
 
 SIGTERM_CHECKPOINT = "sigterm.ckpt"
 STATUS = 128 + signal.SIGTERM
-# a process that is to end may take at least this long to reach its next batch
-PATIENCE_SECONDS = 60.0
-# the same while it, or another process, saves a checkpoint
-SAVING_SECONDS = 1800.0
+PATIENCE_SECONDS = 60.0  # a process that is to end may take at least this long to reach its next batch
+SAVING_SECONDS = 1800.0  # the same while it, or another process, saves a checkpoint
 _LISTEN_SECONDS = 0.3
 _POSIX = os.name == "posix"
 
@@ -50,25 +43,16 @@ class CoordinatedSigterm:
 
     If the vote does not succeed because a process is stuck, each process ends by itself, without a checkpoint.
 
-    Args:
-        trainer: The Trainer of the run.
-        store: The store of the run; ``None`` for a single process.
-        status: The exit status of this process.
-
-    Attributes:
-        agreed: Whether this process has reached the batch after which to stop.
-
     """
 
     def __init__(self, trainer: "pl.Trainer", store: "torch.distributed.Store | None", status: int) -> None:
-        self.agreed = False
+        self.agreed = False  # whether this process has reached the batch after which to stop
         self.told = False  # by a signal, or by another process
         self.status = status
         self._trainer = trainer
         self._store = store
         self._voted = False
-        # training batches, and steps of the evaluation since then
-        self._position = (0, 0)
+        self._position = (0, 0)  # training batches, and steps of the evaluation since then
         self._listener: _Listener | None = None
         self._progress = time.monotonic()
         self._longest = 0.0
@@ -76,27 +60,19 @@ class CoordinatedSigterm:
 
     def install(self) -> None:
         """Replace Lightning's reaction to SIGTERM; handlers that the user installed still run."""
-        set_sigterm_handler(self._trainer, self._mark)
+        compat.set_sigterm_handler(self._trainer, self.on_signal)
         if self._store is not None:
             self._listener = _Listener(self, self._store)
             self._listener.start()
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether this handles SIGTERM now: Lightning has its handlers in place only in its loops."""
-        return is_sigterm_handler(self._mark)
-
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        reset_sigterm_handler(self._trainer)
+        compat.reset_sigterm_handler(self._trainer)
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
 
-    def _mark(self, signum: int, frame: Any) -> None:
-        self.tell()
-
-    def tell(self) -> None:
+    def on_signal(self, signum: int = signal.SIGTERM, frame: Any = None) -> None:
         """Let this process vote from now on; a second call does nothing."""
         if not self.told:
             self._progress = time.monotonic()
@@ -105,7 +81,7 @@ class CoordinatedSigterm:
     def on_train_batch_start(self) -> None:
         """Vote; if this is the batch to stop after, Lightning's loops end after it and save their progress."""
         if self._at((self._position[0] + 1, 0)):
-            end_after_this_batch(self._trainer)
+            compat.end_after_this_batch(self._trainer)
 
     def on_evaluation_step(self) -> bool:
         """Vote, and return whether to end here."""
@@ -214,8 +190,9 @@ class _Listener(threading.Thread):
         if not select.select([self._read], [], [], _LISTEN_SECONDS)[0]:
             return
         signals = os.read(self._read, 4096)
-        if signal.SIGTERM in signals and self._sigterm.is_installed:
-            self._sigterm.tell()
+        # Lightning has its handlers in place only in its loops
+        if signal.SIGTERM in signals and compat.is_sigterm_handler(self._sigterm.on_signal):
+            self._sigterm.on_signal()
         if self._before >= 0 and (others := signals.strip(b"\0")):
             os.write(self._before, others)
 
@@ -227,7 +204,7 @@ class _Listener(threading.Thread):
             self._passed_on = True
         elif self._store.check(["stop/told"]):
             self._passed_on = True
-            self._sigterm.tell()
+            self._sigterm.on_signal()
 
     def stop(self) -> None:
         """End the thread."""

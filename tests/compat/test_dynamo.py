@@ -1,0 +1,272 @@
+"""Each private name of ``torch._dynamo`` that is used means what it did in the torch that it was read in."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ort.compat import dynamo
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What dynamo logs; nothing of it is shown."""
+    kept: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        kept.append(record)
+        return False
+
+    for logger in dynamo.LOGGERS:
+        logger.addFilter(keep)
+    yield kept
+    for logger in dynamo.LOGGERS:
+        logger.removeFilter(keep)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def halves(x: torch.Tensor, by: int = 2) -> torch.Tensor:
+    y = x / by
+    torch._dynamo.graph_break()
+    return y + 1
+
+
+def isolated(function: Callable[..., Any], backend: Any = "eager", **kwargs: Any) -> Any:
+    return torch.compile(function, backend=backend, isolate_recompiles=True, **kwargs)
+
+
+def test_compile_callbacks() -> None:
+    ids: list[str | None] = []
+    starts, ends = dynamo.compile_callbacks()
+    for callbacks in (starts, ends):
+        callbacks.append(lambda args: ids.append(dynamo.compile_id(args)))
+    isolated(double)(torch.ones(2))
+    first, last = ids
+    assert first == last
+    assert first is not None
+    torch._dynamo.reset()
+    assert not starts
+    assert not ends
+    assert dynamo.compile_callbacks() == (starts, ends)
+
+
+def test_a_callback_may_be_about_something_else_than_a_frame() -> None:
+    other = dynamo.CallbackArgs(dynamo.CallbackTrigger.LAZY_BACKWARD, "0/0")
+    assert dynamo.compile_id(other) is None
+
+
+def test_recompiles_are_counted() -> None:
+    compiled, marker = isolated(halves, dynamic=False), dynamo.last_compilation()
+    compiled(torch.ones(2))
+    assert dynamo.compilations_since(marker, None, ()) == (0, None, None)
+    marker = dynamo.last_compilation()
+    compiled(torch.ones(3))  # its frame, and the rest of it
+    assert dynamo.compilations_since(marker, None, ()) == (2, None, None)
+
+
+def test_compilations_are_known_by_their_ids() -> None:
+    ids: list[Any] = []
+    dynamo.compile_callbacks()[0].append(lambda args: ids.append(dynamo.compile_id(args)))
+    compiled, marker = isolated(double, dynamic=False), dynamo.last_compilation()
+    for size in (2, 3):
+        compiled(torch.ones(size))
+    assert dynamo.compilations_since(marker, None, ())[0] == 1
+    assert dynamo.compilations_since(marker, None, ids) == (0, None, None)
+
+
+def breaks_in_loop(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+def rest_breaks_in_loop(x: torch.Tensor) -> torch.Tensor:
+    x = x * 3
+    torch._dynamo.graph_break()
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+@pytest.mark.parametrize(("function", "rest"), [(breaks_in_loop, False), (rest_breaks_in_loop, True)])
+def test_what_dynamo_skips_is_said(function: Any, rest: bool) -> None:
+    marker = dynamo.last_compilation()
+    isolated(function)(torch.ones(2))
+    _, skipped, skipped_rest = dynamo.compilations_since(marker, function.__code__, ())
+    assert (skipped is None) is rest
+    reason = skipped_rest if rest else skipped
+    assert reason is not None
+    assert dynamo.compilations_since(marker, double.__code__, ()) == (0, None, None)
+    assert "graph break" in dynamo.explanation(reason)
+
+
+def test_graph_breaks() -> None:
+    before = dynamo.graph_breaks()
+    isolated(halves)(torch.ones(2))
+    *others, reason = dynamo.graph_breaks()
+    assert others == before
+    assert not dynamo.is_at_autograd_grad(reason)
+
+    def differentiates(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((x * x).sum(), x)[0]
+
+    before = dynamo.graph_breaks()
+    isolated(differentiates)(torch.ones(2, requires_grad=True))
+    assert any(map(dynamo.is_at_autograd_grad, dynamo.graph_breaks()[len(before) :]))
+
+
+def test_suppressed_error(records: list[logging.LogRecord]) -> None:
+    def failing(gm: Any, inputs: Any) -> Any:
+        raise KeyError("ours")
+
+    with dynamo.settings_for_steps(()):
+        isolated(double, failing)(torch.ones(2))
+    (error,) = filter(None, map(dynamo.suppressed_error, records))
+    assert isinstance(dynamo.backend_error(error), KeyError)
+    assert dynamo.backend_error(KeyError()) is dynamo.backend_error(None) is None
+    assert not any(map(dynamo.recompile_limit, records))
+
+
+def test_recompile_limit(records: list[logging.LogRecord]) -> None:
+    compiled = isolated(halves, dynamic=False, recompile_limit=2)
+    for by in range(1, 6):
+        compiled(torch.ones(2), by)
+    limit, function, reason = next(filter(None, map(dynamo.recompile_limit, records)))
+    assert str(limit) == "2"
+    assert "halves" in str(function)
+    assert "by" in str(reason)
+    assert not any(map(dynamo.suppressed_error, records))
+
+
+def test_untraceable_operation(records: list[logging.LogRecord]) -> None:
+    def writes(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = x * 2
+        out[mask] = out.sum()
+        return out
+
+    isolated(writes, "aot_eager")(torch.ones(3, requires_grad=True), torch.tensor([True, False, True]))
+    assert {*filter(None, map(dynamo.untraceable_operation, records))} == {"aten.nonzero.default"}
+
+
+def test_explanation() -> None:
+    assert dynamo.explanation("First.\n  Explanation: because of this.\n  Hint: none") == "because of this."
+    assert dynamo.explanation("Only this.\nAnd more.") == "Only this."
+    assert dynamo.explanation(" ") == "no message"
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(halves, backend="eager", fullgraph=True)(torch.ones(2))
+    assert "\n" not in dynamo.explanation(str(caught.value))
+    assert "Explanation: " in str(caught.value)
+
+
+def test_settings_hold_within_their_context() -> None:
+    config = torch._dynamo.config
+    names = ("allow_unspec_int_on_nn_module", "suppress_errors", "use_numpy_random_stream", "allow_rnn")
+    before = {name: getattr(config, name) for name in (*names, "ignore_logging_functions")}
+    assert not all(before[name] for name in names)
+    with dynamo.settings_for_steps([print]):
+        assert all(getattr(config, name) for name in names)
+        assert print in config.ignore_logging_functions
+    assert {name: getattr(config, name) for name in before} == before
+
+
+def test_a_counter_does_not_compile_again_and_again() -> None:
+    class Counts(nn.Module):
+        steps = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.steps
+
+    module = Counts()
+    compiled, marker = isolated(module.forward), dynamo.last_compilation()
+    for step in range(6):
+        module.steps = step
+        with dynamo.settings_for_steps(()):
+            assert compiled(torch.zeros(1)).item() == step
+    assert dynamo.compilations_since(marker, None, ())[0] <= 2
+
+
+def test_wrapped_functions() -> None:
+    assert not dynamo.is_wrapped(double)
+    assert dynamo.is_wrapped(torch.compile(double, backend="eager"))
+    assert dynamo.is_wrapped(torch.compiler.disable(double))
+
+
+def test_compiled_modules() -> None:
+    module = nn.Linear(2, 2)
+    assert not dynamo.is_compiled_module(module)
+    assert dynamo.is_compiled_module(torch.compile(module, backend="eager"))
+
+
+@pytest.mark.parametrize("function", [double, halves])
+def test_released_regions_compile_again(function: Any) -> None:
+    graphs = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    first, second = isolated(function, backend), isolated(function, backend)
+    assert dynamo.region_of(first) != dynamo.region_of(second)
+    for compiled in (first, second):
+        compiled(torch.ones(2))
+    count = len(graphs)
+    regions = [dynamo.region_of(first)]
+    dynamo.release_regions(regions)
+    assert regions == []
+    first(torch.ones(2))
+    assert len(graphs) == count + count // 2
+    dynamo.release_regions([])
+    first(torch.ones(2))
+    assert len(graphs) == count + count // 2
+
+
+@pytest.mark.parametrize("function", [double, halves])
+def test_released_regions_free_their_graphs(function: Any) -> None:
+    runs = []
+
+    class Run:
+        def __init__(self, gm: Any) -> None:
+            self.forward = gm.forward
+            runs.append(weakref.ref(self))
+
+        def __call__(self, *args: Any) -> Any:
+            return self.forward(*args)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return Run(gm)
+
+    compiled = isolated(function, backend)
+    compiled(torch.ones(2))
+    dynamo.release_backend(backend)
+    dynamo.release_regions([dynamo.region_of(compiled)])
+    gc.collect()
+    assert runs
+    assert not any(run() for run in runs)
+
+
+def test_a_released_backend_is_not_kept_for_the_reset() -> None:
+    resets = []
+
+    class Backend:
+        def __call__(self, gm: Any, inputs: Any) -> Any:
+            return gm.forward
+
+        def reset(self) -> None:
+            resets.append(self)
+
+    released, kept = Backend(), Backend()
+    for backend in (released, kept):
+        isolated(double, backend)(torch.ones(2))
+    dynamo.release_backend(released)
+    torch._dynamo.reset()
+    assert resets == [kept]

@@ -1,0 +1,127 @@
+"""Rules of docs/contributing.md that a machine can check: size, layers, no import cycle, private names in `compat/`."""
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_ort
+
+ROOT = Path(lightning_ort.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_PACKAGE_LINES = 14_500
+
+# A module imports from its own layer and from those before it.
+LAYERS = [
+    {"_arguments", "_imports", "_text", "config"},
+    {"compat"},
+    {"compiler"},
+    {"optim", "precision"},
+    {"strategies"},
+    {"callbacks", "onnx_export"},
+    {"lightning", "pytorch_lightning"},
+    {"_registration"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def layer_of(module: str) -> int:
+    part = module.split(".")[1] if "." in module else "__init__"
+    return next(index for index, layer in enumerate(LAYERS) if part in layer)
+
+
+def module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not those of functions, nor those for type checkers."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from (node for statement in child.orelse for node in ast.walk(statement))
+            continue
+        yield child
+        yield from module_level(child)
+
+
+def imported(nodes: Iterator[ast.AST]) -> set[str]:
+    """Modules of the package that statements import."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inner]
+        else:
+            continue
+        found.update(name for name in names if name in MODULES)
+    return found
+
+
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Each function and its lines, docstring not counted."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            yield node.name, lines
+
+
+def test_the_package_stays_small() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {path.name: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
+    assert sum(lines.values()) < MAX_PACKAGE_LINES
+
+
+def test_functions_are_short() -> None:
+    found = {(module, name): lines for module in MODULES for name, lines in functions(parsed(module))}
+    assert len(found) > 500
+    assert {where: lines for where, lines in found.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def test_no_import_cycle() -> None:
+    # a package runs before its modules, so that it counts as imported by them
+    graph = {module: imported(module_level(parsed(module))) - {module} for module in MODULES}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the modules of a cycle
+    assert len(order) == len(MODULES) > 50
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_upward_import(module: str) -> None:
+    # those inside functions too
+    above = {name for name in imported(ast.walk(parsed(module))) if layer_of(name) > layer_of(module)}
+    assert above == set()
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if ".compat" not in module])
+def test_private_names_of_other_packages_are_in_compat(module: str) -> None:
+    """Ruff's SLF001 sees attributes; this sees imports."""
+    private = set()
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        private |= {name for name in names if not name.startswith("lightning_ort") and re.search(r"\._[a-z]", name)}
+    assert private == set()
