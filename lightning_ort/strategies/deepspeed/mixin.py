@@ -67,12 +67,12 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     """
 
     namespace: ClassVar[LightningNamespace]
-    handles_gradient_accumulation = False  # type: ignore[assignment]
-    lightning_restore_optimizer = True  # type: ignore[assignment]
+    handles_gradient_accumulation = False
+    lightning_restore_optimizer = True
 
     if TYPE_CHECKING:
         config: dict[str, Any]
-        lightning_module: pl.LightningModule  # type: ignore[assignment]
+        lightning_module: pl.LightningModule
         _swap: OptimizerSwap
 
         @property
