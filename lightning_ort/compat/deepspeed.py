@@ -109,12 +109,7 @@ def parameter_device(zero: Any) -> torch.device:
 
 
 def checkpoint_folder(directory: Path) -> Path:
-    """Return the folder with the files of a checkpoint directory (deepspeed 0.19.8).
-
-    Raises:
-        ValueError: If it is not a checkpoint directory.
-
-    """
+    """Return the folder with a checkpoint's files; raise ``ValueError`` if there is none (deepspeed 0.19.8)."""
     latest = directory / "latest"
     if not latest.is_file():
         raise ValueError(f"{directory} is not a checkpoint of DeepSpeed: it has no file 'latest'.")
@@ -138,15 +133,17 @@ def passed_entries(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpartitioned_weights(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return buffers, in float32 if they are floating-point, and frozen parameters (deepspeed 0.19.8)."""
-    buffers = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
-    weights = {name: value.float() if value.is_floating_point() else value for name, value in buffers.items()}
-    return {**weights, **(model.get("frozen_param_fragments") or {})}
+    """Return buffers and frozen parameters, in float32 if they are floating-point (deepspeed 0.19.8)."""
+    partitioned = {name for shapes in model["param_shapes"] for name in shapes} | tied_weights(model).keys()
+    names = dict.fromkeys([*model["buffer_names"], *model["module"]])
+    found = {name: model["module"][name] for name in names if name in model["module"] and name not in partitioned}
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
+    return {**weights, **(model.get("frozen_param_fragments") or {})}  # stage 1 saves them as part of the module only
 
 
 def tied_weights(model: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of weights that are saved under another name, and that name (deepspeed 0.19.8)."""
-    return model.get("shared_params", {})
+    return dict(model.get("shared_params", {}))
 
 
 def saved_offsets(shard: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]], group: int) -> list[int]:

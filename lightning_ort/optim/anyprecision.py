@@ -39,11 +39,15 @@ class AnyPrecisionAdamW(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
+        for name, value, valid in (
+            ("lr", lr, lr >= 0),
+            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
+            ("eps", eps, eps >= 0),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+        ):
+            if not valid:
+                raise ValueError(f"AnyPrecisionAdamW({name}={value}): must not be negative; betas below 1.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        for name in ("lr", "betas", "eps", "weight_decay"):
-            values = betas if name == "betas" else (defaults[name],)
-            if not all(value >= 0 and (value < 1 or name != "betas") for value in values):
-                raise ValueError(f"AnyPrecisionAdamW({name}={defaults[name]}): must not be negative; betas below 1.")
         super().__init__(params, defaults)
 
     @override

@@ -25,12 +25,7 @@ class _EightBit(torch.optim.Optimizer):
         return config
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load states in any form that :mod:`lightning_ort.optim.states` knows.
-
-        Raises:
-            ValueError: If the parameter groups differ.
-
-        """
+        """Load states in any form that :mod:`lightning_ort.optim.states` knows."""
         state_dict = run_load_state_dict_pre_hooks(self, state_dict)  # bitsandbytes calls no hooks
         if all(form(state) == "bitsandbytes" for state in state_dict["state"].values()):
             super().load_state_dict(state_dict, move_to_device)  # type: ignore[call-arg]

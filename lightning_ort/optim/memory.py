@@ -89,9 +89,10 @@ def predict(module: nn.Module, optim: str) -> Memory:
 
     """
     check_choice("optim", optim, STATES)
+    trainable = _trainable(module)
     embeddings = {id(p) for m in module.modules() if isinstance(m, EMBEDDINGS) for p in m.parameters(recurse=False)}
     states = 0
-    for parameter in _trainable(module):
+    for parameter in trainable:
         if id(parameter) in embeddings and optim in _EMBEDDING_STATES:
             states += _EMBEDDING_STATES[optim] * parameter.numel()
         else:

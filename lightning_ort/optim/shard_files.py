@@ -35,15 +35,10 @@ _HARMLESS: list[Any] = [(_Unread, name) for name in CHECKPOINT_CLASSES]
 
 
 def load(file: Path, trust: bool = False, device: str = "cpu") -> Any:
-    """Read a file written by ``torch.save``.
-
-    Args:
-        file: The file.
-        trust: Also call functions and classes that are not known to be harmless.
-        device: Where its tensors go; ``"meta"`` does not read their elements.
+    """Read a file written by ``torch.save``; on the device ``"meta"`` without the elements of its tensors.
 
     Raises:
-        NotTrusted: If it names something to call that is not known to be harmless.
+        NotTrusted: If it names functions or classes that are not known to be harmless, without ``trust``.
         ValueError: If it cannot be read.
 
     """

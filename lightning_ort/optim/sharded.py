@@ -33,12 +33,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
 
 def shard(optimizer: Optimizer) -> None:
-    """Split the states of one of ``torch.optim`` over all processes, in the user's own object.
-
-    Raises:
-        ValueError: If the states of its class cannot be split.
-
-    """
+    """Split the states of one of ``torch.optim`` over all processes, in the user's own object."""
     cls = type(optimizer)
     if not cls.__module__.startswith("torch.optim") or cls is LBFGS:
         raise ValueError(

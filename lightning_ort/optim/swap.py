@@ -33,19 +33,7 @@ _Plan = tuple[Callable[[], None] | None, str]
 
 
 class OptimizerSwap:
-    """Runs the configured optimizers by another implementation.
-
-    Args:
-        name: One of :data:`~lightning_ort.optim.registry.OptimName`.
-        min_8bit_size: Tensors with fewer elements keep 32-bit states (bitsandbytes).
-        bits: Module name -> 8 or 32: bits of the states of its parameters (bitsandbytes). The default for embeddings
-            is 32.
-        options: Further arguments for the implementation's constructor.
-
-    Raises:
-        ValueError: If the name is unknown, or a setting has no effect on it.
-
-    """
+    """Runs the configured optimizers by another implementation; :class:`~lightning_ort.ORTOptimizer` has its docs."""
 
     def __init__(
         self,
@@ -71,19 +59,11 @@ class OptimizerSwap:
     def apply(
         self, module: nn.Module, optimizers: Sequence[optim.Optimizer], device: torch.device
     ) -> list[OptimizerReport]:
-        """Change the optimizers of a module in place, or raise an error and leave all of them as they were.
-
-        Args:
-            module: The module that owns the parameters.
-            optimizers: The optimizers as configured.
-            device: The device of the parameters.
-
-        Returns:
-            What runs each optimizer.
+        """Change the optimizers of a module in place, and return what runs each one.
 
         Raises:
-            ModuleNotFoundError: If a package is missing.
-            ValueError: If the implementation cannot stand for one of the optimizers.
+            ModuleNotFoundError: If a package is missing. The optimizers are as they were.
+            ValueError: If the implementation cannot stand for one of them. All are as they were.
 
         """
         configured = [registry.runs(optimizer) for optimizer in optimizers]

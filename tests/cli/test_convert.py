@@ -74,6 +74,17 @@ def test_whole(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert states["state"][3]["step"] == 3
 
 
+def test_frozen_parameters_under_stage_1(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = directory / "checkpoint" / "mp_rank_00_model_states.pt"
+    torch.save(
+        torch.load(file, weights_only=True) | {"frozen_param_shapes": None, "frozen_param_fragments": None}, file
+    )
+    run(monkeypatch, directory, tmp_path / "plain.ckpt")
+    weights = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
+    assert sorted(weights) == ["a", "b", "c", "frozen"]
+    assert weights["frozen"].tolist() == [1, 1]
+
+
 def test_a_part_is_missing(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     next(directory.glob("*/zero_pp_rank_1*")).unlink()
     with pytest.raises(SystemExit, match="1 processes, and 2 saved"):

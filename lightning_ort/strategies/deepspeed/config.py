@@ -25,14 +25,7 @@ _SECTIONS = {
 
 
 def read(config: Any) -> dict[str, Any] | None:
-    """Return a configuration that was passed as a mapping or as the path of a JSON file.
-
-    Raises:
-        TypeError: If it is neither, or a section is of another type.
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file cannot be read, or is not JSON.
-
-    """
+    """Return a configuration that was passed as a mapping or as the path of a JSON file; check its sections' types."""
     if config is None:
         return None
     name, shown = "deepspeed_config", passed("deepspeed_config", config)
@@ -67,12 +60,7 @@ def check_stage(stage: Any) -> None:
 
 
 def stage_one(config: dict[str, Any], offload_optimizer: bool) -> dict[str, Any]:
-    """Return the configuration for ZeRO stage 1, without what is ``"auto"``, which the Trainer decides.
-
-    Raises:
-        ValueError: If it asks for another stage, or has options of other stages.
-
-    """
+    """Return the configuration for ZeRO stage 1, without what is ``"auto"``, which the Trainer decides."""
     config = _without_auto(config)
     zero = config.setdefault("zero_optimization", {})
     check_stage(zero.get("stage", 1))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_integer
@@ -22,13 +24,9 @@ from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, DeepSpeed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.strategies.registry import _StrategyRegistry
-    from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.report import CompileReport
     from lightning_ort.optim.swap import OptimizerSwap
@@ -69,10 +67,12 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     """
 
     namespace: ClassVar[LightningNamespace]
+    handles_gradient_accumulation = False
+    lightning_restore_optimizer = True
 
     if TYPE_CHECKING:
         config: dict[str, Any]
-        lightning_module: pl.LightningModule  # type: ignore[assignment]
+        lightning_module: pl.LightningModule
         _swap: OptimizerSwap
 
         @property
@@ -81,7 +81,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     def __init__(
         self,
-        deepspeed_config: "_PATH | dict[str, Any] | None" = None,
+        deepspeed_config: str | Path | dict[str, Any] | None = None,
         offload_optimizer: bool = False,
         checkpoint: CheckpointForm = "file",
         start_method: StartMethod = "popen",
@@ -130,7 +130,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: "_StrategyRegistry") -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         name, description = cls.strategy_name, "DeepSpeed's ZeRO stage 1 on ONNX Runtime"
         strategy_registry.register(name, cls, description=description)
         description += ", optimizer states on the CPU"
@@ -219,11 +219,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         except AttributeError:  # a loader without a batch sampler
             return 1
 
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        return False
-
     # optimizers
 
     @override
@@ -244,7 +239,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             )
 
     @override
-    def _init_optimizers(self) -> tuple["Optimizer", Any]:
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
         check_optimizer(self.optimizers[0])
         return self.optimizers[0], next(iter(self.lr_scheduler_configs), None)
 
@@ -269,19 +264,14 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self.model = model
         self.model_to_device()
 
-    def wrapper_hooks(self) -> list["RemovableHandle"]:
+    def wrapper_hooks(self) -> list[RemovableHandle]:
         """Return the hooks that DeepSpeed, not the user, has registered on the module."""
         return compat.forward_hooks(self.model)
 
     # checkpoints
 
-    @property
     @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def optimizer_state(self, optimizer: "Optimizer") -> dict[str, Tensor]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the states of all parameters on rank 0, and nothing on the others."""
         return self._states.state_dict() if self._states and self._checkpoint_form == "file" else {}
 
@@ -298,7 +288,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: "_PATH", storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._checkpoint_form == "file":
             self._ddp.save_checkpoint(checkpoint, filepath, storage_options)
@@ -309,7 +299,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         super().save_checkpoint({**checkpoint, PARAMETER_NAMES: groups}, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: "_PATH", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a plain checkpoint or DeepSpeed's directory, which may be of any number of processes."""
         if Path(checkpoint_path).is_dir():
             try:

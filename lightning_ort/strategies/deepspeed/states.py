@@ -10,7 +10,7 @@ a state for each parameter, fits any number and any other strategy.
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,10 @@ class _Place:
 
 
 class DeepSpeedStates:
-    """The states and float32 weights of a DeepSpeed optimizer, saved and loaded in torch's form.
+    """The states and float32 weights of a ``DeepSpeedZeroOptimizer`` in torch's form; call the methods on all ranks.
 
-    Every method with communication must be called on all ranks.
-
-    Args:
-        zero: DeepSpeed's ``DeepSpeedZeroOptimizer``.
-        groups: The parameters of each group as the module configured them; ``None`` if DeepSpeed's configuration has
-            the optimizer.
-
+    ``groups`` are the parameters of each group as the module configured them; ``None`` if DeepSpeed's configuration has
+    the optimizer.
     """
 
     def __init__(self, zero: Any, groups: Sequence[Sequence[Tensor]] | None) -> None:
@@ -103,23 +98,12 @@ class DeepSpeedStates:
     def state_dict(self) -> dict[str, Any]:
         """Gather the states on the CPU of rank 0; return an empty dict on the other ranks."""
         saved = deepspeed.wrapped_optimizer(self._zero).state_dict()
-        states: dict[int, dict[str, Any]] = {}
-        for index, places in enumerate(self._places):
-            size = deepspeed.partition_size(self._zero, index)
-            for key, value in saved["state"].get(index, {}).items():
-                is_flat = _is_flat(value, size)
-                whole = self._gather(value) if is_flat else value
-                if whole is not None:
-                    _distribute(states, places, key, whole, is_flat)
-        return _state_dict(states, saved["param_groups"], self.groups) if dist.get_rank() == 0 else {}
+        sizes = [deepspeed.partition_size(self._zero, index) for index in range(len(self._places))]
+        whole = _state_dict(saved, self.groups, self._places, sizes, lambda index, key, value: self._gather(value))
+        return whole if dist.get_rank() == 0 else {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the states of all parameters in torch's form; each rank keeps its partition.
-
-        Raises:
-            ValueError: If they are of another algorithm, or of other parameter groups.
-
-        """
+        """Load the states of all parameters; each rank keeps its partition."""
         inner = deepspeed.wrapped_optimizer(self._zero)
         saved = run_load_state_dict_pre_hooks(inner, dict(saved))  # they expect a state for each parameter
         sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g) for g in self.groups]
@@ -192,10 +176,6 @@ class DeepSpeedStates:
             piece[first - start : last - start] = whole.reshape(-1)[first - place.offset : last - place.offset]
 
 
-def _is_flat(value: Any, size: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == size
-
-
 def _distribute(
     states: dict[int, dict[str, Any]], places: Sequence[_Place], key: str, value: Any, is_flat: bool
 ) -> None:
@@ -212,25 +192,34 @@ def _numbers(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
 
 
 def _state_dict(
-    states: Mapping[int, Any], saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Any]]
+    saved: Mapping[str, Any],
+    groups: Sequence[Sequence[Any]],
+    places: Sequence[Sequence[_Place]],
+    sizes: Sequence[int],
+    gather: Callable[[int, str, Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with the parameters of ``groups`` in place of one flat tensor per group."""
-    numbered = [{**saved, "params": ids} for saved, ids in zip(saved_groups, _numbers(groups), strict=True)]
+    """Return an optimizer's state dict with the parameters of ``groups`` in place of one flat tensor per group.
+
+    ``gather`` gets the group, the key and the value of a partition with ``sizes`` elements, and returns the whole.
+    """
+    states: dict[int, dict[str, Any]] = {}
+    for index, (of_group, size) in enumerate(zip(places, sizes, strict=True)):
+        for key, value in saved["state"].get(index, {}).items():
+            is_flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == size
+            whole = gather(index, key, value) if is_flat else value
+            if whole is not None:
+                _distribute(states, of_group, key, whole, is_flat)
+    numbered = [{**group, "params": ids} for group, ids in zip(saved["param_groups"], _numbers(groups), strict=True)]
     return {"state": dict(sorted(states.items())), "param_groups": numbered}
 
 
 def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
-    """Read a checkpoint that DeepSpeed wrote under ZeRO stage 1 or 2, from any number of processes.
+    """Read a checkpoint directory that DeepSpeed wrote under ZeRO stage 1 or 2 as a plain Lightning checkpoint.
 
-    Args:
-        directory: The path that was passed to ``Trainer.save_checkpoint``.
-        trust: Also call the functions and classes that its files name.
-
-    Returns:
-        A plain Lightning checkpoint on the CPU: float32 weights, and the optimizer's states in torch's form.
+    It has float32 weights, and the optimizer's states in torch's form, on the CPU.
 
     Raises:
-        NotTrusted: If a file names something to call that is not known to be harmless.
+        NotTrusted: If a file names functions or classes that are not known to be harmless, without ``trust``.
         ValueError: If it is not such a directory, or parts of it are missing or damaged.
 
     """
@@ -282,13 +271,13 @@ def _places(shards: _Shards, shapes: _Shapes, index: int, numbers: Sequence[int]
 def _optimizer_state(shards: _Shards, names: Sequence[Sequence[str]], shapes: _Shapes) -> dict[str, Any]:
     """Return the optimizer's state dict in torch's form."""
     bases = [deepspeed.saved_optimizer(shard) for shard in shards]
-    states: dict[int, dict[str, Any]] = {}
+    places, sizes = [], []
     for index, (group, numbers) in enumerate(zip(names, _numbers(names), strict=True)):
         by_name = dict(zip(group, numbers, strict=True))
-        places = _places(shards, shapes, index, [by_name[name] for name in shapes[index]])
-        size = deepspeed.saved_master_partition(shards[0], index).numel()
-        for key, value in bases[0]["state"].get(index, {}).items():
-            is_flat = _is_flat(value, size)
-            whole = torch.cat([base["state"][index][key] for base in bases]) if is_flat else value
-            _distribute(states, places, key, whole, is_flat)
-    return _state_dict(states, bases[0]["param_groups"], names)
+        places.append(_places(shards, shapes, index, [by_name[name] for name in shapes[index]]))
+        sizes.append(deepspeed.saved_master_partition(shards[0], index).numel())
+
+    def concatenate(index: int, key: str, value: Tensor) -> Tensor:
+        return torch.cat([base["state"][index][key] for base in bases])
+
+    return _state_dict(bases[0], names, places, sizes, concatenate)
