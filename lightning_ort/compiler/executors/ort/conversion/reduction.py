@@ -24,6 +24,8 @@ _OPERATORS = {
     aten.min: "ReduceMin",
     aten.any: "ReduceMax",
     aten.all: "ReduceMin",
+    aten.argmax: "ArgMax",
+    aten.argmin: "ArgMin",
 }
 
 
@@ -59,9 +61,9 @@ def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
 # sum, mean, product
 
 
-@converts(aten.sum.default, aten.sum.dim_IntList)
-@converts(aten.mean.default, aten.mean.dim)
-@converts(aten.prod.default, aten.prod.dim_int)
+@converts(
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.prod.dim_int, aten.prod.default
+)
 def sum_(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
@@ -77,8 +79,7 @@ def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any
     return value.op("CumSum", dim) if rank_of(x) else value
 
 
-@converts(aten.any.default, aten.any.dim, aten.any.dims)
-@converts(aten.all.default, aten.all.dim, aten.all.dims)
+@converts(aten.any.dims, aten.any.dim, aten.any.default, aten.all.dims, aten.all.dim, aten.all.default)
 def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     return _reduce_flags(ctx, _operator(node), x, ctx.value(x, torch.bool), dim, keepdim)
@@ -132,16 +133,10 @@ def _arg_along(onnx_op: str, value: Value, axis: int, keepdim: bool) -> Value:
     return where(has_nan, first, index)
 
 
-@converts(aten.argmax.default)
+@converts(aten.argmax.default, aten.argmin.default)
 def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
     """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
-    return _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
-
-
-@converts(aten.argmin.default)
-def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
-    """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
-    return _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+    return _arg_extremum(ctx, _operator(node), x, dim, keepdim)
 
 
 @converts(aten.max.dim, aten.min.dim)
@@ -176,20 +171,14 @@ def topk(
     return _top(ctx, x, ctx.sizes([k]), axis=dim, largest=int(largest), sorted=int(sorted))
 
 
-@converts(aten.sort.default)
-def sort(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False) -> tuple[Value, Value]:
-    """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
+@converts(aten.sort.default, aten.sort.stable)
+def sort(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False, *, stable: Any = None
+) -> tuple[Value, Value]:
+    """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
     refuse_scalars("sort", x)
     size = count(ctx, x, dim, torch.int64).reshape([1])
     return _top(ctx, x, size, axis=dim, largest=int(descending), sorted=1)
-
-
-@converts(aten.sort.stable)
-def sort_stable(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, stable: bool | None, dim: int = -1, descending: bool = False
-) -> tuple[Value, Value]:
-    """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
-    return sort(ctx, node, x, dim, descending)
 
 
 # variance
@@ -258,7 +247,7 @@ def vector_norm(
     *,
     dtype: Any = None,
 ) -> Value:
-    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
+    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""  # noqa: E501
     if isinstance(ord, fx.Node):
         raise Unsupported("a norm of a symbolic order")
     value = ctx.value(x, dtype_of(node))
