@@ -59,9 +59,9 @@ def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
 # sum, mean, product
 
 
-@converts(aten.sum.default, aten.sum.dim_IntList)
-@converts(aten.mean.default, aten.mean.dim)
-@converts(aten.prod.default, aten.prod.dim_int)
+@converts(
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.prod.default, aten.prod.dim_int)
+)
 def sum_(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
@@ -77,8 +77,7 @@ def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any
     return value.op("CumSum", dim) if rank_of(x) else value
 
 
-@converts(aten.any.default, aten.any.dim, aten.any.dims)
-@converts(aten.all.default, aten.all.dim, aten.all.dims)
+@converts(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
 def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
     return _reduce_flags(ctx, _operator(node), x, ctx.value(x, torch.bool), dim, keepdim)

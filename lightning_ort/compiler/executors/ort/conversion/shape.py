@@ -207,7 +207,7 @@ def as_strided_scatter(
     stride: Sequence[Size],
     storage_offset: Size | None = None,
 ) -> Value:
-    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? offset=None) -> Tensor"""
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""  # noqa: E501
     steps = _steps(x, size, stride, storage_offset)
     positions = _positions(ctx, x, steps, storage_offset)
     if positions is None:
@@ -269,7 +269,7 @@ def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any
 
 @converts(aten.full_like.default)
 def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> Value:
-    """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, ...) -> Tensor"""
+    """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?, memory_format?) -> Tensor"""
     return filled(ctx, ctx.shape_tensor(x), fill_value, dtype_of(node))
 
 
