@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion
+from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.guarded_region import GuardedRegion
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -36,19 +37,19 @@ def microseconds(call: Callable[[], object]) -> float:
 def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
     """Remember each region's session and the arguments of its latest call."""
     seen: dict[int, tuple[BoundSession, tuple[object, ...]]] = {}
-    original = OrtRegion.__call__
+    original = GuardedRegion.__call__
 
-    def call(self: OrtRegion, *args: object) -> object:
+    def call(self: GuardedRegion, *args: object) -> object:
         assert isinstance(self._run, BoundSession)
         detached = tuple(arg.detach().contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
         seen[id(self)] = (self._run, detached)
         return original(self, *args)
 
-    OrtRegion.__call__ = call  # type: ignore[method-assign]
+    GuardedRegion.__call__ = call  # type: ignore[method-assign]
     try:
         step()
     finally:
-        OrtRegion.__call__ = original  # type: ignore[method-assign]
+        GuardedRegion.__call__ = original  # type: ignore[method-assign]
     return list(seen.values())
 
 

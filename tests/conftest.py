@@ -78,6 +78,6 @@ def recordings_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prefer(sessions: Any, *args: Any) -> Any:
         fastest = max(sessions, key=lambda setup: setup.cuda_graph)
-        return dataclasses.replace(measure(sessions, *args), threads=fastest.threads, cuda_graph=fastest.cuda_graph)
+        return dataclasses.replace(measure(sessions, *args), variant=fastest)
 
     monkeypatch.setattr(placement, "measure", prefer)

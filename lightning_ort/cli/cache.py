@@ -26,7 +26,7 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
             room = sum(_delete(path) for path in (*kept, *partial))
             say(f"{folder}: {len(kept) + len(partial)} files deleted, {decimal(room)}")
             return
-        obstacle = cache_folder.why_not_trusted(folder) if kept else None
+        obstacle = cache_folder.untrusted_reason(folder) if kept else None
         room = sum(map(_size, kept))
     except OSError as error:
         sys.exit(f"{folder}: {error}")

@@ -23,7 +23,7 @@ from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
-from lightning_ort.compiler.cache_folder import why_not_trusted
+from lightning_ort.compiler.cache_folder import untrusted_reason
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.strategies.host_memory import why_not_retained
 
@@ -199,7 +199,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding("host memory", "ok" if reason is None else "absent", text)
     folder = default_folder()
     above = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    if folder.is_dir() and (obstacle := why_not_trusted(folder)) is not None:
+    if folder.is_dir() and (obstacle := untrusted_reason(folder)) is not None:
         yield Finding("cache", "absent", obstacle)
     elif os.access(above, os.W_OK):
         yield Finding("cache", "ok", str(folder))

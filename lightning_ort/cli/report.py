@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lightning_ort._text import say
-from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report import CompileReport, ms_label
 
 _LABELS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
 
@@ -47,6 +47,7 @@ def render(report: CompileReport, name: str) -> str:
         report=report,
         name=name,
         labels=_LABELS,
+        ms_labels={executor: ms_label(executor) for executor in report.timed_executors},
         tried={engine: f"{label}, ms" for engine, label in _LABELS.items() if engine in tried},
         engines={step.name: step.engine for step in report.steps},  # a step that was tried again: the last
         totals={

@@ -18,16 +18,17 @@ from torch import fx
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler import regions as partitioning
-from lightning_ort.compiler.cache import Cache, describe
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.conversion.graph import VARIANT, variants_of
 from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.executors.ort.session import RegionRejected
-from lightning_ort.compiler.executors.ort.support import Support, is_view, values_of
+from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.layouts import int_hint
+from lightning_ort.compiler.nodes import is_view, values_of
 from lightning_ort.compiler.placer import TORCH
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.regions import Region, RegionRejected
 from lightning_ort.compiler.report import Reason, ReasonType
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Forms:
                 continue
             region = Region(1, [node, *(user for user in node.users if user.target is operator.getitem)])
             partitioning.close(region, gm, views)
-            description = describe(region.module.graph)
+            description = fingerprint(region.module.graph)
             time = functools.partial(self._time, region, forms)
             kept = self.cache.times(description, self.kernels.providers, (*forms, TORCH), time)
             times = self.agree(f"op {description}", kept)
@@ -103,7 +104,7 @@ class Forms:
                 log.debug("%s as %s: %s", node.target, form, failure)
         candidates[TORCH] = region.module.forward
         # a region's other ops have sent torch's threads to rest already
-        return placement.race(candidates, placement.samples(region), before=openmp.rest)
+        return placement.race(candidates, placement.samples(region), before=openmp.pause_openmp)
 
 
 def _is_large(node: fx.Node) -> bool:

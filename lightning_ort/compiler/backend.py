@@ -24,15 +24,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_ort.compiler import autotune as forms
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler import placer as placement
-from lightning_ort.compiler.cache import Cache, Entry, Timing, describe, digest
+from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
-from lightning_ort.compiler.executors.ort.binding import BoundSession, OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
-from lightning_ort.compiler.executors.ort.session import RegionRejected
+from lightning_ort.compiler.executors.torch import TorchRegion
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassWatch
+from lightning_ort.compiler.fingerprint import digest, fingerprint
+from lightning_ort.compiler.guarded_region import GuardedRegion
 from lightning_ort.compiler.linking import Placed, link
-from lightning_ort.compiler.placer import Setup
-from lightning_ort.compiler.regions import Region, demote, partition
+from lightning_ort.compiler.nodes import is_compute
+from lightning_ort.compiler.regions import Region, RegionRejected, Timing, Variant, demote, partition
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -105,12 +108,13 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", watch)
 
+        converted = frozenset(CONVERTERS)
         aot = aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute),
-            decompositions=lowering.decompositions(),
+            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=converted),
+            decompositions=lowering.decompositions(converted),
         )
         try:
             if not self.available or (self.leave is not None and self.leave()):
@@ -152,7 +156,7 @@ class ORTBackend:
 
     def _note(self, where: str, reason: Reason) -> None:
         """Report a choice that the config asked for otherwise, once."""
-        if self.report.note(where, reason):
+        if self.report.record_choice(where, reason):
             log.info("%s: %s", where, reason)
 
     def _compile(
@@ -173,7 +177,7 @@ class ORTBackend:
             except Exception as error:  # a bug of ours must not lose the run
                 log.debug("compiling %s failed", name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                nodes = [node for node in gm.graph.nodes if support.is_compute(node)]
+                nodes = [node for node in gm.graph.nodes if is_compute(node)]
                 graph.regions = [RegionReport("torch_0", "torch", len(nodes), _count(nodes), reason)]
                 self.fall_back(name, reason)
                 run = make_boxed_func(gm.forward)
@@ -199,9 +203,9 @@ class ORTBackend:
         supported = self._support(gm, providers, device, graph.name)
         if providers is not None:
             self._choose_forms(gm, supported, providers, device)
-        if self.config.cuda_graphs and (obstacle := cuda_graphs.why_none(device)) is not None:
+        if self.config.cuda_graphs and (obstacle := cuda_graphs.unsupported_reason(device)) is not None:
             self._note("cuda_graphs", Reason(ReasonType.NOT_RECORDED, obstacle))
-        built: dict[tuple[fx.Node, ...], OrtRegion] = {}
+        built: dict[tuple[fx.Node, ...], GuardedRegion] = {}
         lost: dict[tuple[fx.Node, ...], Timing] = {}
         parts = None
         while True:
@@ -220,7 +224,7 @@ class ORTBackend:
                         lost[tuple(region.nodes)] = failure.timing
                     if failure.reason.type.is_failure:
                         self.fall_back(where, failure.reason)
-        executables: list[OrtRegion | TorchRegion] = []
+        executables: list[GuardedRegion | TorchRegion] = []
         for region in parts.regions:
             if region.on_ort:
                 run = built[tuple(region.nodes)]
@@ -254,7 +258,7 @@ class ORTBackend:
             return answers
 
         answers = self._cache.support(gm, providers, ask)
-        refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and support.is_compute(n)}
+        refused = {str(n.target): a.reason for n, a in answers.items() if a.reason and is_compute(n)}
         for op, reason in refused.items():
             if reason.type.is_failure and op not in self._reported_ops:
                 self._reported_ops.add(op)
@@ -278,17 +282,17 @@ class ORTBackend:
     def _agree_on(self, description: str, measured: dict[str, Any]) -> dict[str, Any]:
         return measured if self.agree is None else self.agree(digest(description), measured)
 
-    def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> OrtRegion:
+    def _build(self, region: Region, providers: tuple[str, ...], device: torch.device, name: str) -> GuardedRegion:
         """Convert a region, build its session, time it; what the cache has of that is not done again.
 
         Raises:
             RegionRejected: If any of that fails, or the region is slower than torch.
 
         """
-        description = describe(region.module.graph)
+        description = fingerprint(region.module.graph)
         entry = self._cache.name(description, providers)
         kept = self._cache.load(entry)
-        if kept is not None and (refused := session.why_refused(kept.model)) is not None:
+        if kept is not None and (refused := session.untrusted_reason(kept.model)) is not None:
             log.debug("cache entry %s is not used: %s", entry, refused)
         elif kept is not None:
             try:
@@ -308,11 +312,11 @@ class ORTBackend:
         providers: tuple[str, ...],
         device: torch.device,
         name: str,
-    ) -> OrtRegion:
+    ) -> GuardedRegion:
         """Do so with what the cache has, or without."""
-        candidates = [Setup(n) for n in placement.thread_candidates(region, self.config.intra_op_threads)]
+        candidates = [Variant(n) for n in placement.thread_candidates(region, self.config.intra_op_threads)]
         if self.config.cuda_graphs and cuda_graphs.can_record(region):
-            candidates.append(Setup(candidates[0].threads, cuda_graph=True))
+            candidates.append(Variant(candidates[0].threads, cuda_graph=True))
         known = self._timing_at_hand(region, candidates, kept)
         if kept is not None:
             model = kept.model
@@ -321,28 +325,28 @@ class ORTBackend:
             model = session.convert(region, kernel_set, region.name).SerializeToString()
         if self.config.save_onnx_dir is not None:
             session.save(model, self.config.save_onnx_dir, name)
-        bound: dict[Setup, BoundSession | RecordedSession] = {}
+        bound: dict[Variant, BoundSession | RecordedSession] = {}
 
-        def bind(setup: Setup) -> BoundSession | RecordedSession:
+        def bind(setup: Variant) -> BoundSession | RecordedSession:
             if setup not in bound:
                 stream = cuda_graphs.stream_of(device) if setup.cuda_graph else None
                 inference_session = session.build(model, region, providers, setup.threads, device, stream)
-                rest = device.type == "cpu" and placement.worth_resting(region, setup.threads)
+                pause_openmp = device.type == "cpu" and placement.worth_resting(region, setup.threads)
                 bound[setup] = (
                     RecordedSession(region, inference_session, device)
                     if setup.cuda_graph
-                    else BoundSession(region, inference_session, device, rest=rest)
+                    else BoundSession(region, inference_session, device, pause_openmp=pause_openmp)
                 )
             return bound[setup]
 
         timing = known or self._time(region, candidates, bind, name)
-        if timing.ort_ms is not None:
-            timing = Timing(**self._agree_on(description, dataclasses.asdict(timing)))
+        if "ort" in timing.ms:
+            timing = Timing.from_dict(self._agree_on(description, dataclasses.asdict(timing)))
         cached = kept is not None and known is not None
         if not cached:
             self._cache.store(entry, Entry(model, timing))
-        if timing.torch_ms is not None and timing.ort_ms is not None and timing.torch_ms < timing.ort_ms:
-            text = f"{timing.ort_ms:.3f} ms on ONNX Runtime, {timing.torch_ms:.3f} ms in torch"
+        if timing.ms.keys() >= {"ort", "torch"} and timing.ms["torch"] < timing.ms["ort"]:
+            text = f"{timing.ms['ort']:.3f} ms on ONNX Runtime, {timing.ms['torch']:.3f} ms in torch"
             raise RegionRejected(ReasonType.SLOWER, text, timing)
         compute = region.compute_nodes
         report = RegionReport(
@@ -350,21 +354,20 @@ class ORTBackend:
             "ort",
             len(compute),
             _count(compute),
-            ort_ms=timing.ort_ms,
-            torch_ms=timing.torch_ms,
-            threads=timing.threads,
+            ms=_ms_of([timing]),
+            threads=timing.variant.threads,
             cached=cached,
-            cuda_graph=timing.cuda_graph,
+            cuda_graph=timing.variant.cuda_graph,
         )
-        return OrtRegion(
+        return GuardedRegion(
             region,
-            bind(Setup(timing.threads, timing.cuda_graph)),
+            bind(timing.variant),
             report,
             on_failure=functools.partial(self.fall_back, name),
             check=self.config.check_against_eager,
         )
 
-    def _timing_at_hand(self, region: Region, candidates: Sequence[Setup], kept: Entry | None) -> Timing | None:
+    def _timing_at_hand(self, region: Region, candidates: Sequence[Variant], kept: Entry | None) -> Timing | None:
         """Return the timing of a region where it need not be timed, or was in an earlier run.
 
         Raises:
@@ -375,22 +378,22 @@ class ORTBackend:
         if torch.are_deterministic_algorithms_enabled():
             if measured and placement.loses_by_rule(region):
                 raise RegionRejected(ReasonType.STATIC_RULE, "no matrix product or convolution")
-            return Timing(None, None, *candidates[0])
+            return Timing({}, candidates[0])
         if not measured and len(candidates) == 1:
-            return Timing(None, None, *candidates[0])
-        if kept is None or kept.timing.ort_ms is None:
+            return Timing({}, candidates[0])
+        if kept is None or "ort" not in kept.timing.ms:
             return None
-        if Setup(kept.timing.threads, kept.timing.cuda_graph) not in candidates:
+        if kept.timing.variant not in candidates:
             return None
         if not measured:
-            return dataclasses.replace(kept.timing, torch_ms=None)
-        return kept.timing if kept.timing.torch_ms is not None else None
+            return dataclasses.replace(kept.timing, ms={"ort": kept.timing.ms["ort"]})
+        return kept.timing if "torch" in kept.timing.ms else None
 
     def _time(
         self,
         region: Region,
-        candidates: Sequence[Setup],
-        bind: Callable[[Setup], BoundSession | RecordedSession],
+        candidates: Sequence[Variant],
+        bind: Callable[[Variant], BoundSession | RecordedSession],
         name: str,
     ) -> Timing:
         """Time a region.
@@ -462,9 +465,17 @@ def _torch_report(
         _count(compute),
         Counter(reason for _, reason in reasons).most_common(1)[0][0] if reasons else None,
         {str(node.target): reason for node, reason in reasons},
-        ort_ms=sum(timing.ort_ms or 0.0 for timing in timings) if timings else None,
-        torch_ms=sum(timing.torch_ms or 0.0 for timing in timings) if timings else None,
+        ms=_ms_of(timings),
     )
+
+
+def _ms_of(timings: Sequence[Timing]) -> dict[str, float]:
+    """The times of regions, added up by executor."""
+    ms: dict[str, float] = {}
+    for timing in timings:
+        for executor, value in timing.ms.items():
+            ms[executor] = ms.get(executor, 0.0) + value
+    return ms
 
 
 @functools.cache

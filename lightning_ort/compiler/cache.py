@@ -1,83 +1,47 @@
-"""What was decided and converted, kept between runs.
+"""Keeps decisions, timings and models between runs, in a folder of JSON and ONNX files named by a SHA-256.
 
-A folder of JSON and ONNX files, each named by a SHA-256:
+- ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
+- ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
+- ``op-<hash>.json``: the time of each variant of an op
 
-- ``graph-<hash>.json``: for each node of a graph, whether ONNX Runtime can run it
-- ``region-<hash>.json``: how a region was timed
-- ``region-<hash>.onnx``: its model
-- ``op-<hash>.json``: how long an op took in each of its forms
+The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime, torch and this
+package, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a
+graph its ``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads``, ``cuda_graphs``.
 
-What is hashed: the graph (:func:`describe`: ops, arguments, and dtypes, shapes, strides and kinds of device of all
-values); the versions of onnxruntime, torch and this package, with the sources of the compiler; the execution providers
-and the ``kernels`` of the config; for the nodes of a graph the ``torch_ops``; for a region the processor's name,
-torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
-
-Each file ends with, or holds, a second SHA-256, of its name and its content. A file that cannot be read, that was
-damaged, renamed or copied from another, or whose values are not possible ones, counts as absent. Files appear whole
+Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
+copied from another, or has values out of range, counts as absent. Files appear only when they are complete
 (:mod:`~lightning_ort.compiler.cache_folder`), so several processes may share a folder, and any of them may be killed.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import platformdirs
-import sympy
 import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.executors.ort.conversion.graph import VARIANT
-from lightning_ort.compiler.executors.ort.conversion.metadata import ANY_BYTE
-from lightning_ort.compiler.executors.ort.support import Support, values_of
+from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.fingerprint import digest, fingerprint, processor, software
+from lightning_ort.compiler.regions import Timing
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.config import MAX_THREADS
-
-if TYPE_CHECKING:
-    from lightning_ort.config import ORTConfig
+from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
-_Kept = TypeVar("_Kept")
+_Content = TypeVar("_Content")
 
 
-@dataclass(frozen=True)
-class Timing:
-    """What a region took, in ms, and the threads of its fastest session.
-
-    Args:
-        ort_ms: Median on ONNX Runtime; ``None`` if not timed.
-        torch_ms: Median in torch; ``None`` if not timed.
-        threads: Intra-op threads.
-        cuda_graph: Whether that session is recorded as a CUDA graph.
-
-    """
-
-    ort_ms: float | None
-    torch_ms: float | None
-    threads: int
-    cuda_graph: bool = False
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What is kept of a region.
-
-    Args:
-        model: Its serialized ONNX model.
-        timing: How it was timed.
-
-    """
+class Entry(NamedTuple):
+    """What is kept of a region: its serialized ONNX model and its timing."""
 
     model: bytes
     timing: Timing
@@ -89,126 +53,96 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """The cache of one backend.
+    """The cache of one backend."""
 
-    Args:
-        config: The backend's.
-
-    """
-
-    def __init__(self, config: "ORTConfig") -> None:
+    def __init__(self, config: ORTConfig) -> None:
         self._folder = None if config.cache_dir is None else Path(config.cache_dir)
         if config.cache_dir == "auto":
             self._folder = default_folder()
-        self._is_open = False  # the folder is looked at when it is first needed
+        self._is_open = False  # the folder is checked when it is first used
         self._config = config
-        self._times: dict[str, dict[str, float]] = {}  # ops come again in other graphs
+        self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
 
     def support(
-        self, gm: fx.GraphModule, providers: tuple[str, ...], answer: Callable[[], dict[fx.Node, Support]]
+        self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
     ) -> dict[fx.Node, Support]:
-        """Return whether ONNX Runtime can run each node of a graph, from the cache if it is there.
-
-        Args:
-            gm: The lowered graph.
-            providers: The execution providers of the sessions.
-            answer: Finds out.
-
-        """
+        """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
         if self._open() is None:
-            return answer()
-        config = self._config
-        parts = (describe(gm.graph), *_versions(), *providers, config.kernels, *sorted(config.torch_ops))
-        name = f"graph-{digest(*parts)}"
+            return check()
+        options = (self._config.kernels, *sorted(self._config.torch_ops))
+        name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
         if kept is not None and len(kept) == len(nodes):
             return dict(zip(nodes, kept, strict=True))
-        answers = answer()
-        plain = [[a.reason.type.name, a.reason.text] if a.reason else None for a in map(answers.__getitem__, nodes)]
-        self._write_json(name, plain)
+        answers = check()
+        reasons = [answers[node].reason for node in nodes]
+        self._write_json(name, [reason and [reason.type.name, reason.text] for reason in reasons])
         return answers
 
     def times(
         self,
-        description: str,
-        providers: tuple[str, ...],
-        names: Collection[str],
+        fingerprint: str,
+        executor_key: tuple[str, ...],
+        variants: Collection[str],
         measure: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
-        """Return how long an op takes in each of its forms, in ms: as measured before, or now.
-
-        Args:
-            description: :func:`describe` of the op's graph.
-            providers: The execution providers of the sessions.
-            names: Of what may have been timed.
-            measure: Measures.
-
-        """
-        name = self.name(description, providers, "op")
-        if name not in self._times:
-            times = self._read(name, lambda kept: {_one_of(names, form): _ms(ms) for form, ms in kept.items()})
+        """Return the times of an op's variants in ms: from the cache, or from ``measure``."""
+        name = self.name(fingerprint, executor_key, "op")
+        if name not in self._op_times:
+            times = self._read(name, lambda kept: _to_times(kept, variants))
             if not times:
                 times = measure()
                 self._write_json(name, times)
-            self._times[name] = times
-        return self._times[name]
+            self._op_times[name] = times
+        return self._op_times[name]
 
-    def name(self, description: str, providers: tuple[str, ...], kind: str = "region") -> str:
-        """Return the name of a region's or an op's entry.
-
-        Args:
-            description: :func:`describe` of its graph.
-            providers: The execution providers of the sessions.
-            kind: ``"region"`` or ``"op"``.
-
-        """
+    def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
+        """Return the name of the entry of a graph's region or op."""
         config = self._config
-        machine = (_cpu_name(), str(torch.get_num_threads()))
-        asked = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
-        return f"{kind}-{digest(description, *_versions(), *providers, *asked, *machine)}"
+        machine = (processor(), str(torch.get_num_threads()))
+        options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
+        return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""
         timing = self._read(name, _to_timing)
         if timing is None:
             return None
-        content = self._content(f"{name}.onnx")
-        seal = _seal(name, content[:-_SEAL_BYTES])
-        if not content.endswith(seal):
-            return None
-        return Entry(content[:-_SEAL_BYTES], timing)
+        content = self._read_bytes(f"{name}.onnx")
+        model = content[:-_SEAL_BYTES]
+        return Entry(model, timing) if content.endswith(_seal(name, model)) else None
 
     def store(self, name: str, entry: Entry) -> None:
-        """Keep a region's entry."""
-        # the one file is right with any version of the other: a process may be killed in between
+        """Write a region's entry."""
+        # each file is valid with any version of the other: the process may be killed in between
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 
     def _open(self) -> Path | None:
-        """Return the folder if it is there, or can be made, and nobody else can write to it."""
+        """Return the folder if it exists or can be created, and no other user can write to it."""
         if self._folder is not None and not self._is_open:
             self._is_open = True
-            if (obstacle := cache_folder.prepare(self._folder)) is not None:
-                log.warning("Nothing is kept between runs: %s", obstacle)
+            if (reason := cache_folder.prepare(self._folder)) is not None:
+                log.warning("Nothing is kept between runs: %s", reason)
                 self._folder = None
         return self._folder
 
-    def _content(self, name: str) -> bytes:
+    def _read_bytes(self, name: str) -> bytes:
         folder = self._open()
         return b"" if folder is None else cache_folder.read(folder / name)
 
-    def _read(self, name: str, convert: Callable[[Any], _Kept]) -> _Kept | None:
-        """Return what a JSON file says; ``None`` if it is absent, or not what this version writes."""
-        content = self._content(f"{name}.json")
-        if not content:
+    def _read(self, name: str, convert: Callable[[Any], _Content]) -> _Content | None:
+        """Return the converted content of a JSON file, or ``None`` if it is absent or not what this version writes."""
+        file = self._read_bytes(f"{name}.json")
+        if not file:
             return None
         try:
-            kept = json.loads(content)
+            kept = json.loads(file)
             if kept["sha256"] != _checksum(name, kept["content"]):
-                raise ValueError("the content is not what was kept under this name")
+                raise ValueError("the checksum does not match")
             return convert(kept["content"])
-        except Exception as error:  # whatever it is, it is not what this version writes
+        except Exception as error:  # a damaged file can raise anything
             log.debug("cache entry %s is unreadable: %s", name, error)
             return None
 
@@ -226,50 +160,6 @@ class Cache:
             self._folder = None
 
 
-def describe(graph: fx.Graph) -> str:
-    """Return a text that is the same for graphs that compute the same from inputs of the same kind.
-
-    Names of nodes and of symbolic sizes do not matter; the sizes that were seen when the graph was traced do, since
-    timings depend on them.
-    """
-    symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-
-    def size(value: Any) -> str:
-        if isinstance(value, int):
-            return str(value)
-        expression = value.node.expr
-        for symbol in sorted(expression.free_symbols, key=str):
-            symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
-        return f"{expression.xreplace(symbols)}={value.node.hint}"
-
-    def kind(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            sizes, strides = map(size, value.shape), map(size, value.stride())
-            return f"{value.dtype}[{','.join(sizes)}][{','.join(strides)}]{value.device.type}"
-        return size(value) if isinstance(value, (int, torch.SymInt)) else type(value).__name__
-
-    numbers: dict[fx.Node, str] = {}
-    lines = []
-    for node in graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        target = node.target if node.op == "call_function" else ""
-        called = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__qualname__", "")
-        arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Named(numbers[source]))
-        made = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        ways = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
-        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {made} {ways}")
-    return "\n".join(lines)
-
-
-class _Named(str):
-    """A node's number, which is no string to the eye."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def _to_support(item: Any) -> Support:
     if item is None:
         return Support(True)
@@ -278,31 +168,26 @@ def _to_support(item: Any) -> Support:
 
 
 def _to_timing(kept: Any) -> Timing:
-    timing = Timing(**kept)
-    for ms in (timing.ort_ms, timing.torch_ms):
-        if ms is not None:
-            _ms(ms)
-    if not 1 <= _exactly(int, timing.threads) <= MAX_THREADS:
-        raise ValueError(f"{timing.threads} threads")
-    _exactly(bool, timing.cuda_graph)
+    timing = Timing.from_dict(kept)
+    if dataclasses.asdict(timing) != kept:
+        raise ValueError(f"{kept!r} is not a timing")
+    _to_times(timing.ms)
+    if not 1 <= _exactly(int, timing.variant.threads) <= MAX_THREADS:
+        raise ValueError(f"{timing.variant.threads} threads")
+    _exactly(bool, timing.variant.cuda_graph)
     return timing
 
 
-def _ms(value: Any) -> float:
-    if not (math.isfinite(_exactly(float, value)) and value > 0):
-        raise ValueError(f"{value} ms")
-    return value
+def _to_times(kept: Any, names: Collection[str] | None = None) -> dict[str, float]:
+    for name, ms in _exactly(dict, kept).items():
+        if not (math.isfinite(_exactly(float, ms)) and ms > 0 and (names is None or name in names)):
+            raise ValueError(f"{name!r}: {ms} ms")
+    return kept
 
 
-def _one_of(names: Collection[str], name: str) -> str:
-    if name not in names:
-        raise ValueError(f"{name!r} is no way to run this op")
-    return name
-
-
-def _exactly(kind: type[_Kept], value: Any) -> _Kept:
-    if type(value) is not kind:  # True is an int, too
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+def _exactly(kind: type[_Content], value: Any) -> _Content:
+    if type(value) is not kind:  # isinstance(True, int) is true, too
+        raise TypeError(f"{value!r} is not a {kind.__name__}")
     return value
 
 
@@ -311,9 +196,9 @@ def _checksum(name: str, content: Any) -> str:
 
 
 def _seal(name: str, model: bytes) -> bytes:
-    """Return what is put behind a model: its checksum, as an entry of the metadata that ONNX files have.
+    """Return a checksum to append to a model, as an entry of ONNX metadata.
 
-    Protobuf messages one after the other are one message, so what is written is still a model.
+    Concatenated protobuf messages are one message, so the file is still a model.
     """
     key, value = b"lightning_ort.sha256", hashlib.sha256(name.encode() + b"\0" + model).hexdigest().encode()
     entry = b"\x0a%c%b\x12%c%b" % (len(key), key, len(value), value)  # StringStringEntryProto
@@ -321,29 +206,3 @@ def _seal(name: str, model: bytes) -> bytes:
 
 
 _SEAL_BYTES = len(_seal("", b""))
-
-
-def digest(*parts: str) -> str:
-    """Return the SHA-256 of several texts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    import onnxruntime
-
-    from lightning_ort import __version__
-
-    sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        sources.update(path.read_bytes())
-    return (onnxruntime.__version__, torch.__version__, __version__, sources.hexdigest())
-
-
-@functools.cache
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -1,6 +1,6 @@
-"""The folder of the cache: whether it may be trusted, and files in it that are whole or not there.
+"""The cache folder: whether it can be trusted, and files in it that are either complete or absent.
 
-What is read from it becomes models that run in this process. So a folder that others can write to is not used.
+The files become models that run in this process, so a folder to which other users can write is not used.
 """
 
 import logging
@@ -19,45 +19,38 @@ except ImportError:  # Windows
 
 log = logging.getLogger(__name__)
 
-# far above what is written: a model has shapes and scalars in it, no weights
+# far more than is ever written: a model contains shapes and scalars, no weights
 MAX_BYTES = 64 << 20
 _NAME = r"(graph|op|region)-[0-9a-f]{64}\.(json|onnx)"
 _ENTRY = re.compile(_NAME)
-# what a killed writer leaves; the second form is that of earlier versions
+# what killed writers leave; the second pattern is that of earlier versions
 _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp|tmp[a-z0-9_]{{8}}\.tmp")
 _DAY = 24 * 60 * 60
 
 
-def entries(folder: Path) -> list[Path]:
-    """Return the files of a cache folder; others that are there do not count."""
-    return _files(folder, _ENTRY)
-
-
-def partial_files(folder: Path) -> list[Path]:
-    """Return what writers have begun, in this moment or before they were killed."""
-    return _files(folder, _PARTIAL)
-
-
-def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def entries(folder: Path, pattern: re.Pattern[str] = _ENTRY) -> list[Path]:
+    """Return the cache's own files in a folder."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as found:
-        return sorted(
-            folder / item.name for item in found if pattern.fullmatch(item.name) and item.is_file(follow_symlinks=False)
-        )
+        files = [item.name for item in found if pattern.fullmatch(item.name) and item.is_file(follow_symlinks=False)]
+    return [folder / name for name in sorted(files)]
+
+
+def partial_files(folder: Path) -> list[Path]:
+    """Return incomplete files: of writers that are at work, or were killed."""
+    return entries(folder, _PARTIAL)
 
 
 def prepare(folder: Path) -> str | None:
-    """Make a folder for oneself alone, or see that it is one, and take away what killed writers have left in it.
+    """Create a folder for this user alone, or check an existing one, and delete the files of killed writers.
 
-    Returns:
-        Why it is not used and what to do about it, or ``None``.
-
+    Returns why the folder is not used and what to do about it, or ``None``.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (obstacle := why_not_trusted(folder)) is not None:
-            return obstacle
+        if (reason := untrusted_reason(folder)) is not None:
+            return reason
         for path in partial_files(folder):
             if _is_abandoned(path):
                 path.unlink(missing_ok=True)
@@ -66,27 +59,27 @@ def prepare(folder: Path) -> str | None:
     return None
 
 
-def why_not_trusted(folder: Path) -> str | None:
-    """Return who else may have put something into a folder, and what to do about it, or ``None``."""
-    if not hasattr(os, "getuid"):  # Windows, where the user's own folders are for the user alone
+def untrusted_reason(folder: Path) -> str | None:
+    """Return which other users may have written to a folder and what to do about it, or ``None``."""
+    if not hasattr(os, "getuid"):  # Windows, where users' folders are private
         return None
     status = folder.stat()
     if status.st_uid != os.getuid():
         return (
             f"{folder} belongs to user {status.st_uid}, and this process runs as user {os.getuid()}. Choose a folder of"
-            " your own, by ORTConfig(cache_dir=...) or LIGHTNING_ORT_CACHE_DIR."
+            " your own with ORTConfig(cache_dir=...) or LIGHTNING_ORT_CACHE_DIR."
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
-            f"other users can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}), and what is kept there is run."
-            f" If nobody else has: `chmod 700 {folder}`, or choose another folder, by ORTConfig(cache_dir=...) or"
-            " LIGHTNING_ORT_CACHE_DIR."
+            f"other users can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}), and the models in it are run."
+            f" If nobody else has written to it: `chmod 700 {folder}`. Otherwise choose another folder with"
+            " ORTConfig(cache_dir=...) or LIGHTNING_ORT_CACHE_DIR."
         )
     return None
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether the process that was writing a file is gone: it held a lock on it, which the system has taken back."""
+    """Return whether the writer of a partial file is gone: it held a lock, which the system releases at its end."""
     try:
         if time.time() - path.stat().st_mtime > _DAY:
             return True
@@ -94,13 +87,13 @@ def _is_abandoned(path: Path) -> bool:
             return False
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is locked, or has become an entry, or the file system knows no locks
+    except OSError:  # it is locked, has become an entry, or the file system has no locks
         return False
     return True
 
 
 def read(path: Path) -> bytes:
-    """Return a file's content; nothing if there is none, or more than is ever written."""
+    """Return the content of a file; nothing if it does not exist or is larger than any entry."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
@@ -113,11 +106,9 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file aside and put it in its place; too large a one is left out.
+    """Write a file under another name and then rename it; content that is too large is not written.
 
-    Raises:
-        OSError: If it cannot be written; nothing is left of it.
-
+    Raises ``OSError`` if it cannot be written; then nothing is left of it.
     """
     if len(content) > MAX_BYTES:
         return
@@ -136,7 +127,7 @@ def write(path: Path, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(partial)
         if isinstance(error, FileNotFoundError) and path.parent.is_dir():
-            return  # another process has taken it for abandoned, in the moment without a lock: it is kept next time
+            return  # another process deleted the file before it was locked; a later run writes it
         if isinstance(error, PermissionError) and os.name == "nt" and path.exists():
-            return  # Windows: another process reads what is there
+            return  # Windows: another process is reading the existing file
         raise

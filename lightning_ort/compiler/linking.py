@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler.executors.ort.binding import OrtRegion, TorchRegion
+from lightning_ort.compiler.executors.torch import TorchRegion
+from lightning_ort.compiler.guarded_region import GuardedRegion
 from lightning_ort.compiler.regions import Partition, copy_with_views
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class Placed:
     """A cut graph and what runs each of its regions, in the same order."""
 
     parts: Partition
-    executables: list[OrtRegion | TorchRegion]
+    executables: list[GuardedRegion | TorchRegion]
 
 
 def link(placed: Placed) -> Callable[[list[Any]], Any]:

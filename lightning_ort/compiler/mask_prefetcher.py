@@ -1,10 +1,9 @@
-"""Dropout masks, drawn as torch draws them, in less time, and ahead.
+"""Dropout masks with the same values as torch's, drawn faster, and for the next step while this one computes.
 
-Off Intel's processors torch's ``bernoulli`` takes two 32-bit numbers of the generator (mt19937) for each element, one
-element after the other: a sixth of a GPT's step (torch 2.13). Nearly half of that is not the generator's work but what
-is done with each number, and this does it to many at once.
-
-It remains the work of one core. So the masks of the next step are drawn while this one computes (:class:`Masks`).
+On processors other than Intel's, torch's ``bernoulli`` takes two 32-bit numbers from its generator (mt19937) for each
+element, one element at a time: a sixth of a GPT's step (torch 2.13). Nearly half of that time is spent on comparing the
+numbers, which this module does for many at once. The generator itself still runs on one core, so
+:class:`MaskPrefetcher` draws the masks of the next step in another thread.
 """
 
 import functools
@@ -16,82 +15,69 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-# elements drawn at a time: their 64-bit numbers fit a processor's second cache, and torch wakes no second thread
-_AT_ONCE = 32768
-# for fewer elements torch's own call is as fast
-_WORTH_IT = 4096
-# at::uniform_real_distribution<double> takes so many bits of a 64-bit number
+# elements drawn at a time: their 64-bit numbers fit into the second-level cache, and torch uses only one thread
+_CHUNK = 32768
+# for fewer elements torch's own function is as fast
+_MIN_ELEMENTS = 4096
+# at::uniform_real_distribution<double> uses this many bits of each 64-bit number
 _BITS = 53
-# fewer are drawn in half a millisecond
-_WORTH_A_THREAD = 2**17
-_one_at_a_time = threading.Lock()
+# fewer elements are drawn within half a millisecond
+_MIN_PREFETCHED_ELEMENTS = 2**17
+_generator_lock = threading.Lock()
 
 
 def bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
-    """``aten::bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor``, from torch's own generator.
+    """``aten::bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor``, with torch's own generator.
 
-    Args:
-        x: Gives shape, dtype, device and memory layout.
-        p: Probability of 1.
-
-    Returns:
-        A tensor of zeros and ones: the same as torch's from the same state of the generator, which is left in the same
-        state.
-
+    The result, and the state in which it leaves the generator, are the same as torch's.
     """
-    if x.device.type != "cpu" or not x.is_contiguous() or not draws_alike():
+    if x.device.type != "cpu" or not x.is_contiguous() or not matches_torch():
         return torch.bernoulli(x, p)
-    return _bernoulli_(torch.empty_like(x), p, None)
+    return _draw_mask(torch.empty_like(x), p, None)
 
 
-def _bernoulli_(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-    return _fill(out, p, generator) if out.numel() >= _WORTH_IT else out.bernoulli_(p, generator=generator)
+class MaskPrefetcher:
+    """Draws the masks of a region, ahead of time if possible.
 
-
-class Masks:
-    """The masks of a region, drawn together.
-
-    Where two steps follow each other with nothing else drawn between them, those of the next one are drawn in another
-    thread, from a copy of torch's generator. If it comes back as it was left, they are what it would draw now, and it
-    is moved on to where that would leave it; if not, they are drawn now.
-
-    Args:
-        kinds: Of each mask its sizes, its dtype and the probability of 1, in order.
-
+    If nothing else was drawn between two steps, the masks of the following step are drawn in another thread, from a
+    copy of torch's generator. If the generator's state is still the same when they are needed, they are what torch
+    would draw now: they are returned, and the generator is moved on to its state after them. Otherwise they are
+    discarded and the masks are drawn at once. ``kinds`` are the sizes, dtype and probability of 1 of each mask, in the
+    order in which torch would draw them.
     """
 
     def __init__(self, kinds: Sequence[tuple[Sequence[int], torch.dtype, float]]) -> None:
         self._kinds = kinds
         elements = sum(math.prod(sizes) for sizes, _, _ in kinds)
-        self._worth_a_thread = elements >= _WORTH_A_THREAD and torch.get_num_threads() > 1
-        self._left: torch.Tensor | None = None
-        self._was_alone = False
-        self._hits = 0  # less the misses, had all been drawn ahead that could have been
-        self._ahead: tuple[int, Future[tuple[list[torch.Tensor], torch.Tensor]]] | None = None
+        self._may_prefetch = elements >= _MIN_PREFETCHED_ELEMENTS and torch.get_num_threads() > 1
+        self._last_state: torch.Tensor | None = None  # of the generator, after the previous call
+        self._was_undisturbed = False
+        self._score = 0  # hits minus misses, if each step that could be prefetched had been
+        self._prefetched: tuple[int, Future[tuple[list[torch.Tensor], torch.Tensor]]] | None = None
 
     def __call__(self) -> list[torch.Tensor]:
-        """Return masks on the CPU: the same as from ``aten.bernoulli.p`` in turn, which leaves the same generator."""
-        generator = torch.default_generator
-        if not self._worth_a_thread:
-            return self._draw(generator)
-        with _one_at_a_time:  # no other thread's masks between reading the generator's state and moving it on
-            return self._draw_or_take(generator)
+        """Return masks on the CPU: the same as from a sequence of ``aten.bernoulli.p``."""
+        if not self._may_prefetch:
+            return self._draw(torch.default_generator)
+        with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
+            return self._take_or_draw(torch.default_generator)
 
-    def _draw_or_take(self, generator: torch.Generator) -> list[torch.Tensor]:
+    def _take_or_draw(self, generator: torch.Generator) -> list[torch.Tensor]:
         state = generator.get_state()
-        alone = self._left is not None and torch.equal(state, self._left)
-        ahead, self._ahead = self._ahead, None
-        if alone and ahead is not None and ahead[0] == os.getpid():  # a forked process has no other threads
-            masks, self._left = ahead[1].result()
-            generator.set_state(self._left)
+        undisturbed = self._last_state is not None and torch.equal(state, self._last_state)
+        prefetched, self._prefetched = self._prefetched, None
+        # after a fork the thread that was drawing exists in the parent only
+        if undisturbed and prefetched is not None and prefetched[0] == os.getpid():
+            masks, self._last_state = prefetched[1].result()
+            generator.set_state(self._last_state)
         else:
             masks = self._draw(generator)
-            self._left = generator.get_state()
-        if self._was_alone:
-            self._hits += 1 if alone else -1
-        self._was_alone = alone
-        if alone and self._hits >= 0:
-            self._ahead = os.getpid(), _thread().submit(self._draw_from, self._left)
+            self._last_state = generator.get_state()
+        if self._was_undisturbed:
+            self._score += 1 if undisturbed else -1
+        self._was_undisturbed = undisturbed
+        if undisturbed and self._score >= 0:
+            self._prefetched = os.getpid(), _thread().submit(self._draw_from, self._last_state)
         return masks
 
     def _draw_from(self, state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -101,7 +87,7 @@ class Masks:
 
     def _draw(self, generator: torch.Generator) -> list[torch.Tensor]:
         empty = [(torch.empty(sizes, dtype=dtype, device="cpu"), p) for sizes, dtype, p in self._kinds]
-        return [_bernoulli_(mask, p, generator) for mask, p in empty]
+        return [_draw_mask(mask, p, generator) for mask, p in empty]
 
 
 @functools.cache
@@ -109,30 +95,34 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "lightning_ort_masks")
 
 
-def _start_anew() -> None:
-    """In a forked process: its parent's other threads are not there, nor will they give the lock back."""
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
+def _reset_after_fork() -> None:
+    """Replace what belongs to the parent's threads, which do not exist in a forked process and release no lock."""
+    global _generator_lock
+    _generator_lock = threading.Lock()
     _thread.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def _draw_mask(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
+    return _fill(out, p, generator) if out.numel() >= _MIN_ELEMENTS else out.bernoulli_(p, generator=generator)
 
 
 def _fill(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-    flat, words = out.view(-1), torch.empty(min(out.numel(), _AT_ONCE), dtype=torch.int64)
-    below = math.ceil(p * 2**_BITS)  # exact: a double's 53 bits, moved
-    for part in flat.split(_AT_ONCE):
-        drawn = words[: part.numel()].random_(generator=generator).bitwise_and_(2**_BITS - 1)
-        torch.lt(drawn, below, out=part)
+    flat, numbers = out.view(-1), torch.empty(min(out.numel(), _CHUNK), dtype=torch.int64)
+    threshold = math.ceil(p * 2**_BITS)  # exact: a double has 53 bits, which are only shifted
+    for chunk in flat.split(_CHUNK):
+        drawn = numbers[: chunk.numel()].random_(generator=generator).bitwise_and_(2**_BITS - 1)
+        torch.lt(drawn, threshold, out=chunk)
     return out
 
 
 @functools.cache
-def draws_alike() -> bool:
-    """Whether this torch draws so here: with MKL, on an Intel processor, another generator draws, in parallel."""
+def matches_torch() -> bool:
+    """Return whether torch draws in the same way here; with MKL on Intel processors it uses another generator."""
     one, other = (torch.Generator().manual_seed(0) for _ in range(2))
-    expected = torch.empty(_WORTH_IT, dtype=torch.bool).bernoulli_(0.3, generator=one)
+    expected = torch.empty(_MIN_ELEMENTS, dtype=torch.bool).bernoulli_(0.3, generator=one)
     drawn = _fill(torch.empty_like(expected), 0.3, other)
     return torch.equal(drawn, expected) and torch.equal(one.get_state(), other.get_state())

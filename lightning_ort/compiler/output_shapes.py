@@ -8,9 +8,8 @@ import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from lightning_ort.compiler.executors.ort.session import RegionRejected
-from lightning_ort.compiler.executors.ort.support import values_of
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.regions import Region, RegionRejected
 from lightning_ort.compiler.report import ReasonType
 
 

@@ -8,15 +8,14 @@ the region's matrix products decides.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_ort.compiler.cache import Timing
 from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.regions import Region, Timing, Variant
 
 # below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us
 ONE_THREAD_FLOPS = 2e6
@@ -29,19 +28,6 @@ _SECONDS = 0.25
 _MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
 _MAX_ROUNDS = 15
 _Name = TypeVar("_Name")
-
-
-class Setup(NamedTuple):
-    """How a session of a region is made.
-
-    Args:
-        threads: Intra-op threads.
-        cuda_graph: Recorded as a CUDA graph.
-
-    """
-
-    threads: int
-    cuda_graph: bool = False
 
 
 def thread_candidates(region: Region, intra_op_threads: int | None) -> list[int]:
@@ -101,7 +87,7 @@ def _sample(val: Any, generator: torch.Generator) -> Any:
 
 
 def measure(
-    sessions: Mapping[Setup, Callable[..., Any]], torch_forward: Callable[..., Any] | None, args: Sequence[Any]
+    sessions: Mapping[Variant, Callable[..., Any]], torch_forward: Callable[..., Any] | None, args: Sequence[Any]
 ) -> Timing:
     """Time the candidates of a region against each other.
 
@@ -115,13 +101,16 @@ def measure(
 
     """
     if torch_forward is None and len(sessions) == 1:
-        return Timing(None, None, *next(iter(sessions)))
+        return Timing({}, next(iter(sessions)))
     candidates: dict[Any, Callable[..., Any]] = dict(sessions)
     if torch_forward is not None:
         candidates[TORCH] = torch_forward
     medians = race(candidates, args)
     fastest = min(sessions, key=medians.__getitem__)
-    return Timing(medians[fastest], medians.get(TORCH), *fastest)
+    ms = {"ort": medians[fastest]}
+    if TORCH in medians:
+        ms[TORCH] = medians[TORCH]
+    return Timing(ms, fastest)
 
 
 def race(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.support import is_view
 from lightning_ort.compiler.layouts import in_order, is_in_order, traced_order
+from lightning_ort.compiler.nodes import is_view
 
 
 class RegionModule:

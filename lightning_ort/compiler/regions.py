@@ -11,13 +11,15 @@ cost nothing.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.support import Support, is_compute, is_view, values_of
+from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.nodes import is_compute, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -55,6 +57,44 @@ class Region:
     def compute_nodes(self) -> list[fx.Node]:
         """The nodes that compute something."""
         return [node for node in self.nodes if is_compute(node)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
+
+    threads: int
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median times of a region in ms by executor, without those that were not timed, and its fastest variant."""
+
+    ms: Mapping[str, float]
+    variant: Variant
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
+        """Return what ``dataclasses.asdict`` made a dict of."""
+        return cls(data["ms"], Variant(**data["variant"]))
+
+
+class RegionRejected(Exception):
+    """A region does not run on ONNX Runtime.
+
+    Args:
+        type: At which stage it was given up.
+        error: What happened there.
+        timing: What it took, where it was timed.
+
+    """
+
+    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
+        text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
+        self.reason = Reason(type, text.strip().splitlines()[0])
+        self.timing = timing
+        super().__init__(str(self.reason))
 
 
 @dataclass
@@ -136,11 +176,6 @@ def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[f
     return [regions[level] for level in sorted(regions)]
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
     """Find what a region reads and yields, and make its module."""
     own = set(region.nodes)
@@ -174,9 +209,7 @@ def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:
     """The symbolic sizes that the outputs' shapes need and no input shows, as placeholders of the graph."""
     shown, needed = set(), set()
     for node in region.inputs:
-        val = node.meta["val"]
-        sizes = val.shape if isinstance(val, torch.Tensor) else [val]
-        shown |= {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+        shown |= {size.node.expr for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
     for node in region.outputs:
         for size in node.meta["val"].shape:
             if isinstance(size, torch.SymInt):

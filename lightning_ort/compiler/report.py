@@ -1,8 +1,13 @@
-"""What ran where, why not, and how fast: objects first, text and JSON from them."""
+"""What ran where, why not, and how fast: dataclasses first; text and JSON are made from them."""
 
+import dataclasses
 import enum
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
@@ -61,7 +66,7 @@ class Reason:
 
     Args:
         type: The kind of reason.
-        text: The particulars, for a person.
+        text: Details for the reader.
 
     """
 
@@ -77,41 +82,61 @@ class RegionReport:
     """One region of a graph.
 
     Args:
-        name: ``ort_N`` or ``torch_N``, as in the printed graph.
-        executor: Who runs it.
-        num_nodes: Compute nodes (no views, no tuple access).
+        name: Executor and number, such as ``ort_1``, as in the printed graph.
+        executor: Which executor runs it, such as ``"ort"`` or ``"torch"``.
+        num_nodes: Number of compute nodes (no views, no tuple access).
         ops: How often each ATen op occurs.
-        reason: Why it runs in torch; ``None`` on ORT.
-        node_reasons: For a torch region, op -> why that op is not on ORT.
-        ort_ms: Median time of one run on ONNX Runtime in ms, where measured.
-        torch_ms: Median time of one run in torch in ms, where measured.
+        reason: Why it runs in torch; ``None`` on another executor.
+        node_reasons: For a torch region, why each of its ops is not on another executor.
+        ms: Median time of one run in ms by executor, where measured.
         threads: Intra-op threads of the session.
         runs: How often ONNX Runtime ran it.
-        cached: Whether its model and timing are those of an earlier run.
+        cached: Whether its model and timing come from an earlier run.
         cuda_graph: Whether it is recorded as a CUDA graph.
 
     """
 
     name: str
-    executor: Literal["ort", "torch"]
+    executor: str
     num_nodes: int
     ops: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
     node_reasons: dict[str, Reason] = field(default_factory=dict)
-    ort_ms: float | None = None
-    torch_ms: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
     threads: int | None = None
     runs: int = 0
     cached: bool = False
     cuda_graph: bool = False
+    write_reproducer: Callable[[Path], Path] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types for JSON."""
-        return {
-            **{k: v for k, v in vars(self).items() if k not in ("reason", "node_reasons")},
-            "reason": _reason_dict(self.reason),
-            "node_reasons": {op: _reason_dict(reason) for op, reason in self.node_reasons.items()},
-        }
+    def save_reproducer(self, folder: str | PathLike[str]) -> Path:
+        """Write a Python script that runs this region alone, and its ONNX model if it has one.
+
+        The script, ``reproduce.py``, holds the region's torch code and makes random inputs of the traced shapes,
+        strides and dtypes. It prints the time in torch, and for an ONNX model the time in onnxruntime and the largest
+        difference between the two. It needs no trained weights.
+
+        Args:
+            folder: Where to write; created if it does not exist.
+
+        Returns:
+            The path of the script.
+
+        Raises:
+            RuntimeError: If the report was loaded from a file, or the compiled graph no longer exists.
+
+        """
+        if self.write_reproducer is None:
+            raise RuntimeError(
+                f"{self.name}: this report was loaded from a file or copied, and has no graphs. Call save_reproducer on"
+                " the report of the process that compiled them, such as trainer.strategy.report."
+            )
+        return self.write_reproducer(Path(folder))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "write_reproducer": None}  # it refers to a graph of this process
 
 
 @dataclass
@@ -121,7 +146,7 @@ class GraphReport:
     Args:
         name: Such as ``forward_0`` or ``backward_0``.
         regions: In order of execution.
-        seconds: What compiling took, in seconds.
+        seconds: How long it took to compile.
 
     """
 
@@ -131,22 +156,18 @@ class GraphReport:
 
     @property
     def num_nodes(self) -> int:
-        """Compute nodes in all."""
+        """Number of compute nodes."""
         return sum(region.num_nodes for region in self.regions)
 
     @property
     def num_ort_nodes(self) -> int:
-        """Compute nodes that ONNX Runtime runs."""
+        """Number of compute nodes that ONNX Runtime runs."""
         return sum(region.num_nodes for region in self.regions if region.executor == "ort")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types for JSON."""
-        return {"name": self.name, "seconds": self.seconds, "regions": [region.to_dict() for region in self.regions]}
 
 
 @dataclass(frozen=True)
 class FallbackReport:
-    """Something that should have been compiled and runs in torch.
+    """Something that runs in torch because it failed elsewhere, or by choice.
 
     Args:
         where: The graph, region or step.
@@ -157,6 +178,9 @@ class FallbackReport:
     where: str
     reason: Reason
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class OptimizerReport:
@@ -164,8 +188,8 @@ class OptimizerReport:
 
     Args:
         configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
-        runs_as: What it became, such as ``torch.AdamW (fused)``.
-        reason: Why it was left as it is, or what there is to know of the choice; may be empty.
+        runs_as: What replaced it, such as ``torch.AdamW (fused)``.
+        reason: Why it was left as it is, or a remark on the choice; may be empty.
 
     """
 
@@ -180,12 +204,12 @@ class OptimizerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step that was tried on several engines.
+    """A step that was timed on several engines.
 
     Args:
         name: Such as ``training_step``.
-        ms: Median time of the step with its backward pass, in ms: captured, with the regions that ONNX Runtime runs
-            (``"ort"``), as the module has it (``"torch"``), compiled by torch.compile (``"inductor"``).
+        ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
+            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile).
 
     """
 
@@ -194,7 +218,7 @@ class StepReport:
 
     @property
     def engine(self) -> str:
-        """The fastest, with which the step goes on."""
+        """The fastest engine, which runs the step from then on."""
         return min(self.ms, key=self.ms.__getitem__)
 
     def __str__(self) -> str:
@@ -203,19 +227,38 @@ class StepReport:
 
 
 @dataclass
+class RunReport:
+    """What a Trainer run adds to the report.
+
+    Args:
+        optimizers: What runs each of the Trainer's optimizers.
+        steps: Steps of a LightningModule that were timed on several engines.
+        host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+
+    """
+
+    optimizers: list[OptimizerReport] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
+    host_memory: str = ""
+
+
+def _of_run(name: str) -> Any:
+    """A field of the run part as an attribute of the whole report."""
+    return property(lambda self: getattr(self.run, name), lambda self, value: setattr(self.run, name, value))
+
+
+@dataclass
 class CompileReport:
-    """All that a backend compiled.
+    """Everything that a backend compiled, and what the run did around it.
 
     Args:
         graphs: In order of compilation.
-        fallbacks: What failed and went to torch.
-        notes: What was left to torch by choice, such as a step under ``capture="off"``.
+        fallbacks: What failed and runs in torch.
+        notes: What runs in torch by choice, such as a step under ``capture="off"``.
         graph_breaks: How often capture ended a graph early.
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
-        optimizers: What runs each of the Trainer's optimizers.
-        steps: Steps of a LightningModule that were tried on several engines.
-        host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+        run: What a Trainer run adds; also at ``report.optimizers``, ``report.steps`` and ``report.host_memory``.
 
     """
 
@@ -225,17 +268,25 @@ class CompileReport:
     graph_breaks: int = 0
     recompiles: int = 0
     compile_seconds: float = 0.0
-    optimizers: list[OptimizerReport] = field(default_factory=list)
-    steps: list[StepReport] = field(default_factory=list)
-    host_memory: str = ""
+    run: RunReport = field(default_factory=RunReport)
 
-    def note(self, where: str, reason: Reason) -> bool:
-        """Add a choice to the notes; return whether it was not among them."""
+    optimizers = _of_run("optimizers")
+    steps = _of_run("steps")
+    host_memory = _of_run("host_memory")
+
+    def record_choice(self, where: str, reason: Reason) -> bool:
+        """Add a choice to the notes; return whether it is new."""
         note = FallbackReport(where, reason)
         if note in self.notes:
             return False
         self.notes.append(note)
         return True
+
+    @property
+    def timed_executors(self) -> list[str]:
+        """The executors whose times the report shows: ``ort``, ``torch``, and others that were timed."""
+        timed = (executor for graph in self.graphs for region in graph.regions for executor in region.ms)
+        return list(dict.fromkeys(("ort", "torch", *timed)))
 
     @property
     def ort_runs(self) -> int:
@@ -249,53 +300,33 @@ class CompileReport:
         return sum(graph.num_ort_nodes for graph in self.graphs) / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types for JSON."""
-        return {
-            "ort_runs": self.ort_runs,
-            "ort_node_fraction": self.ort_node_fraction,
-            "graph_breaks": self.graph_breaks,
-            "recompiles": self.recompiles,
-            "compile_seconds": self.compile_seconds,
-            "graphs": [graph.to_dict() for graph in self.graphs],
-            "fallbacks": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.fallbacks],
-            "notes": [{"where": f.where, **(_reason_dict(f.reason) or {})} for f in self.notes],
-            "optimizers": [vars(optimizer) for optimizer in self.optimizers],
-            "steps": [{**vars(step), "engine": step.engine} for step in self.steps],
-            "host_memory": self.host_memory,
-        }
+        """Return the report as plain types for JSON."""
+        data = _to_plain(self)
+        data |= data.pop("run")  # one flat table, which is easier to query
+        for step, entry in zip(self.steps, data["steps"], strict=True):
+            entry["engine"] = step.engine
+        return {"ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction, **data}
 
     @classmethod
     def from_dict(cls, data: Any) -> "CompileReport":
-        """Make the report of which :meth:`to_dict` gave the plain types, perhaps by way of JSON.
+        """Return the report that :meth:`to_dict` made the plain types from, perhaps by way of JSON.
 
         Args:
-            data: What it gave.
+            data: What :meth:`to_dict` returned.
 
         Raises:
-            ValueError: If it is something else, such as what another version of lightning-ort gave.
+            ValueError: If it is something else, such as the report of another version of lightning-ort.
 
         """
         try:
-            report = cls(
-                graphs=[_graph_from_dict(graph) for graph in data["graphs"]],
-                fallbacks=[FallbackReport(entry["where"], _reason_from_dict(entry)) for entry in data["fallbacks"]],
-                notes=[FallbackReport(entry["where"], _reason_from_dict(entry)) for entry in data["notes"]],
-                graph_breaks=int(data["graph_breaks"]),
-                recompiles=int(data["recompiles"]),
-                compile_seconds=float(data["compile_seconds"]),
-                optimizers=[OptimizerReport(**_texts(optimizer)) for optimizer in data["optimizers"]],
-                steps=[StepReport(str(step["name"]), _numbers(step["ms"])) for step in data["steps"]],
-                host_memory=str(data["host_memory"]),
-            )
+            report: CompileReport = _from_plain(cls, {**data, "run": data})
             same = report.to_dict() == data
         except KeyError as error:
-            raise ValueError(
-                f"no report of this version of lightning-ort: {error} is not there, or not known"
-            ) from None
+            raise ValueError(f"not a report of this version of lightning-ort: {error} is missing or unknown") from None
         except (TypeError, ValueError, AttributeError, OverflowError):
             same = False
         if not same:
-            raise ValueError("no report of this version of lightning-ort: it has other entries, or of other types")
+            raise ValueError("not a report of this version of lightning-ort: it has other entries, or of other types")
         return report
 
     def to_text(self, width: int = 120) -> str:
@@ -305,83 +336,80 @@ class CompileReport:
             width: Width of the table in characters.
 
         Raises:
-            TypeError: If the width is no integer.
+            TypeError: If the width is not an integer.
             ValueError: If it is not positive.
 
         """
         check_integer("width", width, 1)
-        table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
-        for column in ("graph", "region", "executor", "why / ops"):
-            table.add_column(column, overflow="fold")
-        for column in ("nodes", "runs", "ORT ms", "torch ms"):
-            table.add_column(column, justify="right")
-        for graph in self.graphs:
-            for region in graph.regions:
-                ops = ", ".join(f"{op}x{n}" for op, n in sorted(region.ops.items(), key=lambda kv: -kv[1])[:4])
-                why = f"{region.reason} ({ops})" if region.reason else ops
-                table.add_row(
-                    graph.name,
-                    region.name,
-                    region.executor,
-                    why,
-                    str(region.num_nodes),
-                    str(region.runs),
-                    _ms(region.ort_ms),
-                    _ms(region.torch_ms),
-                )
         lines = [
             f"{self.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime, {self.ort_runs} runs, "
             f"{len(self.graphs)} graphs in {self.compile_seconds:.1f} s, {self.graph_breaks} graph breaks, "
             f"{self.recompiles} recompiles, {len(self.fallbacks)} fallbacks",
             *map(str, self.steps),
             *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(self.optimizers)),
+            *([f"host memory: {self.host_memory}"] if self.host_memory else []),
+            *(f"fallback: {fallback}" for fallback in self.fallbacks),
+            *(f"note: {note}" for note in self.notes),
         ]
-        if self.host_memory:
-            lines.append(f"host memory: {self.host_memory}")
-        for title, entries in (("fallback", self.fallbacks), ("note", self.notes)):
-            lines += [f"{title}: {entry.where}: {entry.reason}" for entry in entries]
-        return rendered(*([table] if self.graphs else []), *lines, width=width)
+        return rendered(*([self._table()] if self.graphs else []), *lines, width=width)
+
+    def _table(self) -> PlainTable:
+        table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
+        for column in ("graph", "region", "executor", "why / ops"):
+            table.add_column(column, overflow="fold")
+        for column in ("nodes", "runs", *map(ms_label, self.timed_executors)):
+            table.add_column(column, justify="right")
+        for graph in self.graphs:
+            for region in graph.regions:
+                ops = ", ".join(f"{op}x{n}" for op, n in sorted(region.ops.items(), key=lambda kv: -kv[1])[:4])
+                why = f"{region.reason} ({ops})" if region.reason else ops
+                ms = [f"{region.ms[name]:.3f}" if name in region.ms else "" for name in self.timed_executors]
+                table.add_row(graph.name, region.name, region.executor, why, region.num_nodes, region.runs, *ms)
+        return table
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def ms_label(executor: str) -> str:
+    """Return the heading for the times of an executor."""
+    return f"{'ORT' if executor == 'ort' else executor} ms"
 
 
-def _reason_dict(reason: Reason | None) -> dict[str, str] | None:
-    return None if reason is None else {"reason": reason.type.name, "text": reason.text}
+def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [each for each in dataclasses.fields(kind) if each.metadata.get("json", True)]
 
 
-def _graph_from_dict(data: dict[str, Any]) -> GraphReport:
-    return GraphReport(str(data["name"]), [_region_from_dict(r) for r in data["regions"]], float(data["seconds"]))
+def _to_plain(value: Any) -> Any:
+    """Return a value as the types of JSON."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: _to_plain(getattr(value, each.name)) for each in _json_fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    return value
 
 
-_EXECUTORS: dict[str, Literal["ort", "torch"]] = {"ort": "ort", "torch": "torch"}
+def _from_plain(kind: Any, data: Any) -> Any:
+    """Return the value of a type that :func:`_to_plain` made the data from.
 
+    Raises:
+        KeyError: If a field is missing, or the name of an enum's member is unknown.
+        TypeError: If the data is of another type.
 
-def _region_from_dict(data: dict[str, Any]) -> RegionReport:
-    return RegionReport(
-        name=str(data["name"]),
-        executor=_EXECUTORS[data["executor"]],
-        num_nodes=int(data["num_nodes"]),
-        ops={op: int(count) for op, count in data["ops"].items()},
-        reason=None if data["reason"] is None else _reason_from_dict(data["reason"]),
-        node_reasons={op: _reason_from_dict(reason) for op, reason in data["node_reasons"].items()},
-        ort_ms=None if data["ort_ms"] is None else float(data["ort_ms"]),
-        torch_ms=None if data["torch_ms"] is None else float(data["torch_ms"]),
-        threads=None if data["threads"] is None else int(data["threads"]),
-        runs=int(data["runs"]),
-        cached=bool(data["cached"]),
-        cuda_graph=bool(data["cuda_graph"]),
-    )
-
-
-def _reason_from_dict(data: dict[str, Any]) -> Reason:
-    return Reason(ReasonType[data["reason"]], str(data["text"]))
-
-
-def _numbers(data: dict[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in data.items()}
-
-
-def _texts(data: dict[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in data.items()}
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{each.name: _from_plain(hints[each.name], data[each.name]) for each in _json_fields(kind)})  # type: ignore[operator]
+    if type(None) in arguments:
+        return None if data is None else _from_plain(arguments[0], data)
+    if origin is dict and isinstance(data, dict):
+        return {_from_plain(arguments[0], key): _from_plain(arguments[1], item) for key, item in data.items()}
+    if origin is list and isinstance(data, list):
+        return [_from_plain(arguments[0], item) for item in data]
+    if isinstance(kind, enum.EnumMeta):
+        return kind[data]
+    if type(data) is kind or (kind is float and type(data) is int):
+        return kind(data)
+    raise TypeError(f"{data!r} is not {kind}")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_ort._arguments import check_path, passed
+from lightning_ort.compat.onnxruntime import import_onnxruntime
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
-from lightning_ort.compiler.executors.ort.kernels import import_onnxruntime
-from lightning_ort.compiler.executors.ort.session import session_options, why_not_on
+from lightning_ort.compiler.executors.ort.session import provider_missing_reason, session_options
 from lightning_ort.onnx_export.signature import Structure, restored
 
 # how onnxruntime writes a type
@@ -74,7 +74,7 @@ class OnnxSession:
             self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
             raise ValueError(f"{path}: onnxruntime cannot load it. {error}") from error
-        if (obstacle := why_not_on(self._session, self.providers[0])) is not None:
+        if (obstacle := provider_missing_reason(self._session, self.providers[0])) is not None:
             raise RuntimeError(obstacle)
         properties = self._session.get_modelmeta().custom_metadata_map
         try:

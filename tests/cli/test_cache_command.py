@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_ort.cli import main
-from lightning_ort.compiler.cache import Cache, Entry, Timing, default_folder
+from lightning_ort.compiler.cache import Cache, Entry, default_folder
+from lightning_ort.compiler.regions import Timing, Variant
 from lightning_ort.config import ORTConfig
 
 
@@ -33,7 +34,7 @@ FOREIGN = (
 def fill(folder: Path, count: int) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
     for number in range(count):
-        kept.store(entry(number), Entry(bytes(960), Timing(None, None, 1)))
+        kept.store(entry(number), Entry(bytes(960), Timing({}, Variant(1))))
     for name in FOREIGN:
         (folder / name).write_text("{}")
     (folder / f"{entry(100)}.json").mkdir()

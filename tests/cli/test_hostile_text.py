@@ -14,7 +14,8 @@ from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
 from lightning_ort.cli.bench_worker import Job, Turn, Variant
-from lightning_ort.compiler.cache import Cache, Entry, Timing
+from lightning_ort.compiler import regions
+from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.report import (
     CompileReport,
     FallbackReport,
@@ -23,6 +24,7 @@ from lightning_ort.compiler.report import (
     Reason,
     ReasonType,
     RegionReport,
+    RunReport,
     StepReport,
 )
 from lightning_ort.config import ORTConfig
@@ -66,7 +68,7 @@ def report() -> CompileReport:
     entries = [FallbackReport(HOSTILE, reason)]
     optimizers = [OptimizerReport(HOSTILE, HOSTILE, HOSTILE)]
     steps = [StepReport(HOSTILE, {"ort": 1.0})]
-    return CompileReport([GraphReport(HOSTILE, [region])], entries, entries, 0, 0, 0.0, optimizers, steps, HOSTILE)
+    return CompileReport([GraphReport(HOSTILE, [region])], entries, entries, run=RunReport(optimizers, steps, HOSTILE))
 
 
 def test_text_of_a_report() -> None:
@@ -85,7 +87,9 @@ def test_report(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 def test_cache(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / NAME
-    Cache(ORTConfig(cache_dir=str(folder))).store(f"region-{0:064x}", Entry(b"", Timing(None, None, 1)))
+    Cache(ORTConfig(cache_dir=str(folder))).store(
+        f"region-{0:064x}", Entry(b"", regions.Timing({}, regions.Variant(1)))
+    )
     command("cache", "info", "--folder", folder)
     shown = command("cache", "clear", "--folder", folder)
     assert shown.count(f"{plain(folder)}: ") == 2

@@ -23,6 +23,7 @@ from lightning_ort.compiler.report import (
     Reason,
     ReasonType,
     RegionReport,
+    RunReport,
     StepReport,
 )
 
@@ -97,9 +98,11 @@ def everything(report: CompileReport) -> CompileReport:
         fallbacks=[FallbackReport("training_step/forward_0", Reason(ReasonType.RUN_FAILED, "out of memory"))],
         notes=[FallbackReport("training_step", Reason(ReasonType.SLOWER, "by far"))],
         compile_seconds=1.25,
-        optimizers=[OptimizerReport("torch.AdamW", "torch.AdamW (fused)", "since it can")],
-        steps=[StepReport("training_step", {"ort": 2.5, "torch": 1.5})],
-        host_memory="default: malloc is not glibc's",
+        run=RunReport(
+            optimizers=[OptimizerReport("torch.AdamW", "torch.AdamW (fused)", "since it can")],
+            steps=[StepReport("training_step", {"ort": 2.5, "torch": 1.5})],
+            host_memory="default: malloc is not glibc's",
+        ),
     )
 
 
@@ -154,7 +157,7 @@ def test_page_needs_nothing_else(everything: CompileReport) -> None:
 
 def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
     graphs = [GraphReport(f"{step}_step/inference_0") for step in ("training", "validation")]
-    report = CompileReport(graphs, steps=[StepReport("training_step", {"ort": 2.0, "inductor": 1.0})])
+    report = CompileReport(graphs, run=RunReport(steps=[StepReport("training_step", {"ort": 2.0, "inductor": 1.0})]))
     text = squeezed(Page(render(report, "report.json")).text)
     training, validation = text.partition("training_step/inference_0")[2].split("validation_step/inference_0")
     assert "The step goes on with inductor" in training
@@ -167,6 +170,16 @@ def test_a_run_that_compiled_nothing() -> None:
     assert page.rows == []
 
 
+def test_other_executors_are_shown_by_their_name() -> None:
+    region = RegionReport("openvino_1", "openvino", 1, {"aten.mm.default": 1}, ms={"openvino": 1.5, "torch": 2.0})
+    report = CompileReport([GraphReport("inference_0", [region])])
+    page = Page(render(CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))), "report.json"))
+    (row,) = [row for row in page.rows if row]
+    assert row[1].strip() == "openvino"
+    assert row[3:] == ["1", "0", "", "2.000", "1.500"]
+    assert "openvino ms" in report.to_text()
+
+
 def test_values_are_escaped() -> None:
     evil = """<script>alert(1)</script>"'&"""
     reason = Reason(ReasonType.RUN_FAILED, evil)
@@ -176,9 +189,7 @@ def test_values_are_escaped() -> None:
         [GraphReport(evil, [region])],
         entries,
         entries,
-        optimizers=[OptimizerReport(evil, evil, evil)],
-        steps=[StepReport(evil, {"ort": 1.0})],
-        host_memory=evil,
+        run=RunReport([OptimizerReport(evil, evil, evil)], [StepReport(evil, {"ort": 1.0})], evil),
     )
     text = render(report, evil)
     assert "<script" not in text
@@ -219,18 +230,18 @@ REGION = ("graphs", 0, "regions", 0)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("host_memory",), ..., "'host_memory' is not there"),  # an older version's
-        (("steps",), ..., "'steps' is not there"),
+        (("host_memory",), ..., "'host_memory' is missing"),  # an older version's
+        (("steps",), ..., "'steps' is missing"),
         (("new",), 1, "other entries"),  # a later version's
         ((*REGION, "new"), 1, "other entries"),
-        ((*REGION, "cached"), ..., "'cached' is not there"),
-        ((*REGION, "executor"), "tensorrt", "'tensorrt' is not there, or not known"),
-        ((*REGION, "ort_ms"), "fast", "of other types"),
+        ((*REGION, "cached"), ..., "'cached' is missing"),
+        ((*REGION, "executor"), 3, "of other types"),
+        ((*REGION, "ms"), {"ort": "fast"}, "of other types"),
         ((*REGION, "num_nodes"), "3", "of other types"),
-        ((*REGION, "reason"), {"reason": "BORED", "text": ""}, "'BORED' is not there, or not known"),
+        ((*REGION, "reason"), {"type": "BORED", "text": ""}, "'BORED' is missing or unknown"),
         (("graphs",), {"a": 1}, "of other types"),
         (("steps", 0, "ms"), {}, "of other types"),
-        (("optimizers", 0, "runs_as"), ..., "other entries"),
+        (("optimizers", 0, "runs_as"), ..., "'runs_as' is missing"),
         (("fallbacks", 0), "text", "of other types"),
     ],
 )
@@ -239,7 +250,7 @@ def test_other_reports_are_refused(
 ) -> None:
     file = tmp_path / "report.json"
     file.write_text(json.dumps(change(everything, path, value)))
-    with pytest.raises(SystemExit, match=f"report.json: no report of this version.*{message}") as info:
+    with pytest.raises(SystemExit, match=f"report.json: not a report of this version.*{message}") as info:
         command(monkeypatch, file)
     assert "ORTConfig(report=PATH)" in str(info.value)
     assert not (tmp_path / "report.html").exists()

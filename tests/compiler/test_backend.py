@@ -1,6 +1,7 @@
 """The compiler end to end, without Lightning: values, gradients, shapes, randomness, failures."""
 
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS
+from lightning_ort.compiler.regions import RegionRejected
 from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
@@ -289,7 +291,7 @@ def test_small_regions_stay_in_torch():
 def test_measured_placement_keeps_the_faster(monkeypatch):
     def slower(sessions, torch_forward, args):
         timing = original(sessions, torch_forward, args)
-        return placement.Timing(timing.torch_ms * 2, timing.torch_ms, timing.threads)
+        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] * 2})
 
     original = placement.measure
     monkeypatch.setattr(placement, "measure", slower)
@@ -298,7 +300,7 @@ def test_measured_placement_keeps_the_faster(monkeypatch):
     torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
     regions = [region for graph in backend.report.graphs for region in graph.regions]
     assert {region.reason.type for region in regions} == {ReasonType.SLOWER}
-    assert all(region.ort_ms == pytest.approx(2 * region.torch_ms) for region in regions)
+    assert all(region.ms["ort"] == pytest.approx(2 * region.ms["torch"]) for region in regions)
     assert backend.report.ort_runs == 0
     assert not backend.report.fallbacks
 
@@ -306,13 +308,13 @@ def test_measured_placement_keeps_the_faster(monkeypatch):
 def test_measured_placement_reports_both_times(monkeypatch):
     def faster(sessions, torch_forward, args):
         timing = original(sessions, torch_forward, args)
-        return placement.Timing(timing.torch_ms / 2, timing.torch_ms, timing.threads)
+        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] / 2})
 
     original = placement.measure
     monkeypatch.setattr(placement, "measure", faster)
     backend = ORTBackend()
     assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
-    assert all(r.ort_ms and r.torch_ms and r.threads for g in backend.report.graphs for r in g.regions)
+    assert all(r.ms["ort"] and r.ms["torch"] and r.threads for g in backend.report.graphs for r in g.regions)
 
 
 def test_deterministic_mode_times_nothing(monkeypatch):
@@ -422,7 +424,7 @@ def test_checker_failure(monkeypatch, caplog):
 
 def test_session_that_does_not_build(monkeypatch, caplog):
     def refuse(*args):
-        raise session.RegionRejected(ReasonType.SESSION_FAILED, "no session today")
+        raise RegionRejected(ReasonType.SESSION_FAILED, "no session today")
 
     monkeypatch.setattr(session, "build", refuse)
     assert_falls_back(ReasonType.SESSION_FAILED, "no session today", caplog)

@@ -19,8 +19,13 @@ from lightning_ort import ORTConfig
 from lightning_ort.compiler import cache, cache_folder
 from lightning_ort.compiler import placer as placement
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache import Cache, Entry, Timing, describe
+from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors.ort import session, support
+from lightning_ort.compiler.fingerprint import fingerprint
+from lightning_ort.compiler.regions import Timing, Variant
+
+MS = {"ort": 1.0, "torch": 2.0}
+TIMING = Timing(MS, Variant(1))
 
 
 def mlp() -> nn.Module:
@@ -95,14 +100,19 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def change(path: Path, key: str, value: Any) -> None:
+    """Change a value of a timing; the key is a path."""
     content = json.loads(path.read_text())["content"]
-    content[key] = value
+    *parents, last = key.split("/")
+    changed = content
+    for parent in parents:
+        changed = changed[parent]
+    changed[last] = value
     write_json(path, content)
 
 
 DAMAGED = [b"", b"[]", b"[[]]", b"{}", b"null", b"1", b'"text"', b"\xff\xfe\x00", b"\x00", b"[" * 100_000, b"{" * 9]
 DAMAGED += [b'{"a":' * 100_000, b'{"sha256": 1}', b'{"content": [], "sha256": []}', b"1" * 5000, b'[["NONSENSE", 1]]']
-DAMAGED += [b'{"model": "", "timing": {"ort_ms": 1}}', b"[NaN, Infinity]", b" " * (cache_folder.MAX_BYTES + 1)]
+DAMAGED += [b'{"model": "", "timing": {"ms": {"ort": 1}}}', b"[NaN, Infinity]", b" " * (cache_folder.MAX_BYTES + 1)]
 
 
 def check_same(backend: ORTBackend, module: nn.Module, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
@@ -186,11 +196,19 @@ def test_files_under_another_name_count_as_absent(tmp_path):
             path.write_bytes(content)
 
 
-IMPOSSIBLE = [("threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
+IMPOSSIBLE = [("variant/threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
 IMPOSSIBLE += [
-    (key, value) for key in ("ort_ms", "torch_ms") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1)
+    (key, value) for key in ("ms/ort", "ms/torch") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1, None)
 ]
-IMPOSSIBLE += [*[("cuda_graph", value) for value in (1, None, "yes")], ("more", 1)]
+IMPOSSIBLE += [("variant/cuda_graph", value) for value in (1, None, "yes")]
+IMPOSSIBLE += [
+    ("more", 1),
+    ("variant/more", 1),
+    ("ms", None),
+    ("ms", [1.0]),
+    ("variant", None),
+    ("variant", [1, False]),
+]
 
 
 def test_impossible_timings_count_as_absent(kept, tmp_path):
@@ -203,11 +221,13 @@ def test_impossible_timings_count_as_absent(kept, tmp_path):
             assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is not None
 
 
-@pytest.mark.parametrize(("key", "value"), [("threads", 2000), ("threads", 7), ("cuda_graph", True)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("variant/threads", 2000), ("variant/threads", 7), ("variant/cuda_graph", True)]
+)
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
     options = {**options, "placement": "measured"}
-    monkeypatch.setattr(placement, "measure", lambda sessions, *args: Timing(1.0, 2.0, *next(iter(sessions))))
+    monkeypatch.setattr(placement, "measure", lambda sessions, *args: Timing(MS, next(iter(sessions))))
     train(ORTBackend(options), module, x)
     for path in tmp_path.glob("region-*.json"):
         change(path, key, value)
@@ -284,17 +304,17 @@ def test_models_that_reach_out_are_not_run(kept, tmp_path, monkeypatch, kind):
     written = Cache(ORTConfig(cache_dir=str(tmp_path)))
     for path in tmp_path.glob("region-*.onnx"):
         entry = written.load(path.stem)
-        assert session.why_refused(entry.model) is None
+        assert session.untrusted_reason(entry.model) is None
         model = onnx.ModelProto.FromString(entry.model)
         hostile(model, kind, tmp_path / "secret")
-        assert session.why_refused(model.SerializeToString()) is not None
+        assert session.untrusted_reason(model.SerializeToString()) is not None
         written.store(path.stem, Entry(model.SerializeToString(), entry.timing))
     given = []
     build = session.build
     monkeypatch.setattr(session, "build", lambda *args: [given.append(args[0]), build(*args)][1])
     check_same(ORTBackend(options), module, x, expected)
     assert given
-    assert all(session.why_refused(model) is None for model in given)
+    assert all(session.untrusted_reason(model) is None for model in given)
 
 
 def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
@@ -332,7 +352,7 @@ REGION = f"region-{'0' * 64}"
 def _store_again_and_again(folder: Path, models: list[bytes], times: int = 200) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
     for number in range(times):
-        kept.store(REGION, Entry(models[number % 2], Timing(1.0, 2.0, 1)))
+        kept.store(REGION, Entry(models[number % 2], TIMING))
 
 
 def test_processes_share_a_folder(tmp_path):
@@ -348,7 +368,7 @@ def test_processes_share_a_folder(tmp_path):
         if (entry := reader.load(REGION)) is not None:
             found += 1
             assert entry.model in models
-            assert entry.timing == Timing(1.0, 2.0, 1)
+            assert entry.timing == TIMING
     assert found
     assert not list(tmp_path.glob("*.tmp"))
     assert [writer.exitcode for writer in writers] == [0, 0]
@@ -405,7 +425,7 @@ def test_partial_files_of_dead_writers_are_taken_away(tmp_path, monkeypatch, loc
         assert young.exists(), "of a writer at work"
     Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
     assert young.exists() is not locks
-    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing(None, None, 1)))
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing({}, Variant(1))))
     assert entry.exists()
 
 
@@ -416,7 +436,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch, caplog):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    kept.store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+    kept.store(REGION, Entry(b"model", TIMING))
     assert not list(tmp_path.iterdir())
     assert caplog.text.count("no space left on device") == 1
 
@@ -425,7 +445,7 @@ def test_the_folder_is_for_its_user_alone(tmp_path):
     before = os.umask(0)
     try:
         folder = tmp_path / "of" / "mine"
-        Cache(ORTConfig(cache_dir=str(folder))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
+        Cache(ORTConfig(cache_dir=str(folder))).store(REGION, Entry(b"model", TIMING))
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -464,8 +484,8 @@ def test_a_system_without_owners(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "getuid")
     monkeypatch.setattr(cache_folder, "fcntl", None)
     tmp_path.chmod(0o777)
-    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", Timing(1.0, 2.0, 1)))
-    assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", Timing(1.0, 2.0, 1))
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", TIMING))
+    assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", TIMING)
 
 
 def traced(function: Any, *args: Any, dynamic: bool = False) -> fx.Graph:
@@ -476,10 +496,10 @@ def test_description_is_of_what_is_computed():
     """Neither names nor the order in which sizes were numbered matter; all else does."""
     x, y = torch.randn(3, 5), torch.randn(5, 7)
     same = traced(lambda a, b: torch.relu(a @ b), x, y)
-    text = describe(same)
+    text = fingerprint(same)
     for number, node in enumerate(list(same.nodes)):
         node.name = f"renamed_{number}"
-    assert describe(same) == text
+    assert fingerprint(same) == text
     others = [
         traced(lambda a, b: torch.tanh(a @ b), x, y),
         traced(lambda a, b: torch.relu(a @ b), x.double(), y.double()),
@@ -490,7 +510,7 @@ def test_description_is_of_what_is_computed():
         traced(lambda a, b: torch.relu(a @ b) * 2.5, x, y),
         traced(lambda a, b: torch.relu(a @ b) * 2, x, y),
     ]
-    assert len({text, *map(describe, others)}) == 1 + len(others)
+    assert len({text, *map(fingerprint, others)}) == 1 + len(others)
     symbolic = traced(lambda a, b: torch.relu(a @ b), x, y, dynamic=True)
-    assert describe(symbolic) == describe(others[4])
-    assert "n0=3" in describe(symbolic)
+    assert fingerprint(symbolic) == fingerprint(others[4])
+    assert "n0=3" in fingerprint(symbolic)

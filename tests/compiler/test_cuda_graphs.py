@@ -31,7 +31,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, recordings_win: None) -> list[Reco
         made.append(self)
 
     monkeypatch.setattr(RecordedSession, "__init__", note)
-    monkeypatch.setattr(cuda_graphs, "why_none", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "unsupported_reason", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "can_record", lambda region: True)
     monkeypatch.setattr(cuda_graphs, "stream_of", lambda device: None)
     return made

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.ort.binding import TorchRegion
+from lightning_ort.compiler.executors.torch import TorchRegion
 
 CHANNELS = 16
 TRANSPOSED = {

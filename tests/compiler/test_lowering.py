@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_ort.compiler import lowering
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.lowering import final_passes, joint_passes
 from tests.conversion.harness import compile_function
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def after_drop_casts(function, *args):
     """The traced function without needless casts; it computes the same."""
     gm = make_fx(function, tracing_mode="fake")(*args)
-    lowering.drop_casts(gm)
+    joint_passes.drop_casts(gm)
     gm.graph.lint()
     gm.recompile()
     got, expected = gm(*args), function(*args)
@@ -161,7 +161,7 @@ def test_selections_of_all_parts_are_stacked(order, sizes, dim, stacks):
 
     gradients = [torch.randn([size for at, size in enumerate(sizes) if at != dim % 3]) for _ in order]
     gm = make_fx(function, tracing_mode="fake")(*gradients)
-    lowering.stack_selections(gm)
+    final_passes.stack_selections(gm)
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(*gradients), function(*gradients))
@@ -179,7 +179,7 @@ def test_selections_that_something_else_needs_stay():
 
     args = torch.randn(4), torch.randn(4)
     gm = make_fx(function, tracing_mode="fake")(*args)
-    lowering.stack_selections(gm)
+    final_passes.stack_selections(gm)
     gm.recompile()
     for got, expected in zip(gm(*args), function(*args), strict=True):
         assert torch.equal(got, expected)
@@ -203,17 +203,17 @@ def test_attention_stacks_its_gradients():
 def saved_layouts(monkeypatch, function, *args, torch_ops=()):
     """How the tensors that are saved between the passes of a compiled function lie in memory."""
     halves = []
-    save_contiguous = lowering.save_contiguous
+    save_contiguous = joint_passes.save_contiguous
 
-    def note(forward, backward, num_fwd_outputs):
-        save_contiguous(forward, backward, num_fwd_outputs)
+    def note(forward, backward, num_fwd_outputs, converted):
+        save_contiguous(forward, backward, num_fwd_outputs, converted)
         placeholders = backward.graph.find_nodes(op="placeholder")
         results = forward.graph.output_node().args[0][num_fwd_outputs:]
         halves.append(
             [(a.meta["val"].stride(), b.meta["val"].stride()) for a, b in zip(results, placeholders, strict=False)]
         )
 
-    monkeypatch.setattr(lowering, "save_contiguous", note)
+    monkeypatch.setattr(joint_passes, "save_contiguous", note)
     backend = ORTBackend({"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": torch_ops})
     expected = torch.autograd.grad(function(*args).sum(), args)
     for _ in range(2):

@@ -16,7 +16,7 @@ from lightning_ort.config import ORTConfig
 @pytest.fixture
 def drawn_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements were drawn, call for call."""
-    if not masks.draws_alike():
+    if not masks.matches_torch():
         pytest.skip("torch draws otherwise on this processor")
     counts: list[int] = []
     fill = masks._fill
@@ -55,7 +55,7 @@ def test_left_to_torch(x: torch.Tensor, drawn_here: list[int]) -> None:
 def test_another_way_of_drawing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = masks._fill
     monkeypatch.setattr(masks, "_fill", lambda out, p, generator: fill(out, 1 - p, generator))
-    assert not masks.draws_alike.__wrapped__()
+    assert not masks.matches_torch.__wrapped__()
 
 
 def test_dropout_of_a_compiled_function(drawn_here: list[int]) -> None:
@@ -86,13 +86,13 @@ def threads(drawn_here: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]
     """The threads that drew, call for call."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     names: list[str] = []
-    draw = masks.Masks._draw
+    draw = masks.MaskPrefetcher._draw
 
-    def note(self: masks.Masks, generator: torch.Generator) -> list[torch.Tensor]:
+    def note(self: masks.MaskPrefetcher, generator: torch.Generator) -> list[torch.Tensor]:
         names.append("main" if threading.current_thread() is threading.main_thread() else "ahead")
         return draw(self, generator)
 
-    monkeypatch.setattr(masks.Masks, "_draw", note)
+    monkeypatch.setattr(masks.MaskPrefetcher, "_draw", note)
     return names
 
 
@@ -100,7 +100,7 @@ def drawn_by_torch() -> list[torch.Tensor]:
     return [torch.bernoulli(torch.empty(sizes, dtype=dtype), p) for sizes, dtype, p in KINDS]
 
 
-def agree(ours: masks.Masks) -> None:
+def agree(ours: masks.MaskPrefetcher) -> None:
     """Draw with both from the same state, and go on from where torch leaves it."""
     state = torch.get_rng_state()
     drawn, left = ours(), torch.get_rng_state()
@@ -109,22 +109,22 @@ def agree(ours: masks.Masks) -> None:
     assert torch.equal(torch.get_rng_state(), left)
 
 
-def after_three_steps() -> masks.Masks:
+def after_three_steps() -> masks.MaskPrefetcher:
     """Masks of which the next ones are there."""
-    ours = masks.Masks(KINDS)
+    ours = masks.MaskPrefetcher(KINDS)
     torch.manual_seed(2)
     for _ in range(3):
         agree(ours)
-    ours._ahead[1].result()
+    ours._prefetched[1].result()
     return ours
 
 
 def test_masks_of_the_next_step_are_drawn_while_this_one_computes(threads: list[str]) -> None:
-    ours = masks.Masks(KINDS)
+    ours = masks.MaskPrefetcher(KINDS)
     torch.manual_seed(2)
     for _ in range(5):
         agree(ours)
-    ours._ahead[1].result()  # the thread may still be at the last ones
+    ours._prefetched[1].result()  # the thread may still be at the last ones
     assert threads == ["main", "main", "ahead", "ahead", "ahead", "ahead"]
 
 
@@ -138,13 +138,13 @@ def test_what_others_draw_between_is_noticed(threads: list[str]) -> None:
     assert threads == ["main", "main"]
     for _ in range(2):
         agree(ours)
-    ours._ahead[1].result()
+    ours._prefetched[1].result()
     assert "ahead" in threads[2:]
 
 
 def test_what_is_never_used_is_not_drawn(threads: list[str]) -> None:
     """As under activation checkpointing: each forward pass runs twice, from the same state."""
-    ours = masks.Masks(KINDS)
+    ours = masks.MaskPrefetcher(KINDS)
     torch.manual_seed(2)
     for _ in range(6):
         state = torch.get_rng_state()
@@ -155,9 +155,9 @@ def test_what_is_never_used_is_not_drawn(threads: list[str]) -> None:
 
 
 def test_few_elements_or_one_thread_are_drawn_now(threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    few = masks.Masks(KINDS[1:2])
+    few = masks.MaskPrefetcher(KINDS[1:2])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    alone = masks.Masks(KINDS)
+    alone = masks.MaskPrefetcher(KINDS)
     for ours in (few, alone):
         for _ in range(4):
             ours()

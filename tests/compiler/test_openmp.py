@@ -16,7 +16,7 @@ from lightning_ort.config import ORTConfig
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux does"),
-    pytest.mark.skipif(openmp._pause() is None, reason="torch's OpenMP cannot"),
+    pytest.mark.skipif(openmp._pause_function() is None, reason="torch's OpenMP cannot"),
 ]
 
 
@@ -26,22 +26,22 @@ def several_threads():
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
-    openmp.rest()  # other tests fork
+    openmp.pause_openmp()  # other tests fork
 
 
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def test_rest():
-    openmp.rest()
+def test_pause():
+    openmp.pause_openmp()
     alone = threads()
     x = torch.randn(1000, 1000)
     expected = x + x
     assert threads() == alone + 2
-    openmp.rest()
+    openmp.pause_openmp()
     assert threads() == alone
-    openmp.rest()
+    openmp.pause_openmp()
     assert torch.equal(x + x, expected)
     assert threads() == alone + 2
 
@@ -50,7 +50,7 @@ def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     x, small = torch.randn(512, 512), torch.randn(64, 64)
     with monkeypatch.context() as patch:  # undone before the fixture is
-        patch.setattr(runtime.openmp, "rest", lambda: calls.append(1))
+        patch.setattr(runtime.openmp, "pause_openmp", lambda: calls.append(1))
         for given, rests in ((x, 1), (small, 0)):
             calls.clear()
             backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, intra_op_threads=3))
@@ -72,7 +72,7 @@ def test_a_forked_process_destroys_no_session_of_its_parent() -> None:
     backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, intra_op_threads=3))
     torch.compile(lambda x: (x @ x).relu() @ x, backend=backend)(x)
     assert backend.report.ort_runs == 1
-    openmp.rest()
+    openmp.pause_openmp()
     gc.disable()
     garbage: list[object] = list(session._alive)
     garbage.append(garbage)  # found by the garbage collector alone

@@ -43,8 +43,8 @@ def test_a_failing_pass_ends_no_fit(
         assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)
         report = facts["report"]
         assert report["ort_runs"] > 0
-        failed = [entry for entry in report["fallbacks"] if "injected" in entry["text"]]
-        noted = [entry for entry in report["notes"] if "injected" in entry["text"]]
+        failed = [entry for entry in report["fallbacks"] if "injected" in entry["reason"]["text"]]
+        noted = [entry for entry in report["notes"] if "injected" in entry["reason"]["text"]]
         if where == TRIAL:
             assert not failed
             assert noted

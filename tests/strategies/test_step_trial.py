@@ -1,5 +1,6 @@
 """Steps are timed on each engine, on the run's own batches, and go on with the fastest."""
 
+import dataclasses
 import gc
 import time
 import weakref
@@ -37,7 +38,7 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def favourably(*args: Any) -> Any:
         timing = measure(*args)
-        return type(timing)(0.0, timing.torch_ms, timing.threads)
+        return dataclasses.replace(timing, ms={**timing.ms, "ort": 0.0})
 
     monkeypatch.setattr(placement, "measure", favourably)
 

@@ -166,7 +166,7 @@ class CapturedModule:
     def note(self, where: str, kind: ReasonType, text: str) -> None:
         """Report a choice that was made for the user, once."""
         reason = Reason(kind, text)
-        if self.backend.report.note(where, reason):
+        if self.backend.report.record_choice(where, reason):
             rank_zero_info("lightning-ort: %s: %s", where, reason)
 
     def _on_closure(self) -> None:

@@ -1,11 +1,9 @@
-"""From an ONNX model to an ``onnxruntime.InferenceSession``."""
+"""Converts regions to ONNX models and builds sessions of them."""
 
 import logging
 import math
 import os
 import weakref
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +11,11 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from lightning_ort.compiler.cache import Timing
+from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_arena
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
-from lightning_ort.compiler.executors.ort.support import values_of
-from lightning_ort.compiler.regions import Region
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.regions import Region, RegionRejected
+from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -26,52 +24,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# operators of onnxruntime that run code or read files besides the model
-_REACH_OUT = {"ATen", "EPContext", "PythonOp", "PythonOpGrad"}
-_ATTRIBUTES = (
-    *(onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto.STRING, onnx.AttributeProto.TENSOR),
-    *(onnx.AttributeProto.FLOATS, onnx.AttributeProto.INTS, onnx.AttributeProto.STRINGS, onnx.AttributeProto.TENSORS),
-)
-_MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and tables of indices
+# operators of onnxruntime that run Python or torch code, or read files
+_OUTSIDE_OPS = {"ATen", "EPContext", "PythonOp", "PythonOpGrad"}
+_ATTRIBUTES = {
+    onnx.AttributeProto.AttributeType.Value(f"{kind}{plural}")
+    for kind in ("FLOAT", "INT", "STRING", "TENSOR")
+    for plural in ("", "S")
+}
+_MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and index tables
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
 _inherited: "list[onnxruntime.InferenceSession]" = []
 
-
-def _keep_forever() -> None:
-    """In a forked process: never destroy what was inherited, which would wait for threads that were not."""
-    _inherited.extend(_alive)
-
-
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_keep_forever)
-
-
-class RegionRejected(Exception):
-    """A region does not run on ONNX Runtime.
-
-    Args:
-        type: At which stage it was given up.
-        error: What happened there.
-        timing: What it took, where it was timed.
-
-    """
-
-    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
-        text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
-        self.reason = Reason(type, text.strip().splitlines()[0])
-        self.timing = timing
-        super().__init__(str(self.reason))
+    # a forked process must not destroy the sessions of its parent: that would wait for threads that it does not have
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_alive))
 
 
 def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
-    """Convert a region to a checked ONNX model.
+    """Convert a region to a checked ONNX model with the inputs ``i0``, ``i1``, ... and the outputs ``o0``, ``o1``, ...
 
-    Inputs are named ``i0``, ``i1``, ... and outputs ``o0``, ``o1``, ... in the region's order.
-
-    Raises:
-        RegionRejected: If conversion or the ONNX checker fails.
-
+    Raises ``RegionRejected`` if the conversion or the ONNX checker fails.
     """
     builder = GraphBuilder(kernels)
     graph = region.module.graph
@@ -82,7 +55,7 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
             if node.op == "call_function":
                 builder.convert(node)
         model = ir.to_proto(builder.model(graph.output_node().args[0], name))  # type: ignore[arg-type]
-    except Exception as error:  # a bug in a converter must not lose the run
+    except Exception as error:  # a bug in a converter must not end the run
         raise RegionRejected(ReasonType.CONVERSION_FAILED, error) from error
     try:
         onnx.checker.check_model(model)
@@ -91,34 +64,34 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
     return model
 
 
-def why_refused(model: bytes) -> str | None:
-    """Return why a model that was kept is not one that :func:`convert` makes, or ``None``.
+def untrusted_reason(model: bytes) -> str | None:
+    """Return why a cached model cannot have been written by :func:`convert`, or ``None``.
 
-    onnxruntime 1.19 reads whatever file a model given as bytes names for a tensor.
+    onnxruntime 1.19 reads any file that a model names as the content of a tensor.
     """
     from google.protobuf.message import DecodeError
 
-    if model[4:8] == b"ORTM":
+    if is_ort_format(model):
         return "it is in onnxruntime's own format"
     try:
         proto = onnx.ModelProto.FromString(model)
     except DecodeError as error:
-        return f"it is no ONNX model: {error}"
+        return f"it is not an ONNX model: {error}"
     if proto.functions or proto.training_info or proto.metadata_props or proto.graph.sparse_initializer:
         return "it has functions, training information, metadata or sparse constants"
     domains = {opset.domain for opset in proto.opset_import} | {node.domain for node in proto.graph.node}
     if unknown := domains - {"", MICROSOFT}:
         return f"it has operators of {', '.join(sorted(unknown))}"
-    if found := _REACH_OUT & {node.op_type for node in proto.graph.node}:
+    if found := _OUTSIDE_OPS & {node.op_type for node in proto.graph.node}:
         return f"it has the operator {', '.join(sorted(found))}"
     tensors = list(proto.graph.initializer)
     for attribute in (attribute for node in proto.graph.node for attribute in node.attribute):
         tensors += [attribute.t, *attribute.tensors]
         if attribute.type not in _ATTRIBUTES:
-            return f"the attribute {attribute.name!r} is a graph, or something else that is never written"
+            return f"the attribute {attribute.name!r} is a graph, or of another type that is never written"
     for tensor in tensors:
         if tensor.external_data or tensor.data_location != onnx.TensorProto.DEFAULT:
-            return f"the constant {tensor.name!r} lies in another file"
+            return f"the constant {tensor.name!r} is in another file"
         if math.prod(tensor.dims) > _MAX_CONSTANT or min(tensor.dims, default=0) < 0:
             return f"the constant {tensor.name!r} has the shape {list(tensor.dims)}"
     return None
@@ -132,33 +105,23 @@ def build(
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
 ) -> "onnxruntime.InferenceSession":
-    """Build a session.
+    """Build a session of a region's model: to record CUDA graphs on ``stream``, or to run on torch's current stream.
 
-    Args:
-        model: The serialized model.
-        region: What it was made of.
-        providers: Execution providers in order of preference.
-        threads: Intra-op threads.
-        device: Where the tensors are.
-        stream: Record CUDA graphs on this stream; ``None``: run on torch's and record nothing.
-
-    Raises:
-        RegionRejected: If onnxruntime refuses the model, as one with nodes on the CPU where it is to be recorded.
-
+    Raises ``RegionRejected`` if onnxruntime refuses the model, such as one to be recorded that has nodes on the CPU.
     """
     import onnxruntime
 
     options = session_options(threads)
     if device.type == "cpu":
-        _share_arena()
+        share_cpu_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
-    # as autograd ordered them; by itself it puts off the gradients of the weights and holds what they need meanwhile:
-    # a GPT's backward pass took 106 MB for intermediate results where this takes 78 (onnxruntime 1.19)
+    # autograd's order. The default order delays the gradients of weights and keeps their inputs in memory: a GPT's
+    # backward pass took 106 MB for intermediate results, with this order 78 MB (onnxruntime 1.19)
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    # nothing is quantized here: DequantizeLinear scales masks, and has to stay what it is
+    # no model is quantized: DequantizeLinear scales dropout masks and must not be fused
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     if _has_float64(region):
-        # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have kernels for float32 alone (1.19)
+        # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     configured: list[Any] = [
         (provider, _cuda_options(device, stream)) if provider == "CUDAExecutionProvider" else provider
@@ -166,55 +129,33 @@ def build(
     ]
     try:
         session = onnxruntime.InferenceSession(model, options, providers=configured)
-    except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+    except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
-    if (obstacle := why_not_on(session, providers[0])) is not None:
-        raise RegionRejected(ReasonType.SESSION_FAILED, obstacle)
+    if (reason := provider_missing_reason(session, providers[0])) is not None:
+        raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
     return session
 
 
 def session_options(threads: int) -> "onnxruntime.SessionOptions":
-    """Return what every session that shares the process with torch is set to.
-
-    Args:
-        threads: Intra-op threads.
-
-    """
+    """Return the options of every session, with a number of intra-op threads."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised, and reported by us
-    # threads that wait for the next kernel awake, but not after the last one, when torch needs the cores
+    options.log_severity_level = 4  # errors are raised, and we report them
+    # the threads spin between two kernels, but not after the last one, when torch needs the cores
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
-def why_not_on(session: "onnxruntime.InferenceSession", provider: str) -> str | None:
-    """Return why a session does not run on the provider that was asked for; onnxruntime replaces it silently."""
+def provider_missing_reason(session: "onnxruntime.InferenceSession", provider: str) -> str | None:
+    """Return why a session does not run on the requested provider, which onnxruntime replaces silently, or ``None``."""
     if session.get_providers()[0] == provider:
         return None
     return f"{provider} did not load; are its libraries installed?"
-
-
-@cache
-def _share_arena() -> None:
-    """Have all sessions of the process take their memory for intermediates from one place.
-
-    By itself each session keeps a place of its own, which grows by powers of two: a GPT's two took 1,179 MB where this
-    takes 950 and eager 855 (onnxruntime 1.19). Sessions run one after the other, so what one has freed serves the next.
-    """
-    from onnxruntime.capi import onnxruntime_pybind11_state as ort
-
-    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    as_requested = ort.OrtArenaCfg(
-        {"max_mem": 0, "arena_extend_strategy": 1, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
-    )
-    with suppress(RuntimeError):  # the program has registered one of its own, which serves as well
-        ort.create_and_register_allocator(place, as_requested)
 
 
 def _has_float64(region: Region) -> bool:
@@ -223,22 +164,22 @@ def _has_float64(region: Region) -> bool:
 
 
 def _cuda_options(device: torch.device, stream: torch.cuda.Stream | None) -> dict[str, str]:
-    # on torch's stream, so that neither side has to wait for the other
+    # on torch's stream neither side has to wait for the other
     used = torch.cuda.current_stream(device) if stream is None else stream
     return {
         "device_id": str(device.index or 0),
         "user_compute_stream": str(used.cuda_stream),
         "enable_cuda_graph": "0" if stream is None else "1",
         "do_copy_in_default_stream": "1",
-        # not by powers of two: torch's allocator needs the rest
+        # not by powers of two: torch's allocator needs the rest of the memory
         "arena_extend_strategy": "kSameAsRequested",
-        # onnxruntime's own default is to use it
+        # onnxruntime uses TF32 by default
         "use_tf32": "1" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "0",
     }
 
 
 def save(model: bytes, folder: str, name: str) -> None:
-    """Write a model to ``folder/name.onnx``; a run is not lost where that fails."""
+    """Write a model to ``folder/name.onnx``; log a warning if that fails."""
     path = Path(folder) / f"{name.replace('/', '.')}.onnx"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
-    ANY_BYTE,
     DTYPES,
     Arg,
     dtype_of,
@@ -20,6 +19,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.nodes import ANY_BYTE
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:

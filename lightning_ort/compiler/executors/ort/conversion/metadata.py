@@ -7,8 +7,8 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-# in the meta of an FX node of booleans: true may be any number but 0 in memory, where onnxruntime expects 1
-ANY_BYTE = "any_byte"
+from lightning_ort.compat.torch import expression_of
+from lightning_ort.compiler.nodes import ANY_BYTE
 
 Scalar = bool | int | float
 Arg = fx.Node | Scalar
@@ -77,4 +77,4 @@ def same_shape(x: fx.Node, y: fx.Node) -> bool:
 
 
 def _expression(size: int | torch.SymInt) -> Any:
-    return size if isinstance(size, int) else size.node.expr
+    return size if isinstance(size, int) else expression_of(size)

@@ -247,7 +247,7 @@ def vector_norm(
     *,
     dtype: Any = None,
 ) -> Value:
-    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""  # noqa: E501
+    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, dtype?) -> Tensor"""
     if isinstance(ord, fx.Node):
         raise Unsupported("a norm of a symbolic order")
     value = ctx.value(x, dtype_of(node))

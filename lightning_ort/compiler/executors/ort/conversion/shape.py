@@ -261,7 +261,7 @@ def filled(ctx: GraphBuilder, shape: Value, number: Any, dtype: torch.dtype) -> 
 
 @converts(aten.full.default, aten._efficientzerotensor.default)
 def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any = 0, **kwargs: Any) -> Value:
-    """full(SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""  # noqa: E501
+    """full(SymInt[] size, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     if not size and not isinstance(fill_value, fx.Node):
         return ctx.const(fill_value, dtype_of(node))
     return filled(ctx, ctx.sizes(size), fill_value, dtype_of(node))
@@ -269,19 +269,19 @@ def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any
 
 @converts(aten.full_like.default)
 def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> Value:
-    """full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None, MemoryFormat? memory_format=None) -> Tensor"""  # noqa: E501
+    """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?, memory_format?) -> Tensor"""
     return filled(ctx, ctx.shape_tensor(x), fill_value, dtype_of(node))
 
 
 @converts(aten.scalar_tensor.default)
 def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> Value:
-    """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""  # noqa: E501
+    """scalar_tensor(Scalar s, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     return ctx.value(s, dtype_of(node))
 
 
 @converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
 def arange(ctx: GraphBuilder, node: fx.Node, *bounds: Any, **kwargs: Any) -> Value:
-    """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor"""  # noqa: E501
+    """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     dtype, (size,) = dtype_of(node), shape_of(node)
     if not dtype.is_floating_point:

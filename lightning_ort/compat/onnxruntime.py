@@ -1,0 +1,99 @@
+"""The private and undocumented parts of onnxruntime that the package uses, one function for each."""
+
+import ctypes
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+
+def import_onnxruntime() -> ModuleType:
+    """Import onnxruntime without ORTModule, which the training build imports by itself (onnxruntime 1.19).
+
+    ORTModule does not import with current versions of torch. The attempt takes seconds and 40 MB, imports DeepSpeed if
+    it is installed, and leaves ``torch.utils.checkpoint.checkpoint`` replaced. A later ``import onnxruntime.training``
+    works as usual.
+    """
+    name = "onnxruntime.training"
+    if "onnxruntime" not in sys.modules:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes the import fail
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        if sys.modules.get(name, sys) is None:
+            del sys.modules[name]
+
+
+def new_binding(session: "onnxruntime.InferenceSession") -> Any:
+    """Return an IO binding of the session without its Python wrapper, whose checks take time (onnxruntime 1.19)."""
+    return session.io_binding()._iobinding
+
+
+def run_function(session: "onnxruntime.InferenceSession") -> Callable[[Any, "onnxruntime.RunOptions"], None]:
+    """Return the native function that runs the session on a :func:`new_binding` of it (onnxruntime 1.19)."""
+    return session._sess.run_with_iobinding
+
+
+def memory_of(device: torch.device) -> Any:
+    """Return the native name of a device's memory, as a :func:`new_binding` takes it (onnxruntime 1.19)."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import OrtDevice
+
+    kind = OrtDevice.cuda() if device.type == "cuda" else OrtDevice.cpu()
+    return OrtDevice(kind, OrtDevice.default_memory(), device.index or 0)
+
+
+@functools.cache
+def share_cpu_arena() -> None:
+    """Register one arena for the CPU sessions that set ``session.use_env_allocators`` (onnxruntime 1.19).
+
+    Otherwise each session has its own arena, which grows by powers of two: a GPT's two sessions took 1,179 MB, with a
+    shared arena 950 MB, and eager 855 MB. Sessions run one after the other, so they can reuse each other's memory.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as ort
+
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    same_as_requested = ort.OrtArenaCfg(
+        {"max_mem": 0, "arena_extend_strategy": 1, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
+    )
+    with suppress(RuntimeError):  # the program has registered an arena itself, which will do
+        ort.create_and_register_allocator(memory, same_as_requested)
+
+
+def is_ort_format(model: bytes) -> bool:
+    """Return whether a model is in onnxruntime's own flatbuffers format (onnxruntime 1.19)."""
+    return model[4:8] == b"ORTM"
+
+
+def cuda_provider_error() -> str | None:
+    """Return why the CUDA provider's library does not load, such as a missing dependency (onnxruntime 1.19)."""
+    import onnxruntime
+
+    folder = Path(onnxruntime.__file__).parent / "capi"
+    try:
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def import_fused_ops() -> None:
+    """Import the CUDA extension of ``onnxruntime.training.optim.FusedAdam`` (onnxruntime-training 1.19)."""
+    importlib.import_module("onnxruntime.training.ortmodule.torch_cpp_extensions.cuda.fused_ops")
+
+
+def mark_preprocessed(model: "onnx.ModelProto") -> None:
+    """Mark a model as prepared for quantization; the quantizer warns about other models (onnxruntime 1.19)."""
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+    add_pre_process_metadata(model)

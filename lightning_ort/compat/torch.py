@@ -1,0 +1,240 @@
+"""Private and undocumented names of torch, one small function per use.
+
+Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch version that it was read in.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._decomp import core_aten_decompositions
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
+from torch._ops import OpOverload  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
+from torch._prims_common import (
+    ELEMENTWISE_TYPE_PROMOTION_KIND,
+    elementwise_dtypes,
+    is_contiguous_or_false,  # `x.is_contiguous()` that is False where symbolic sizes leave it open, torch 2.13
+    suggest_memory_format,  # the memory format of an eager result that follows its input, torch 2.13
+)
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["OpOverload", "is_contiguous_or_false", "suggest_memory_format"]
+
+# Ops
+
+
+def aten_op_names() -> set[str]:
+    """The names of all ATen ops, as ``aten.add.Tensor`` and, for all overloads, ``aten.add`` (torch 2.13)."""
+    schemas = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    overloads = {f"aten.{name}" if "." in name else f"aten.{name}.default" for name in schemas}
+    return overloads | {name.rpartition(".")[0] for name in overloads}
+
+
+def schema_of(op: OpOverload) -> str | None:
+    """The schema of an op; ``None`` in other versions than torch 2.13, where its arguments may be called otherwise."""
+    return str(op._schema) if torch.__version__.startswith("2.13.") else None
+
+
+def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Return torch's decompositions to core ATen ops (torch 2.13)."""
+    return core_aten_decompositions()  # type: ignore[return-value]
+
+
+@contextmanager
+def python_kernels(kernels: Mapping[tuple[OpOverload, str], Callable[..., Any] | None]) -> Iterator[None]:
+    """Within the block, set the Python kernels of ops for dispatch keys; ``None`` removes one (torch 2.13)."""
+    wanted = {(op, getattr(torch._C.DispatchKey, key)): kernel for (op, key), kernel in kernels.items()}
+    before = {(op, key): op.py_kernels.get(key) for op, key in wanted}
+    try:
+        _set_python_kernels(wanted)
+        yield
+    finally:
+        _set_python_kernels(before)
+
+
+def _set_python_kernels(kernels: Mapping[tuple[OpOverload, Any], Callable[..., Any] | None]) -> None:
+    for (op, key), kernel in kernels.items():
+        op.py_kernels.pop(key, None)
+        if kernel is not None:
+            op.py_kernels[key] = kernel
+        op._dispatch_cache.clear()
+
+
+def promoted_dtype(*operands: Any) -> torch.dtype:
+    """The dtype in which torch computes an elementwise op on tensors and numbers (torch 2.13)."""
+    return elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
+
+
+def flop_formula(op: Any) -> Callable[..., Any] | None:
+    """The function from an op's arguments and ``out_val`` to its floating-point operations, if any (torch 2.13)."""
+    return flop_registry.get(getattr(op, "overloadpacket", None))
+
+
+# Tensors
+
+# inductor's allocator, four times as fast as torch.empty_strided: (sizes, strides, dtype) -> tensor; torch 2.13
+empty_strided_cpu: Callable[..., torch.Tensor] | None = getattr(
+    getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None
+)
+
+
+def is_zero_tensor(x: torch.Tensor) -> bool:
+    """Whether a tensor is known to be zero and has no memory, as in forward-mode derivatives (torch 2.13)."""
+    return x._is_zerotensor()
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to each leaf of nested containers (torch 2.13)."""
+    return _pytree.tree_map(function, tree)
+
+
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """Within the block, new tensors are real ones although a graph is being traced (torch 2.13)."""
+    return unset_fake_temporarily()
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode | None:
+    """The mode in which a fake tensor was made, to compute with it; ``None`` for other values (torch 2.13)."""
+    return getattr(value, "fake_mode", None)
+
+
+# Symbolic sizes
+
+
+def hint_of(number: torch.SymInt | torch.SymFloat) -> Any:
+    """The value of a symbolic number when it was traced; ``None`` if it depends on data (torch 2.13)."""
+    return number.node.hint
+
+
+def expression_of(number: torch.SymInt) -> sympy.Expr:
+    """A symbolic number as a sympy expression (torch 2.13)."""
+    return number.node.expr
+
+
+def is_positive(number: torch.SymInt) -> bool:
+    """Whether a symbolic number is known to be above 0 (torch 2.13)."""
+    return bool(number.node.shape_env.bound_sympy(number.node.expr).lower > 0)
+
+
+def guards_of(number: torch.SymInt) -> Sequence[Any]:
+    """The conditions on symbolic sizes so far; each has ``sloc.framework_loc``, where it was asked (torch 2.13)."""
+    return number.node.shape_env.guards
+
+
+def size_printer() -> PythonPrinter:
+    """A sympy printer that writes the expressions of sizes as Python code, which may use ``math`` (torch 2.13)."""
+    return PythonPrinter()
+
+
+# AOTAutograd
+
+
+def backward_at_once() -> AbstractContextManager[Any]:
+    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13)."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
+def split_joint_graph(
+    joint: fx.GraphModule, inputs: Sequence[Any], min_cut: Mapping[str, Any] | None, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph, without recomputation or by a min-cut with these settings (torch 2.13)."""
+    if min_cut is None:
+        return partitioners.default_partition(joint, inputs, **kwargs)
+    with functorch_config.patch(dict(min_cut)):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def half_of(node: fx.Node) -> str | None:
+    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
+    if node.op == "placeholder":
+        return "backward" if "tangents" in str(node.target) else "forward"
+    tag = node.meta.get("partitioner_tag")
+    return None if tag is None else tag.removeprefix("is_")
+
+
+def assign_to_backward(node: fx.Node) -> None:
+    """Make a node of a joint graph one of the backward graph (torch 2.13)."""
+    node.meta["partitioner_tag"] = "is_backward"
+
+
+def is_graph_argument(node: fx.Node) -> bool:
+    """Whether a node is an argument of the traced function, not a saved tensor or a gradient (torch 2.13)."""
+    return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
+
+
+class GraphFacts(NamedTuple):
+    """What AOTAutograd found out about the graph that it traces.
+
+    Args:
+        num_inputs: Inputs, each tensor counted once.
+        written: Indices of the inputs that the graph writes to.
+        separate: Whether no output is an input or a view of one, and no input that it writes to needs a gradient.
+
+    """
+
+    num_inputs: int
+    written: list[int]
+    separate: bool
+
+
+def traced_graph_facts() -> GraphFacts | None:
+    """What AOTAutograd found out about the graph that is being compiled (torch 2.13)."""
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return None
+    inputs, outputs = context.fw_metadata.input_info, context.fw_metadata.output_info
+    aliases = (OutputType.alias_of_input, OutputType.is_input)
+    separate = not any(info.output_type in aliases for info in outputs) and not any(
+        info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in inputs
+    )
+    return GraphFacts(len(inputs), [index for index, info in enumerate(inputs) if info.mutates_data], separate)
+
+
+def allow_retain_graph() -> None:
+    """Declare that the backward graph being compiled writes to no saved tensor, or torch 2.13 runs it only once."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+# Calls with one list of arguments, which the callee may empty to free them early
+
+
+def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """A function of one list of arguments, marked as such for AOTAutograd (torch 2.13)."""
+    return make_boxed_func(function)
+
+
+def mark_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that a function takes one list of arguments (torch 2.13)."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def generate_boxed_code(graph: fx.Graph) -> None:
+    """Have the code of a graph take one list of arguments, and clear it (torch 2.13)."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+# Processes and processors
+
+
+def default_store() -> "torch.distributed.Store | None":
+    """The key-value store of the default process group; ``None`` if it has none, as with MPI (torch 2.13)."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def cpu_has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (torch 2.13)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

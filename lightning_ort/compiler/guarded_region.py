@@ -1,0 +1,97 @@
+"""A region as the compiled graph calls it: on its executor, and in torch once that has failed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_ort.compiler.output_shapes import emptied
+from lightning_ort.compiler.regions import Region, RegionRejected
+from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
+
+# how far the first run may be from torch under check_against_eager: |difference| <= this x the largest magnitude
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class GuardedRegion:
+    """An ORT region as the compiled graph calls it: it runs in torch for good once a run has failed.
+
+    Args:
+        region: The region.
+        session: Its bound session.
+        report: Where runs are counted.
+        on_failure: Called with the reason when a run fails; may raise to refuse the fallback.
+        check: Compare the first run with torch.
+
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        session: Callable[..., Sequence[torch.Tensor]],
+        report: RegionReport,
+        on_failure: Callable[[Reason], None],
+        check: bool,
+    ) -> None:
+        # how it appears in the code of the compiled graph
+        self.__name__, self.__module__ = region.name, __name__
+        self._module = region.module
+        self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
+        self._emptied = emptied(region)
+        self.report = report
+        self._on_failure = on_failure
+
+    def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
+        """Run the region."""
+        if self._run is None or (self._emptied is not None and self._emptied(*args)):
+            return self._module.forward(*args)
+        try:
+            outputs = self._run(*args)
+        except RegionRejected as error:
+            reason = error.reason
+        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+            reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
+        else:
+            self.report.runs += 1
+            return outputs
+        # a region has no side effects, so torch can do it again; where torch raises too, as at a label that is out of
+        # range, the error is the user's, and the region stays as it is
+        outputs = self._module.forward(*args)
+        self._run = None
+        self.report.executor, self.report.reason = "torch", reason
+        self._on_failure(reason)
+        return outputs
+
+    def rename(self, name: str) -> None:
+        """Take another name in the report and in the code of the compiled graph."""
+        self.__name__ = self.report.name = name
+
+    def _checked(self, session: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+        def run(*args: Any) -> Sequence[torch.Tensor]:
+            outputs = session(*args)
+            for index, (got, expected) in enumerate(zip(outputs, self._module.forward(*args), strict=True)):
+                if (difference := mismatch(got, expected)) is not None:
+                    raise RegionRejected(ReasonType.MISMATCH, f"output {index}: {difference}")
+            self._run = session
+            return outputs
+
+        return run
+
+
+def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """How a result differs from torch's beyond :data:`TOLERANCE`, or ``None``."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not expected.dtype.is_floating_point:
+        wrong = int((got != expected).sum())
+        return f"{wrong} of {expected.numel()} elements differ" if wrong else None
+    finite = expected.isfinite()
+    if not torch.equal(torch.nan_to_num(got[~finite]), torch.nan_to_num(expected[~finite])):
+        return "infinities or NaN in other places"
+    if not bool(finite.any()):
+        return None
+    reference = expected[finite].double()
+    difference = float((got[finite].double() - reference).abs().max())
+    allowed = TOLERANCE[expected.dtype] * max(float(reference.abs().max()), 1e-3)
+    # written so that a NaN difference fails
+    return None if difference <= allowed else f"largest difference {difference:.3g}, allowed {allowed:.3g}"

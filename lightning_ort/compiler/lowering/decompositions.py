@@ -1,0 +1,88 @@
+"""Which ops AOTAutograd splits into simpler ones while it traces, and which stay whole."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lightning_ort.compat.torch import OpOverload, core_decompositions, python_kernels, suggest_memory_format
+
+aten = torch.ops.aten
+
+# Torch runs these well as they are; decomposed they would be slower there, and no faster on ONNX Runtime.
+_WHOLE = {
+    aten.bernoulli.default,
+    aten.convolution_backward.default,
+    aten.embedding_dense_backward.default,
+    aten.native_dropout.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.native_batch_norm_backward.default,
+    aten.native_group_norm_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_unpool2d.default,  # decomposed, its result would not be channels_last either
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_nearest2d.vec,
+}
+
+_BATCH_NORMS = (
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+)
+
+_SHRINKAGES = (aten.hardshrink.default, aten.softshrink.default)
+_SHRINKAGE_GRADIENTS = (aten.hardshrink_backward.default, aten.softshrink_backward.default)
+
+
+@functools.cache
+def decompositions(converted: frozenset[OpOverload]) -> dict[OpOverload, Callable[..., Any]]:
+    """Return torch's decompositions to core ATen, except of ops that have a converter or run well whole."""
+    needed = {op: split for op, split in core_decompositions().items() if op not in converted and op not in _WHOLE}
+    needed |= {aten.sgn.default: _sign, aten.take.default: _take, aten.put.default: _put}
+    return needed | {op: functools.partial(_with_eager_layout, op) for op in _BATCH_NORMS}
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``take`` with an index of any shape; torch's decomposition reads the value of a scalar index."""
+    return aten.index.Tensor(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """``put``, for the same reason."""
+    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
+
+
+def _sign(x: torch.Tensor) -> Any:
+    """``sgn`` of real numbers. For complex numbers it stays whole: a denormal divided by its size becomes NaN."""
+    return NotImplemented if x.is_complex() else aten.sign.default(x)
+
+
+def _with_eager_layout(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A batch norm whose result has eager's layout, contiguous or channels_last; traced, it has that of its input.
+
+    The order in which a following dropout fills its mask depends on it (torch 2.13).
+    """
+    memory_format = suggest_memory_format(x)
+    if x.device.type != "cpu" or x.is_contiguous(memory_format=memory_format):
+        return NotImplemented  # no change needed
+    return op(x.contiguous(memory_format=memory_format), *args, **kwargs)
+
+
+def whole_shrinkages() -> AbstractContextManager[None]:
+    """Within the block, ``hardshrink`` and ``softshrink`` are traced as they are.
+
+    Torch 2.13 decomposes them above autograd, whatever the table of decompositions says, and the gradients of the parts
+    differ from eager's at NaN. Of the whole gradients it knows the shape only if no size is symbolic.
+    """
+    kernels: dict[tuple[OpOverload, str], Callable[..., Any] | None] = dict.fromkeys(
+        ((op, "Autograd") for op in _SHRINKAGES), None
+    )
+    kernels |= {(op, "Meta"): lambda grad, x, lambd: torch.empty_like(x) for op in _SHRINKAGE_GRADIENTS}
+    return python_kernels(kernels)

@@ -1,0 +1,99 @@
+"""Facts about one node of an FX graph."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.torch import OpOverload, fake_mode_of
+from lightning_ort.compiler.layouts import IN_ORDER
+
+aten = torch.ops.aten
+
+# Executors run views inside a region; a view alone is no reason to make one.
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.as_strided.default,
+    aten.alias.default,
+    aten.detach.default,
+    IN_ORDER,
+}
+_ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+}
+_SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
+_CHECKS = {aten._assert_async.default, aten._assert_async.msg}
+# meta key of a boolean tensor in which any byte but 0 is true; onnxruntime expects 1
+ANY_BYTE = "any_byte"
+_NO_COMPUTE = VIEWS | _ALLOCATIONS | _SIZES | _CHECKS
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node computes something.
+
+    Views, tuple access, arithmetic on sizes, allocations, value checks and random draws (which torch always runs) do
+    not count.
+    """
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, OpOverload)
+        and node.target not in _NO_COMPUTE
+        and not is_random(node)
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is a view of a tensor, a tuple of views, or access to such a tuple."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
+    return node.op == "call_function" and node.target in VIEWS
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from a random generator."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def values_of(node: fx.Node) -> list[Any]:
+    """The values (fake tensors, symbolic numbers) that a node returns."""
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def sizes_of(value: Any) -> Sequence[Any]:
+    """The sizes of a tensor; a number counts as one size."""
+    return value.shape if isinstance(value, torch.Tensor) else [value]
+
+
+def is_static(node: fx.Node) -> bool:
+    """Whether no size of the values that a node returns is symbolic."""
+    return not any(isinstance(size, torch.SymInt) for value in values_of(node) for size in sizes_of(value))
+
+
+def insert_call(gm: fx.GraphModule, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call to a graph, together with its traced value."""
+    node = gm.graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next(mode for n in gm.graph.nodes if (mode := fake_mode_of(n.meta.get("val"))) is not None)
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
