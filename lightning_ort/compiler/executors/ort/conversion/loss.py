@@ -40,7 +40,7 @@ def binary_cross_entropy(
     losses = _refusing(losses, ~((value >= 0) & (value <= 1)))
     if weight is not None:
         losses = losses * weight
-    return losses if reduction == NONE else reduce(ctx, "ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)
+    return losses if reduction == NONE else reduce("ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)
 
 
 def _refusing(value: Value, wrong: Value) -> Value:
@@ -109,7 +109,7 @@ def nll_loss_forward(
     losses = where(counts, -picked.squeeze(axis) * weights, 0)
     if reduction == NONE:
         return losses, ctx.const(0, value.dtype)
-    loss, total = (reduce(ctx, "ReduceSum", target, value) for value in (losses, weights))
+    loss, total = (reduce("ReduceSum", target, value) for value in (losses, weights))
     return (loss / total if reduction == MEAN else loss), total
 
 
