@@ -49,18 +49,11 @@ def _standardize(x: fx.Node, value: Value, axes: Dims, eps: float) -> tuple[Valu
 
 
 @converts(aten.native_layer_norm.default, variants=(EXPANDED,))
-def native_layer_norm(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[Any],
-    weight: MaybeNode,
-    bias: MaybeNode,
-    eps: float,
-) -> tuple[Value, ...]:
+def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
     # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
+    normalized_shape, weight, bias, eps = args
     value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
     result, mean, rstd = _standardize(x, value, axes, eps)
     if weight is not None:
@@ -71,15 +64,9 @@ def native_layer_norm(
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
-def fused_rms_norm(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[int],
-    weight: MaybeNode,
-    eps: float | None,
-) -> tuple[Value, Value]:
+def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, Value]:
     """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
+    normalized_shape, weight, eps = args
     value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
     power = reduce("ReduceMean", x, value * value, axes, keepdim=True)
     rstd = rsqrt(power + (torch.finfo(dtype_of(x)).eps if eps is None else eps))
@@ -278,8 +265,8 @@ def batch_norm_no_stats(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[V
 @converts(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_no_training(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
-    *tensors, _, eps = args
-    return _batch_norm_eval(ctx, *tensors, eps)
+    x, weight, bias, running_mean, running_var, _, eps = args
+    return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
 
 
 @converts(aten.native_batch_norm.default)

@@ -276,14 +276,8 @@ def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blockin
     return value if same_shape(x, src) else value.expand(ctx.shape_tensor(x))
 
 
-@converts(torch.ops.prims.convert_element_type.default)
-def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> Value:
-    """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
-    return to_copy(ctx, node, x)
-
-
-@converts(aten._to_copy.default)
-def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> Value:
+@converts(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """_to_copy(Tensor self, *, dtype?, layout?, device?, pin_memory?, bool non_blocking, memory_format?) -> Tensor"""
     if node.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")

@@ -27,13 +27,7 @@ EXPANDED = "expanded"
 
 
 class Unsupported(Exception):
-    """Raised by a converter for arguments that it cannot express.
-
-    Args:
-        text: What about the node is not supported, for a person.
-        type: The kind of reason.
-
-    """
+    """Raised by a converter for arguments that it cannot express; the text says what is not supported."""
 
     def __init__(self, text: str, type: ReasonType = ReasonType.UNSUPPORTED_ARGUMENTS) -> None:
         super().__init__(text)
