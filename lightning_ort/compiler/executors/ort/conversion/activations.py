@@ -33,7 +33,7 @@ def _vector_bytes() -> int:
 def _closed(node: fx.Node, is_closed: Value, is_open: Value, vectors_at_once: int = 1) -> Value:
     """Where the closed piece of a gradient counts, for a node whose kernel works on so many vectors at once.
 
-    A NaN fails both comparisons: the elements that are left over ask for ``is_closed``, vector loops for not ``is_open``.
+    A NaN fails both comparisons. Elements that are left over ask for ``is_closed``, vector loops for not ``is_open``.
     """
     sizes = shape_of(node)
     total = int(math.prod(sizes)) if static(sizes) else _FEW + 1

@@ -145,7 +145,7 @@ def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: boo
 # sorting
 
 
-def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: int) -> tuple[Value, Value]:
+def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: Any) -> tuple[Value, Value]:
     """The first ``k`` values and their indices; among equals the lower index comes first."""
     value = ctx.value(x)
     if not value.dtype.is_floating_point:
