@@ -48,6 +48,11 @@ def aten_op_names() -> set[str]:
     return overloads | {name.rpartition(".")[0] for name in overloads}
 
 
+def schema_of(op: OpOverload) -> str | None:
+    """The schema of an op; ``None`` in other versions than torch 2.13, where its arguments may be called otherwise."""
+    return str(op._schema) if torch.__version__.startswith("2.13.") else None
+
+
 def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen ops (torch 2.13)."""
     return core_aten_decompositions()  # type: ignore[return-value]

@@ -6,6 +6,7 @@ their vector loops than for the elements that are left over. :func:`_closed` rep
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +31,9 @@ def _vector_bytes() -> int:
 
 
 def _closed(node: fx.Node, is_closed: Value, is_open: Value, vectors_at_once: int = 1) -> Value:
-    """Where the closed piece of a gradient counts; vector loops ask whether it is not open.
+    """Where the closed piece of a gradient counts, for a node whose kernel works on so many vectors at once.
 
-    Args:
-        node: The backward op.
-        is_closed: A comparison that a NaN fails.
-        is_open: The opposite one, which a NaN fails too.
-        vectors_at_once: How many vectors torch's kernel works on at once.
-
+    A NaN fails both comparisons. Elements that are left over ask for ``is_closed``, vector loops for not ``is_open``.
     """
     sizes = shape_of(node)
     total = int(math.prod(sizes)) if static(sizes) else _FEW + 1
@@ -172,17 +168,9 @@ def _scaled(value: Value, factor: Scalar) -> Value:
 
 
 @converts(aten.elu_backward.default)
-def elu_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    alpha: Scalar,
-    scale: Scalar,
-    input_scale: Scalar,
-    is_result: bool,
-    self_or_result: fx.Node,
-) -> Value:
+def elu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, *args: Any) -> Value:
     """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""  # noqa: E501
+    alpha, scale, input_scale, is_result, self_or_result = args
     value = ctx.value(self_or_result)
     if is_result:
         left = (value + ctx.product(value.dtype, alpha, scale)) * input_scale

@@ -129,7 +129,7 @@ class Value:
 
 
 def where(condition: Value, x: Operand, y: Operand, dtype: torch.dtype | None = None) -> Value:
-    """``x`` where the condition holds, else ``y``: in ``dtype``, or that of the one that is a value."""
+    """``x`` where the condition holds, else ``y``: in ``dtype``, or that of ``x`` or ``y`` if one is a value."""
     dtype = dtype or next(arg.dtype for arg in (x, y) if isinstance(arg, Value))
     return condition.op("Where", condition.ctx.value(x, dtype), condition.ctx.value(y, dtype))
 
@@ -175,26 +175,14 @@ class GraphBuilder:
         self.values[node] = value.cast(torch.bool) if node.meta.get(ANY_BYTE) else value
 
     def convert(self, node: fx.Node) -> None:
-        """Emit one FX node.
-
-        Raises:
-            Unsupported: If there is no converter, or it refuses the arguments.
-
-        """
+        """Emit one FX node, or raise :class:`Unsupported` if there is no converter, or it refuses the arguments."""
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
         if converter is None:
             raise Unsupported(str(node.target), ReasonType.NO_CONVERTER)
         self.values[node] = converter(self, node, *node.args, **node.kwargs)
 
     def model(self, outputs: Sequence[fx.Node], name: str) -> ir.Model:
-        """Finish the graph.
-
-        Args:
-            outputs: The FX nodes whose values are the graph's outputs, in order; named ``o0``, ``o1``, ... A node with
-                several results counts as all that are there.
-            name: Name of the graph.
-
-        """
+        """The graph as a model; its outputs ``o0``, ``o1``, ... are all results of these FX nodes."""
         results: list[ir.Value] = []
         for node in outputs:
             val, value = node.meta["val"], self.values[node]

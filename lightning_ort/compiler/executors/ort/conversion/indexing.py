@@ -115,11 +115,12 @@ def _source_like_index(ctx: GraphBuilder, source: fx.Node, index: fx.Node, dtype
     return value.op("Slice", [0] * rank, ctx.shape_tensor(index), list(range(rank)))
 
 
-@converts(aten.scatter.src)
+@converts(aten.scatter.src, aten.scatter_add.default)
 def scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Value:
     """scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
     places, source = _places(ctx, "scatter", x, dim, index), _source_like_index(ctx, src, index, dtype_of(x))
-    return ctx.value(x).op("ScatterElements", places, source, axis=dim)
+    reduction = "add" if node.target is aten.scatter_add.default else None
+    return ctx.value(x).op("ScatterElements", places, source, axis=dim, reduction=reduction)
 
 
 @converts(aten.scatter.value)
@@ -127,13 +128,6 @@ def scatter_value(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index:
     """scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     places, source = _places(ctx, "scatter", x, dim, index), ctx.value(value, dtype_of(x))
     return ctx.value(x).op("ScatterElements", places, source.expand(ctx.shape_tensor(index)), axis=dim)
-
-
-@converts(aten.scatter_add.default)
-def scatter_add(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Value:
-    """scatter_add(Tensor self, int dim, Tensor index, Tensor src) -> Tensor"""
-    places, source = _places(ctx, "scatter_add", x, dim, index), _source_like_index(ctx, src, index, dtype_of(x))
-    return ctx.value(x).op("ScatterElements", places, source, axis=dim, reduction="add")
 
 
 # how ONNX calls scatter_reduce's reductions, and the number that each starts from
@@ -222,26 +216,19 @@ def index_put(
     return written.transpose(inverse(perm))
 
 
-@converts(aten.index_add.default)
+@converts(aten.index_add.default, aten.index_copy.default)
 def index_add(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, *, alpha: Scalar = 1
 ) -> Value:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
-    refuse_scalars("index_add", x, index, source)
+    # torch's decomposition of index_copy is an index_put, to which a negative index is no error
+    refuse_scalars(str(node.target), x, index, source)
     updates = ctx.value(source, dtype_of(x))
     if alpha != 1:
         updates = updates * alpha
+    reduction = "add" if node.target is aten.index_add.default else None
     rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
-    return write_rows(ctx.value(x), rows, updates, dim % rank_of(x), rank_of(x), "add")
-
-
-@converts(aten.index_copy.default)
-def index_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Value:
-    """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
-    # torch's decomposition is an index_put, to which a negative index is no error
-    refuse_scalars("index_copy", x, index, source)
-    rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
-    return write_rows(ctx.value(x), rows, ctx.value(source, dtype_of(x)), dim % rank_of(x), rank_of(x), None)
+    return write_rows(ctx.value(x), rows, updates, dim % rank_of(x), rank_of(x), reduction)
 
 
 def write_rows(x: Value, rows: Value, updates: Value, axis: int, rank: int, reduction: str | None) -> Value:

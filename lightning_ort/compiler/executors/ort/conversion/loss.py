@@ -40,7 +40,7 @@ def binary_cross_entropy(
     losses = _refusing(losses, ~((value >= 0) & (value <= 1)))
     if weight is not None:
         losses = losses * weight
-    return losses if reduction == NONE else reduce(ctx, "ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)
+    return losses if reduction == NONE else reduce("ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)
 
 
 def _refusing(value: Value, wrong: Value) -> Value:
@@ -56,7 +56,7 @@ def binary_cross_entropy_backward(
     grad: fx.Node,
     x: fx.Node,
     target: fx.Node,
-    weight: fx.Node | None = None,
+    weight: Any = None,
     reduction: int = MEAN,
 ) -> Value:
     """binary_cross_entropy_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight=None, int reduction=Mean) -> Tensor"""  # noqa: E501
@@ -91,13 +91,7 @@ def _weights(counts: Value, labels: Value, weight: fx.Node | None, dtype: torch.
 
 @converts(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    target: fx.Node,
-    weight: fx.Node | None,
-    reduction: int,
-    ignore_index: int,
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, target: fx.Node, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Value, Value]:
     """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor, Tensor)"""  # noqa: E501
     # not NegativeLogLikelihoodLoss: it does not return the total weight
@@ -109,7 +103,7 @@ def nll_loss_forward(
     losses = where(counts, -picked.squeeze(axis) * weights, 0)
     if reduction == NONE:
         return losses, ctx.const(0, value.dtype)
-    loss, total = (reduce(ctx, "ReduceSum", target, value) for value in (losses, weights))
+    loss, total = (reduce("ReduceSum", target, value) for value in (losses, weights))
     return (loss / total if reduction == MEAN else loss), total
 
 

@@ -76,4 +76,4 @@ def same_shape(x: fx.Node, y: fx.Node) -> bool:
 
 
 def _expression(size: int | torch.SymInt) -> Any:
-    return size if isinstance(size, int) else size.node.expr
+    return size if isinstance(size, int) else expression_of(size)

@@ -39,30 +39,23 @@ def _masked(output_mask: Sequence[bool], *make: Callable[[], Value]) -> Gradient
 # over the last dimensions, or over groups of channels
 
 
-def _standardize(ctx: GraphBuilder, x: fx.Node, value: Value, axes: Dims, eps: float) -> tuple[Value, Value, Value]:
+def _standardize(x: fx.Node, value: Value, axes: Dims, eps: float) -> tuple[Value, Value, Value]:
     """The values with mean 0 and variance 1 along ``axes``, and their mean and 1 / std before."""
-    mean = reduce(ctx, "ReduceMean", x, value, axes, keepdim=True)
+    mean = reduce("ReduceMean", x, value, axes, keepdim=True)
     centered = value - mean
-    variance = reduce(ctx, "ReduceMean", x, centered * centered, axes, keepdim=True)
+    variance = reduce("ReduceMean", x, centered * centered, axes, keepdim=True)
     rstd = rsqrt(variance + eps)
     return centered * rstd, mean, rstd
 
 
 @converts(aten.native_layer_norm.default, variants=(EXPANDED,))
-def native_layer_norm(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[Any],
-    weight: MaybeNode,
-    bias: MaybeNode,
-    eps: float,
-) -> tuple[Value, ...]:
-    """native_layer_norm(Tensor input, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
+def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
+    """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
     # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
+    normalized_shape, weight, bias, eps = args
     value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
-    result, mean, rstd = _standardize(ctx, x, value, axes, eps)
+    result, mean, rstd = _standardize(x, value, axes, eps)
     if weight is not None:
         result = result * weight
     if bias is not None:
@@ -71,17 +64,11 @@ def native_layer_norm(
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
-def fused_rms_norm(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[int],
-    weight: MaybeNode,
-    eps: float | None,
-) -> tuple[Value, Value]:
+def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, Value]:
     """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
+    normalized_shape, weight, eps = args
     value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
-    power = reduce(ctx, "ReduceMean", x, value * value, axes, keepdim=True)
+    power = reduce("ReduceMean", x, value * value, axes, keepdim=True)
     rstd = rsqrt(power + (torch.finfo(dtype_of(x)).eps if eps is None else eps))
     result = value * rstd
     if weight is not None:
@@ -140,13 +127,13 @@ def _last_dims_backward(
 
     def input_gradient() -> Value:
         inner = grads if weight is None else grads * weight
-        result = inner - normal * reduce(ctx, "ReduceMean", x, inner * normal, axes, keepdim=True)
+        result = inner - normal * reduce("ReduceMean", x, inner * normal, axes, keepdim=True)
         if subtract_mean:
-            result = result - reduce(ctx, "ReduceMean", x, inner, axes, keepdim=True)
+            result = result - reduce("ReduceMean", x, inner, axes, keepdim=True)
         return (result * rstd).cast(dtype)
 
     def outer_sum(value: Value) -> Value:
-        return (reduce(ctx, "ReduceSum", x, value, outer) if outer else value).cast(dtype)
+        return (reduce("ReduceSum", x, value, outer) if outer else value).cast(dtype)
 
     return _masked(output_mask, input_gradient, lambda: outer_sum(grads * normal), lambda: outer_sum(grads))
 
@@ -159,7 +146,7 @@ def weight_norm_backward(
     norm, grads = ctx.value(norms), ctx.value(grad)
     others = [index for index in range(rank_of(v)) if index != dim % rank_of(v)]
     direction = ctx.value(v) / norm
-    along = reduce(ctx, "ReduceSum", v, grads * direction, others, keepdim=True)
+    along = reduce("ReduceSum", v, grads * direction, others, keepdim=True)
     return (grads - direction * along) * (ctx.value(g) / norm), along
 
 
@@ -174,7 +161,7 @@ def native_group_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, *_, group, eps = args
     value = _grouped(ctx.value(x, _work_dtype(x)), x, group)
-    normal, mean, rstd = _standardize(ctx, x, value, 2, eps)
+    normal, mean, rstd = _standardize(x, value, 2, eps)
     result = _affine(normal.reshape(ctx.shape_tensor(x)), x, weight, bias)
     return result.cast(dtype_of(x)), mean.squeeze(2), rstd.squeeze(2)
 
@@ -199,12 +186,12 @@ def group_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.N
     def input_gradient() -> Value:
         inner = grads if weight is None else grads * _per_channel(ctx.value(weight, work), x)
         inner = _grouped(inner, x, group)
-        along = reduce(ctx, "ReduceMean", x, inner * normal, 2, keepdim=True)
-        result = inner - reduce(ctx, "ReduceMean", x, inner, 2, keepdim=True) - normal * along
+        along = reduce("ReduceMean", x, inner * normal, 2, keepdim=True)
+        result = inner - reduce("ReduceMean", x, inner, 2, keepdim=True) - normal * along
         return (result * spread).reshape(ctx.shape_tensor(x)).cast(dtype)
 
     def channel_sum(value: Value) -> Value:
-        return reduce(ctx, "ReduceSum", x, value, _channel_axes(x)).cast(dtype)
+        return reduce("ReduceSum", x, value, _channel_axes(x)).cast(dtype)
 
     shape = ctx.shape_tensor(x)
     return _masked(
@@ -244,9 +231,9 @@ def _batch_norm_train(
     # not BatchNormalization with training_mode=1: onnxruntime's CPU kernel for it wants the running statistics, and
     # updates them with the variance of the population where torch takes that of a sample
     axes, value = _channel_axes(x), ctx.value(x, _work_dtype(x))
-    mean = reduce(ctx, "ReduceMean", x, value, axes)
+    mean = reduce("ReduceMean", x, value, axes)
     centered = value - _per_channel(mean, x)
-    variance = reduce(ctx, "ReduceMean", x, centered * centered, axes)
+    variance = reduce("ReduceMean", x, centered * centered, axes)
     rstd = rsqrt(variance + eps)
     return _normalize(x, centered, rstd, weight, bias), mean, rstd, variance
 
@@ -278,8 +265,8 @@ def batch_norm_no_stats(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[V
 @converts(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_no_training(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
-    *tensors, _, eps = args
-    return _batch_norm_eval(ctx, *tensors, eps)
+    x, weight, bias, running_mean, running_var, _, eps = args
+    return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
 
 
 @converts(aten.native_batch_norm.default)
@@ -306,8 +293,8 @@ def batch_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.N
         raise Unsupported("the gradient of a batch norm without statistics")
     grads = ctx.value(grad, work)
     centered = ctx.value(x, work) - _per_channel(mean, x)
-    total = reduce(ctx, "ReduceSum", x, grads, axes)
-    along = reduce(ctx, "ReduceSum", x, grads * centered, axes) * rstd
+    total = reduce("ReduceSum", x, grads, axes)
+    along = reduce("ReduceSum", x, grads * centered, axes) * rstd
 
     def input_gradient() -> Value:
         scale = rstd if weight is None else rstd * weight

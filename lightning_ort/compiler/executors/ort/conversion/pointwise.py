@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from lightning_ort.compat.torch import is_positive, promoted_dtype
 from lightning_ort.compiler.executors.ort.conversion import elementary
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, same_shape
@@ -21,9 +21,8 @@ NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def result_dtype(*args: Arg) -> torch.dtype:
-    """The dtype that torch computes in for these arguments (its type promotion rules)."""
-    samples = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
-    return elementwise_dtypes(*samples, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
+    """The dtype in which torch computes with these arguments (its type promotion rules)."""
+    return promoted_dtype(*[arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args])
 
 
 # arithmetic
@@ -97,7 +96,7 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
 def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
     x, y = wrapped(x, dtype), wrapped(y, dtype)
-    always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
+    always_positive = _is_size(y) if isinstance(y, fx.Node) else y > 0
     if y == 0 or (isinstance(y, fx.Node) and not always_positive):
         # onnxruntime 1.19 ends the process at a 0 (SIGFPE), torch raises
         raise Unsupported("an integer division by what may be 0")
@@ -119,10 +118,10 @@ def wrapped(arg: Arg, dtype: torch.dtype) -> Arg:
     return (arg - info.min) % (info.max - info.min + 1) + info.min
 
 
-def _is_positive(node: fx.Node) -> bool:
-    """Whether a symbolic integer, such as a size, is always above 0."""
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a symbolic integer that is always above 0, as a size is."""
     val = node.meta["val"]
-    return isinstance(val, torch.SymInt) and bool(val.node.shape_env.bound_sympy(val.node.expr).lower > 0)
+    return isinstance(val, torch.SymInt) and is_positive(val)
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
@@ -277,14 +276,8 @@ def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blockin
     return value if same_shape(x, src) else value.expand(ctx.shape_tensor(x))
 
 
-@converts(torch.ops.prims.convert_element_type.default)
-def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> Value:
-    """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
-    return to_copy(ctx, node, x)
-
-
-@converts(aten._to_copy.default)
-def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> Value:
+@converts(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> Value:
     """_to_copy(Tensor self, *, dtype?, layout?, device?, pin_memory?, bool non_blocking, memory_format?) -> Tensor"""
     if node.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")

@@ -187,7 +187,7 @@ def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size:
     spatial = len(output_size)
     kernel = _adaptive_kernel(x, node, spatial)
     if set(_spatial(shape_of(node), spatial)) == {1}:
-        return reduce(ctx, "ReduceMean", x, ctx.value(x), list(range(-spatial, 0)), keepdim=True)
+        return reduce("ReduceMean", x, ctx.value(x), list(range(-spatial, 0)), keepdim=True)
     return _average(ctx.value(x), _window(x, spatial, kernel), True)
 
 

@@ -24,6 +24,8 @@ _OPERATORS = {
     aten.min: "ReduceMin",
     aten.any: "ReduceMax",
     aten.all: "ReduceMin",
+    aten.argmax: "ArgMax",
+    aten.argmin: "ArgMin",
 }
 
 
@@ -31,9 +33,7 @@ def _operator(node: fx.Node) -> str:
     return _OPERATORS[node.target.overloadpacket]  # type: ignore[union-attr]
 
 
-def reduce(
-    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False
-) -> Value:
+def reduce(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False) -> Value:
     """Reduce ``value``, which has the shape of ``x``, along ``dims``; ``None`` or ``[]`` means all."""
     refuse_empty(x, "a reduction")  # ONNX has defined its result since opset 20
     if rank_of(x) == 0:  # torch takes dim 0 and -1 of a scalar, ONNX has no axis there
@@ -59,15 +59,15 @@ def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
 # sum, mean, product
 
 
-@converts(aten.sum.default, aten.sum.dim_IntList)
-@converts(aten.mean.default, aten.mean.dim)
-@converts(aten.prod.default, aten.prod.dim_int)
+@converts(
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.prod.dim_int, aten.prod.default
+)
 def sum_(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
     """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
     # dtype_of(node) is int64 for bool and the short integers, as torch promotes them
-    return reduce(ctx, _operator(node), x, ctx.value(x, dtype_of(node)), dim, keepdim)
+    return reduce(_operator(node), x, ctx.value(x, dtype_of(node)), dim, keepdim)
 
 
 @converts(aten.cumsum.default)
@@ -77,37 +77,34 @@ def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any
     return value.op("CumSum", dim) if rank_of(x) else value
 
 
-@converts(aten.any.default, aten.any.dim, aten.any.dims)
-@converts(aten.all.default, aten.all.dim, aten.all.dims)
+@converts(aten.any.dims, aten.any.dim, aten.any.default, aten.all.dims, aten.all.dim, aten.all.default)
 def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
-    return _reduce_flags(ctx, _operator(node), x, ctx.value(x, torch.bool), dim, keepdim)
+    return _reduce_flags(_operator(node), x, ctx.value(x, torch.bool), dim, keepdim)
 
 
-def _reduce_flags(ctx: GraphBuilder, onnx_op: str, x: fx.Node, flags: Value, dim: Dims, keepdim: bool) -> Value:
+def _reduce_flags(onnx_op: str, x: fx.Node, flags: Value, dim: Dims, keepdim: bool) -> Value:
     # no bool reductions in opset 18
-    return reduce(ctx, onnx_op, x, flags.cast(torch.int32), dim, keepdim).cast(torch.bool)
+    return reduce(onnx_op, x, flags.cast(torch.int32), dim, keepdim).cast(torch.bool)
 
 
 # extrema
 
 
-def extremum(
-    ctx: GraphBuilder, onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False
-) -> Value:
+def _extremum(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False) -> Value:
     """ReduceMax or ReduceMin of ``value``, which has the shape of ``x``."""
-    result = reduce(ctx, onnx_op, x, value, dims, keepdim)
+    result = reduce(onnx_op, x, value, dims, keepdim)
     if not value.dtype.is_floating_point:
         return result
     # torch propagates a NaN, onnxruntime 1.19 only if it comes first
-    has_nan = _reduce_flags(ctx, "ReduceMax", x, value.is_nan(), dims, keepdim)
+    has_nan = _reduce_flags("ReduceMax", x, value.is_nan(), dims, keepdim)
     return where(has_nan, math.nan, result)
 
 
 @converts(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 def amax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
-    return extremum(ctx, _operator(node), x, ctx.value(x), dim, keepdim)
+    return _extremum(_operator(node), x, ctx.value(x), dim, keepdim)
 
 
 def _arg_extremum(ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
@@ -132,29 +129,23 @@ def _arg_along(onnx_op: str, value: Value, axis: int, keepdim: bool) -> Value:
     return where(has_nan, first, index)
 
 
-@converts(aten.argmax.default)
+@converts(aten.argmax.default, aten.argmin.default)
 def argmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
     """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
-    return _arg_extremum(ctx, "ArgMax", x, dim, keepdim)
-
-
-@converts(aten.argmin.default)
-def argmin(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
-    """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
-    return _arg_extremum(ctx, "ArgMin", x, dim, keepdim)
+    return _arg_extremum(ctx, _operator(node), x, dim, keepdim)
 
 
 @converts(aten.max.dim, aten.min.dim)
 def max_dim(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
     """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
-    values = extremum(ctx, _operator(node), x, ctx.value(x), dim, keepdim)
+    values = _extremum(_operator(node), x, ctx.value(x), dim, keepdim)
     return values, _arg_extremum(ctx, _operator(node).replace("Reduce", "Arg"), x, dim, keepdim)
 
 
 # sorting
 
 
-def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: int) -> tuple[Value, Value]:
+def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: Any) -> tuple[Value, Value]:
     """The first ``k`` values and their indices; among equals the lower index comes first."""
     value = ctx.value(x)
     if not value.dtype.is_floating_point:
@@ -176,20 +167,14 @@ def topk(
     return _top(ctx, x, ctx.sizes([k]), axis=dim, largest=int(largest), sorted=int(sorted))
 
 
-@converts(aten.sort.default)
-def sort(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False) -> tuple[Value, Value]:
-    """sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)"""
+@converts(aten.sort.default, aten.sort.stable)
+def sort(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int = -1, descending: bool = False, *, stable: Any = None
+) -> tuple[Value, Value]:
+    """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
     refuse_scalars("sort", x)
     size = count(ctx, x, dim, torch.int64).reshape([1])
     return _top(ctx, x, size, axis=dim, largest=int(descending), sorted=1)
-
-
-@converts(aten.sort.stable)
-def sort_stable(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, stable: bool | None, dim: int = -1, descending: bool = False
-) -> tuple[Value, Value]:
-    """sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor, Tensor)"""
-    return sort(ctx, node, x, dim, descending)
 
 
 # variance
@@ -206,9 +191,9 @@ def _moments(ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Arg | None) 
         if elements <= removed:
             raise Unsupported(f"a variance of {elements:g} elements with correction={removed:g}")
     value = ctx.value(x, work)
-    average = reduce(ctx, "ReduceMean", x, value, dims, keepdim=True)
+    average = reduce("ReduceMean", x, value, dims, keepdim=True)
     centered = value - average
-    squares = reduce(ctx, "ReduceSum", x, centered * centered, dims, keepdim=True)
+    squares = reduce("ReduceSum", x, centered * centered, dims, keepdim=True)
     # never below 0: of too few elements the variance is infinite or NaN, as in torch
     return squares / (size - degrees).max(0), average
 
@@ -241,9 +226,9 @@ def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: 
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times longer
     value = ctx.value(x, dtype_of(node))
-    largest = reduce(ctx, "ReduceMax", x, value, dim, keepdim=True)
+    largest = reduce("ReduceMax", x, value, dim, keepdim=True)
     largest = where(largest.op("IsInf"), 0, largest)
-    total = reduce(ctx, "ReduceSum", x, elementary.exp(value - largest), dim, keepdim=True)
+    total = reduce("ReduceSum", x, elementary.exp(value - largest), dim, keepdim=True)
     return _drop(total.op("Log") + largest, x, dim, keepdim)
 
 
@@ -264,7 +249,7 @@ def vector_norm(
     value = ctx.value(x, dtype_of(node))
 
     def total(onnx_op: str, terms: Value) -> Value:
-        return reduce(ctx, onnx_op, x, terms, dim, keepdim)
+        return reduce(onnx_op, x, terms, dim, keepdim)
 
     axes = as_list(dim) or range(rank_of(x))
     if ord != 0 and all(isinstance(size := shape_of(x)[axis], int) and size == 1 for axis in axes if rank_of(x)):
@@ -276,5 +261,5 @@ def vector_norm(
     if ord == 0:
         return total("ReduceSum", value.cast(torch.bool).cast(value.dtype))
     if math.isinf(ord):
-        return extremum(ctx, "ReduceMax" if ord > 0 else "ReduceMin", x, abs(value), dim, keepdim)
+        return _extremum("ReduceMax" if ord > 0 else "ReduceMin", x, abs(value), dim, keepdim)
     return total("ReduceSum", abs(value) ** ord) ** (1 / ord)

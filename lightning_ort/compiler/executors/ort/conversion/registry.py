@@ -2,18 +2,20 @@
 
 A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX
 nodes for tensors (and for symbolic integers), plain Python values for the rest. It emits ONNX nodes through ``ctx`` and
-returns one value, or a tuple of them for an op with several results. What it cannot express it refuses by raising
-:class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen schema.
+returns one :class:`~.graph.Value`, or a tuple of them for an op with several results. It refuses what it cannot express
+by raising :class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen
+schema, or one of them if it converts several overloads; :func:`converts` compares the names in it with the op's.
 
-Some ops can be written in several variants: a contributed kernel, or an expansion into ONNX's own ops. Their converters
-list them, ask ``ctx.variant(node)`` which to write, and :mod:`~lightning_ort.compiler.autotune` times them.
+Some ops can be written in several variants: as a contributed kernel, or expanded into ONNX's own operators. Their
+converters list the variants and ask ``ctx.variant(node)`` which to write; :mod:`~lightning_ort.compiler.autotune` times
+them.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from torch._ops import OpOverload
-
+from lightning_ort.compat.torch import OpOverload, schema_of
 from lightning_ort.compiler.report import Reason, ReasonType
 
 Converter = Callable[..., Any]
@@ -25,13 +27,7 @@ EXPANDED = "expanded"
 
 
 class Unsupported(Exception):
-    """Raised by a converter for arguments that it cannot express.
-
-    Args:
-        text: What about the node is not supported, for a person.
-        type: The kind of reason.
-
-    """
+    """Raised by a converter for arguments that it cannot express; the text says what is not supported."""
 
     def __init__(self, text: str, type: ReasonType = ReasonType.UNSUPPORTED_ARGUMENTS) -> None:
         super().__init__(text)
@@ -48,7 +44,7 @@ def converts(*overloads: OpOverload, variants: tuple[str, ...] = ()) -> Callable
 
     Raises:
         TypeError: If one is not an overload, such as ``aten.add`` instead of ``aten.add.Tensor``.
-        ValueError: If one has a converter already.
+        ValueError: If one has a converter already, or the docstring is not the schema of one of them.
 
     """
 
@@ -59,9 +55,22 @@ def converts(*overloads: OpOverload, variants: tuple[str, ...] = ()) -> Callable
                 raise TypeError(f"converts({overload}): name an overload, one of: {allowed}")
             if overload in CONVERTERS:
                 raise ValueError(f"converts({overload}): already converted by {CONVERTERS[overload].__qualname__}")
+        schemas = [schema for schema in map(schema_of, overloads) if schema is not None]
+        if schemas and _names_in(converter.__doc__ or "") not in map(_names_in, schemas):
+            raise ValueError(f"the docstring of {converter.__qualname__} must be a schema: {' or '.join(schemas)}")
+        for overload in overloads:
             CONVERTERS[overload] = converter
             if variants:
                 VARIANTS[overload] = variants
         return converter
 
     return register
+
+
+def _names_in(schema: str) -> tuple[str, list[str], int]:
+    """The names of the op and of its arguments, and the number of results; not the types and defaults."""
+    signature, _, results = schema.partition(" -> ")
+    name, _, arguments = signature.partition("(")
+    without_defaults = re.sub(r"=(\[[^]]*\]|[^,)]*)", "", arguments.removesuffix(")"))
+    names = [argument.split()[-1].rstrip("?") for argument in without_defaults.split(",") if argument.strip()]
+    return name.rpartition("::")[2], names, results.count(",") + 1

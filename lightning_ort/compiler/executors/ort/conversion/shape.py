@@ -207,7 +207,7 @@ def as_strided_scatter(
     stride: Sequence[Size],
     storage_offset: Size | None = None,
 ) -> Value:
-    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? offset=None) -> Tensor"""
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""  # noqa: E501
     steps = _steps(x, size, stride, storage_offset)
     positions = _positions(ctx, x, steps, storage_offset)
     if positions is None:
@@ -259,8 +259,8 @@ def filled(ctx: GraphBuilder, shape: Value, number: Any, dtype: torch.dtype) -> 
     return shape.op("ConstantOfShape", dtype=dtype, value=ir.tensor(array, dtype=DTYPES[dtype]))
 
 
-@converts(aten.full.default)
-def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any, **kwargs: Any) -> Value:
+@converts(aten.full.default, aten._efficientzerotensor.default)
+def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any = 0, **kwargs: Any) -> Value:
     """full(SymInt[] size, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
     if not size and not isinstance(fill_value, fx.Node):
         return ctx.const(fill_value, dtype_of(node))
@@ -269,14 +269,8 @@ def full(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], fill_value: Any
 
 @converts(aten.full_like.default)
 def full_like(ctx: GraphBuilder, node: fx.Node, x: fx.Node, fill_value: Any, **kwargs: Any) -> Value:
-    """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, ...) -> Tensor"""
+    """full_like(Tensor self, Scalar fill_value, *, dtype?, layout?, device?, pin_memory?, memory_format?) -> Tensor"""
     return filled(ctx, ctx.shape_tensor(x), fill_value, dtype_of(node))
-
-
-@converts(aten._efficientzerotensor.default)
-def zero_tensor(ctx: GraphBuilder, node: fx.Node, size: Sequence[Size], **kwargs: Any) -> Value:
-    """_efficientzerotensor(SymInt[] size, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
-    return full(ctx, node, size, 0)
 
 
 @converts(aten.scalar_tensor.default)
@@ -285,15 +279,15 @@ def scalar_tensor(ctx: GraphBuilder, node: fx.Node, s: Any, **kwargs: Any) -> Va
     return ctx.value(s, dtype_of(node))
 
 
-@converts(aten.arange.start_step)
-def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Value:
+@converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
+def arange(ctx: GraphBuilder, node: fx.Node, *bounds: Any, **kwargs: Any) -> Value:
     """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     dtype, (size,) = dtype_of(node), shape_of(node)
     if not dtype.is_floating_point:
-        bounds = (start, end, step)
         if any(isinstance(bound, float) for bound in bounds):
             raise Unsupported("an integer arange with fractional bounds")
-        return ctx.op("Range", *(ctx.value(bound, torch.int64) for bound in bounds)).cast(dtype)
+        return ctx.op("Range", *(ctx.value(bound, torch.int64) for bound in (start, end, step))).cast(dtype)
     # torch multiplies a count by the step where Range adds up steps and drifts
     if isinstance(size, int):
         count = ctx.ints(size)
@@ -305,15 +299,3 @@ def arange(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, step: Any = 1
     if step != 1:
         numbers = numbers * step
     return numbers if start == 0 else numbers + start
-
-
-@converts(aten.arange.start)
-def arange_start(ctx: GraphBuilder, node: fx.Node, start: Any, end: Any, **kwargs: Any) -> Value:
-    """arange.start(Scalar start, Scalar end, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
-    return arange(ctx, node, start, end)
-
-
-@converts(aten.arange.default)
-def arange_end(ctx: GraphBuilder, node: fx.Node, end: Any, **kwargs: Any) -> Value:
-    """arange(Scalar end, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
-    return arange(ctx, node, 0, end)

@@ -22,8 +22,8 @@ def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_floa
     value = ctx.value(x, dtype_of(node))
     if value.dtype is not torch.float64 or not ctx.on_cpu:
         return _along(value, "Softmax", x, dim)
-    powers = exp(_below_largest(ctx, value, x, dim))
-    return powers / reduce(ctx, "ReduceSum", x, powers, dim, keepdim=True)
+    powers = exp(_below_largest(value, x, dim))
+    return powers / reduce("ReduceSum", x, powers, dim, keepdim=True)
 
 
 @converts(aten._log_softmax.default)
@@ -33,13 +33,13 @@ def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_
     value = ctx.value(x, dtype_of(node))
     if value.dtype is not torch.float64 or not ctx.on_cpu:
         return _along(value, "LogSoftmax", x, dim)
-    below = _below_largest(ctx, value, x, dim)
-    return below - reduce(ctx, "ReduceSum", x, exp(below), dim, keepdim=True).op("Log")
+    below = _below_largest(value, x, dim)
+    return below - reduce("ReduceSum", x, exp(below), dim, keepdim=True).op("Log")
 
 
-def _below_largest(ctx: GraphBuilder, value: Value, x: fx.Node, dim: int) -> Value:
+def _below_largest(value: Value, x: fx.Node, dim: int) -> Value:
     # onnxruntime's kernels for float64 (1.19) return numbers for a row with a NaN or an infinity, where torch has NaN
-    return value - reduce(ctx, "ReduceMax", x, value, dim, keepdim=True)
+    return value - reduce("ReduceMax", x, value, dim, keepdim=True)
 
 
 def _along(value: Value, op_type: str, x: fx.Node, dim: int) -> Value:
@@ -61,7 +61,7 @@ def softmax_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx
     if _kernel_runs(ctx, node, output, "SoftmaxGrad_13"):
         result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
     else:
-        result = (grads - reduce(ctx, "ReduceSum", output, grads * y, dim, keepdim=True)) * y
+        result = (grads - reduce("ReduceSum", output, grads * y, dim, keepdim=True)) * y
     return result.cast(dtype_of(node))
 
 
@@ -76,5 +76,5 @@ def log_softmax_backward(
     if _kernel_runs(ctx, node, output, "LogSoftmaxGrad_13"):
         result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
     else:
-        result = grads - exp(y) * reduce(ctx, "ReduceSum", output, grads, dim, keepdim=True)
+        result = grads - exp(y) * reduce("ReduceSum", output, grads, dim, keepdim=True)
     return result.cast(dtype_of(node))
