@@ -7,6 +7,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compat.torch import expression_of
 from lightning_ort.compiler.nodes import ANY_BYTE
 
 Scalar = bool | int | float
