@@ -38,8 +38,8 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "slow and not gpu" $(TEST_ARGS)
 
 # without xdist and coverage.py: slipcover does not see xdist's workers, and under the other Python 3.11 takes three times
-# as long; in two parts, since slipcover 1.1 fails at the end of the whole suite, which forks; step_patches.py is
-# left out because dynamo traces it as source
+# as long; in two parts, since slipcover 1.1 fails at the end of the whole suite, which forks; shims.py is left
+# out because dynamo traces it as source
 SLIPCOVER := $(BIN)/python -m slipcover --source lightning_ort --omit "lightning_ort/strategies/capture/shims.py"
 coverage: $(INSTALLED)
 	$(SLIPCOVER) --json --out .coverage.1.json -m pytest -m "not slow and not gpu" tests/strategies tests/cli

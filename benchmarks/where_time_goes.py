@@ -21,8 +21,9 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ort.cli.bench import machine
-from lightning_ort.compiler import backend
+from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
+from lightning_ort.compiler.executors.torch import TorchRegion
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import host_memory
 
@@ -49,7 +50,7 @@ def measure(name: str, steps: int, console: Console) -> None:
     batch = next(iter(module.train_dataloader()))
     sessions: list[Any] = []
     torch_regions: list[float] = []
-    options, build, run_in_torch = session.session_options, session.build, backend.TorchRegion.__call__
+    options, build, run_in_torch = session.session_options, session.build, TorchRegion.__call__
 
     def profiled(threads: int) -> Any:
         made = options(threads)
@@ -60,7 +61,7 @@ def measure(name: str, steps: int, console: Console) -> None:
         sessions.append(build(*args))
         return sessions[-1]
 
-    def timed(region: backend.TorchRegion, *args: Any) -> Any:
+    def timed(region: TorchRegion, *args: Any) -> Any:
         start = time.perf_counter()
         results = run_in_torch(region, *args)
         torch_regions.append(time.perf_counter() - start)
@@ -74,11 +75,11 @@ def measure(name: str, steps: int, console: Console) -> None:
         return taken
 
     with tempfile.TemporaryDirectory() as folder:
-        session.session_options, session.build, backend.TorchRegion.__call__ = profiled, kept, timed
+        session.session_options, session.build, TorchRegion.__call__ = profiled, kept, timed
         config = ORTConfig(placement="always", cache_dir=None, intra_op_threads=torch.get_num_threads())
         ways = {
             "eager": lambda: module.training_step(batch, 0),
-            "ort": torch.compile(lambda: module.training_step(batch, 0), backend=backend.ORTBackend(config)),
+            "ort": torch.compile(lambda: module.training_step(batch, 0), backend=ORTBackend(config)),
         }
         with FlopCounterMode(display=False) as flops:
             seconds(ways["eager"])
@@ -94,7 +95,7 @@ def measure(name: str, steps: int, console: Console) -> None:
             runs = [event for event in events if event["name"].endswith("_kernel_time")]
             for event in runs[len(runs) // (steps + 1) :]:  # without the first run
                 kernels[event["args"]["op_name"]] += event["dur"]
-        session.session_options, session.build, backend.TorchRegion.__call__ = options, build, run_in_torch
+        session.session_options, session.build, TorchRegion.__call__ = options, build, run_in_torch
     medians = {way: 1000 * statistics.median(values) for way, values in times.items()}
     rows = [(kernel, micros / 1000 / steps) for kernel, micros in kernels.most_common(_SHOWN)]
     in_ort = kernels.total() / 1000 / steps

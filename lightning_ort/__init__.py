@@ -14,16 +14,20 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
-    from lightning_ort.callbacks.onnx_export import OnnxExport
-    from lightning_ort.callbacks.optimizer import ORTOptimizer
+    from lightning_ort.lightning import (
+        OnnxExport,
+        ORTBFloat16Precision,
+        ORTDDPStrategy,
+        ORTMatmulPrecision,
+        ORTMixedPrecision,
+        ORTNativeZeRO1Strategy,
+        ORTOptimizer,
+        ORTPredictor,
+        ORTStrategy,
+        ORTZeRO1Strategy,
+    )
     from lightning_ort.onnx_export.export import export_onnx
-    from lightning_ort.onnx_export.predictor import ORTPredictor
     from lightning_ort.optim.param_groups import param_groups
-    from lightning_ort.precision.plugins import ORTBFloat16Precision, ORTMatmulPrecision, ORTMixedPrecision
-    from lightning_ort.strategies.ddp import ORTDDPStrategy
-    from lightning_ort.strategies.deepspeed_strategy import ORTZeRO1Strategy
-    from lightning_ort.strategies.single_device import ORTStrategy
-    from lightning_ort.strategies.zero import ORTNativeZeRO1Strategy
 
 __all__ = [
     "CompileReport",
@@ -66,17 +70,9 @@ def __getattr__(name: str) -> Any:
         from lightning_ort._imports import preferred_namespace
 
         namespace = preferred_namespace()
-        # whole, and first: two threads that import parts of it at once wait for each other
+        # first, and as a whole: two threads that import parts of Lightning at once wait for each other forever
         importlib.import_module(namespace.package)
-        modules = {
-            "Strategy": namespace.strategies,
-            "Optimizer": namespace.callbacks,
-            "Export": namespace.callbacks,
-            "Precision": namespace.precision,
-            "Predictor": namespace.predictor,
-        }
-        module = next(module for kind, module in modules.items() if name.endswith(kind))
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(namespace.module), name)
     if name in _FUNCTIONS:
         return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

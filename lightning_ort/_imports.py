@@ -7,6 +7,7 @@ in the Trainer of the other. A :class:`LightningNamespace` names the modules of 
 import importlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
 
@@ -18,19 +19,13 @@ class LightningNamespace:
     Args:
         package: The import package of the Trainer.
         distribution: The distribution that installs it.
-        strategies: Our module with the strategy classes for it.
-        callbacks: Our module with the callbacks for it.
-        precision: Our package with the precision plugins for it.
-        predictor: Our module with the LightningModule around an ONNX model for it.
+        module: Our module with the classes for it.
 
     """
 
     package: str
     distribution: str
-    strategies: str
-    callbacks: str
-    precision: str
-    predictor: str
+    module: str
 
     @property
     def available(self) -> RequirementCache:
@@ -42,35 +37,24 @@ class LightningNamespace:
         """Whether the program has imported it."""
         return self.package in sys.modules
 
+    def submodule(self, name: str) -> Any:
+        """Import a module of Lightning, such as ``"plugins.precision"``."""
+        return importlib.import_module(f"{self.package}.{name}")
+
     def misconfiguration(self, message: str) -> Exception:
         """Return this namespace's ``MisconfigurationException``."""
-        module = importlib.import_module(f"{self.package}.utilities.exceptions")
-        return module.MisconfigurationException(message)
+        return self.submodule("utilities.exceptions").MisconfigurationException(message)
 
 
-LIGHTNING = LightningNamespace(
-    "lightning.pytorch",
-    "lightning",
-    "lightning_ort.strategies",
-    "lightning_ort.callbacks",
-    "lightning_ort.precision",
-    "lightning_ort.onnx_export.predictor",
-)
-PYTORCH_LIGHTNING = LightningNamespace(
-    "pytorch_lightning",
-    "pytorch-lightning",
-    "lightning_ort.pytorch_lightning.strategies",
-    "lightning_ort.pytorch_lightning.callbacks",
-    "lightning_ort.pytorch_lightning.precision",
-    "lightning_ort.pytorch_lightning.predictor",
-)
+LIGHTNING = LightningNamespace("lightning.pytorch", "lightning", "lightning_ort.lightning")
+PYTORCH_LIGHTNING = LightningNamespace("pytorch_lightning", "pytorch-lightning", "lightning_ort.pytorch_lightning")
 NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 # what torch.onnx.export converts with
 ONNXSCRIPT = RequirementCache("onnxscript")
 
 
 def preferred_namespace() -> LightningNamespace:
-    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` where only that is installed.
+    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` if only that is installed.
 
     Raises:
         ModuleNotFoundError: If neither is installed.
@@ -80,3 +64,12 @@ def preferred_namespace() -> LightningNamespace:
         if namespace.available:
             return namespace
     raise ModuleNotFoundError(f"The strategies of lightning-ort need Lightning. {LIGHTNING.available}")
+
+
+def namespace_of(kind: type) -> LightningNamespace | None:
+    """Return the namespace of the Lightning class that a class derives from, if it derives from one."""
+    for base in kind.__mro__:
+        for namespace in NAMESPACES:
+            if f"{base.__module__}.".startswith(f"{namespace.package}."):
+                return namespace
+    return None

@@ -1,9 +1,9 @@
 """Strategy names in the registry of each installed Lightning.
 
-Importing Lightning takes seconds, and a program uses one of its two names. So a namespace that the program has imported is
-registered at once, and one that it has not is registered at the end of its own import. Either may happen in the middle
-of an import of one of our modules, which need Lightning: so a name is registered without its class, which is imported
-when somebody asks for the name.
+Importing Lightning takes seconds, and a program uses one of its two names. If the program has imported a namespace
+already, its names are registered at once; otherwise at the end of the program's own import of it. Both can happen while
+one of our modules, which need Lightning, is being imported. A name is therefore registered without its class, which is
+imported when the name is looked up.
 """
 
 import importlib
@@ -27,7 +27,7 @@ _PARALLEL = [
     for start in ("", "_spawn", "_fork", "_notebook")
     for unused in ("", "_find_unused_parameters_true")
 ]
-# what `register_strategies` of each class would register
+# what `register_strategies` of each class registers
 NAMES = {
     "ORTStrategy": ["ort"],
     "ORTDDPStrategy": [f"ort_ddp{suffix}" for suffix in _PARALLEL],
@@ -46,26 +46,26 @@ def register_strategies() -> None:
 
 
 def _register(namespace: LightningNamespace) -> None:
-    """Add the names that a registry does not have; Lightning's import is the user's, so that nothing is raised."""
+    """Add the missing names to a registry; the import of Lightning belongs to the user, so raise nothing."""
     try:
-        registry = importlib.import_module(f"{namespace.package}.strategies").StrategyRegistry
+        registry = namespace.submodule("strategies").StrategyRegistry
         for kind, names in NAMES.items():
             for name in names:
                 if name not in registry:
-                    registry[name] = _Entry(name, namespace.strategies, kind, type(registry))
-    except Exception as error:  # a broken Lightning, or something that stands for it
+                    registry[name] = RegistryEntry(name, namespace.module, kind, type(registry))
+    except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
             log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
 
 
-class _Entry(dict[str, Any]):
-    """What a registry of Lightning keeps for one name; filled in when somebody looks for the strategy.
+class RegistryEntry(dict[str, Any]):
+    """The entry of one strategy name; the class is imported when the strategy is looked up.
 
     Args:
-        name: The name.
-        module: Where the class is.
-        kind: Its name.
+        name: The strategy name.
+        module: The module of the class.
+        kind: The name of the class.
         registry: The class of the registry.
 
     """
@@ -82,11 +82,11 @@ class _Entry(dict[str, Any]):
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, when a module has been imported; not when somebody asks whether it could be.
+    """Calls a function once, after a module was imported; not when somebody only looks for its spec.
 
     Args:
         name: The module.
-        callback: The function, which raises nothing.
+        callback: The function; it must not raise.
 
     """
 
@@ -98,13 +98,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Answer for the one module what the other finders say, with our callback at the end of its execution."""
+        """Return the spec that the other finders give for the module, with our callback at the end of its import."""
         if fullname != self.name or getattr(self._asking, "others", False):
             return None
-        self._asking.others = True  # some of whom may ask all finders again
+        self._asking.others = True  # some finders ask all finders again
         try:
             spec = self._ask(fullname, path, target)
-        except Exception:  # Python asks them again, and it is for the one that raises to say so
+        except Exception:  # Python asks the finder again, which then raises its error itself
             return None
         finally:
             self._asking.others = False
@@ -122,19 +122,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return None
 
     def _finish(self) -> None:
-        with suppress(ValueError):  # another thread, or the user, took it out
+        with suppress(ValueError):  # another thread, or the user, has removed it
             sys.meta_path.remove(self)
         self._callback()
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module by the loader that was found for it, and then calls a function.
-
-    Args:
-        loader: That loader.
-        callback: The function.
-
-    """
+    """Loads a module with the loader that was found for it, and then calls a function."""
 
     def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
         self._loader = loader
@@ -144,11 +138,11 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Do what the loader does."""
+        """Delegate to the loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module with its own loader, execute it, and call the function unless that fails."""
+        """Give the module its own loader back, execute it, and call the function unless that fails."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

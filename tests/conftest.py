@@ -72,12 +72,12 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def recordings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region recorded as a CUDA graph is always the fastest, where it can be recorded."""
-    from lightning_ort.compiler import placer as placement
+    from lightning_ort.compiler import timing
 
-    measure = placement.measure
+    measure = timing.measure
 
-    def prefer(sessions: Any, *args: Any) -> Any:
-        fastest = max(sessions, key=lambda setup: setup.cuda_graph)
-        return dataclasses.replace(measure(sessions, *args), variant=fastest)
+    def prefer(executor: str, calls: Any, *args: Any) -> Any:
+        fastest = max(calls, key=lambda variant: variant.cuda_graph)
+        return dataclasses.replace(measure(executor, calls, *args), variant=fastest)
 
-    monkeypatch.setattr(placement, "measure", prefer)
+    monkeypatch.setattr(timing, "measure", prefer)

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_ort import (
     CompileReport,
+    OnnxExport,
     ORTBFloat16Precision,
     ORTConfig,
     ORTDDPStrategy,
@@ -28,7 +29,6 @@ from lightning_ort import (
     export_onnx,
     param_groups,
 )
-from lightning_ort.callbacks import OnnxExport
 from lightning_ort.cli.bench_worker import Variant
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.optim import memory

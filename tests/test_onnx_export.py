@@ -462,8 +462,8 @@ def test_predictor_is_pickled_and_reads_other_files(served: Any, tmp_path: Path)
 
 def test_pytorch_lightning(served: Any, tmp_path: Path) -> None:
     pl = pytest.importorskip("pytorch_lightning")
-    from lightning_ort.pytorch_lightning.callbacks import OnnxExport as Export
-    from lightning_ort.pytorch_lightning.predictor import ORTPredictor as Predictor
+    from lightning_ort.pytorch_lightning import OnnxExport as Export
+    from lightning_ort.pytorch_lightning import ORTPredictor as Predictor
 
     class Small(pl.LightningModule):
         def __init__(self) -> None:

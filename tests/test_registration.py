@@ -5,6 +5,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import lightning_ort
-import lightning_ort.strategies
+import lightning_ort.lightning
 from lightning_ort import _registration
 from lightning_ort._imports import LIGHTNING, NAMESPACES, LightningNamespace
 from lightning_ort._registration import register_strategies
@@ -57,9 +58,9 @@ FIRST = {
     "all names": "from lightning_ort import *",
     "probe pytorch_lightning": "import lightning_ort; assert find_spec('pytorch_lightning').loader.is_package",
     "probe lightning.pytorch": "import lightning_ort; find_spec('lightning.pytorch'); find_spec('lightning.pytorch')",
-    "strategies": "import lightning_ort.strategies; lightning_ort.strategies.ORTZeRO1Strategy",
-    "callbacks": "import lightning_ort.callbacks; lightning_ort.callbacks.OnnxExport",
-    "pytorch_lightning": "import lightning_ort.pytorch_lightning.strategies",
+    "classes": "import lightning_ort.lightning; lightning_ort.lightning.ORTZeRO1Strategy",
+    "callback": "from lightning_ort.lightning import OnnxExport",
+    "pytorch_lightning": "import lightning_ort.pytorch_lightning",
     "reload": "import importlib, lightning_ort; importlib.reload(lightning_ort)",
     "two threads": "\n".join(
         [
@@ -80,9 +81,9 @@ FIRST = {
     **{
         f"module {name}": f"import lightning_ort.{name}"
         for name in [
-            *("strategies.ddp", "strategies.zero", "strategies.deepspeed", "strategies.checkpoint_io"),
-            *("callbacks.optimizer", "callbacks.onnx_export", "precision.plugins", "onnx_export.predictor"),
-            *("pytorch_lightning.callbacks", "pytorch_lightning.precision", "pytorch_lightning.predictor"),
+            *("strategies", "strategies.mixin", "strategies.parallel", "strategies.deepspeed.mixin"),
+            *("callbacks", "callbacks.swap_optimizers", "callbacks.export_onnx", "strategies.checkpoints"),
+            *("precision.mixed", "onnx_export.predict", "lightning", "pytorch_lightning"),
         ]
     },
     **{f"name {name}": f"from lightning_ort import {name}" for name in lightning_ort.__all__},
@@ -92,7 +93,7 @@ THEN = """
 import sys
 from {package} import Trainer
 strategy = Trainer(strategy="ort", accelerator="cpu", logger=False).strategy
-assert type(strategy).__module__ == "{strategies}.single_device", type(strategy)
+assert type(strategy).__module__ == "{module}", type(strategy)
 assert Trainer(strategy="ort_ddp", accelerator="cpu", logger=False).strategy.strategy_name == "ort_ddp"
 assert not any(getattr(finder, "name", "") == "{package}" for finder in sys.meta_path), sys.meta_path
 assert type(sys.modules["{package}"].__spec__.loader).__name__ == "SourceFileLoader"
@@ -101,7 +102,7 @@ QUICK = ("optimizer", "probe lightning.pytorch")
 
 
 def orders(namespace: LightningNamespace, firsts: Iterable[str]) -> dict[str, str]:
-    then = THEN.format(package=namespace.package, strategies=namespace.strategies)
+    then = THEN.format(package=namespace.package, module=namespace.module)
     return {first: f"from importlib.util import find_spec\n{FIRST[first]}\n{then}" for first in firsts}
 
 
@@ -220,14 +221,14 @@ def test_lightning_that_is_forbidden(fake: LightningNamespace, monkeypatch: pyte
 def test_names_are_those_that_the_classes_register() -> None:
     from lightning.fabric.strategies.registry import _StrategyRegistry
 
-    assert set(_registration.NAMES) == set(lightning_ort.strategies.__all__)
+    assert set(_registration.NAMES) == {name for name in lightning_ort.__all__ if name.endswith("Strategy")}
     for kind, names in _registration.NAMES.items():
         registry = _StrategyRegistry()
-        getattr(lightning_ort.strategies, kind).register_strategies(registry)
+        getattr(lightning_ort.lightning, kind).register_strategies(registry)
         assert list(registry) == names
         for name in names:
-            assert dict(_registration._Entry(name, LIGHTNING.strategies, kind, _StrategyRegistry)) != registry[name]
-            entry = _registration._Entry(name, LIGHTNING.strategies, kind, _StrategyRegistry)
+            assert dict(_registration.RegistryEntry(name, LIGHTNING.module, kind, _StrategyRegistry)) != registry[name]
+            entry = _registration.RegistryEntry(name, LIGHTNING.module, kind, _StrategyRegistry)
             assert entry["strategy"] is registry[name]["strategy"]
             assert entry == registry[name]
             with pytest.raises(KeyError, match="nothing"):
@@ -239,18 +240,22 @@ def test_each_namespace_has_each_name(namespace: LightningNamespace) -> None:
     if not namespace.available:
         pytest.skip(str(namespace.available))
     theirs = importlib.import_module(f"{namespace.package}.strategies")
-    ours = importlib.import_module(namespace.strategies)
-    classes = [getattr(ours, name) for name in ours.__all__]
+    ours = importlib.import_module(namespace.module)
+    classes = [getattr(ours, name) for name in _registration.NAMES]
     assert {kind.strategy_name for kind in classes} == {kind.strategy_name for kind in strategies()}
     for kind in classes:
         assert theirs.StrategyRegistry[kind.strategy_name]["strategy"] is kind
         assert issubclass(kind, theirs.Strategy)
+        assert kind.namespace is namespace
+    for name in lightning_ort.__all__:
+        if name.startswith(("ORT", "Onnx")) and name != "ORTConfig":
+            kind = getattr(ours, name)
+            assert kind.__module__ == namespace.module
+            assert pickle.loads(pickle.dumps(kind)) is kind
 
 
 def strategies() -> list[type]:
-    import lightning_ort.strategies as ours
-
-    return [getattr(ours, name) for name in ours.__all__]
+    return [getattr(lightning_ort, name) for name in _registration.NAMES]
 
 
 def test_registering_twice_changes_nothing() -> None:
@@ -275,14 +280,13 @@ def test_stock_strategies_are_untouched() -> None:
 
 
 def test_top_level_names() -> None:
-    import lightning_ort
-    from lightning_ort.strategies.single_device import ORTStrategy
+    from lightning_ort.lightning import ORTStrategy
 
-    assert lightning_ort.ORTStrategy is lightning_ort.strategies.ORTStrategy is ORTStrategy
+    assert lightning_ort.ORTStrategy is lightning_ort.lightning.ORTStrategy is ORTStrategy
     assert set(lightning_ort.__all__) <= set(dir(lightning_ort))
     assert all(hasattr(lightning_ort, name) for name in lightning_ort.__all__)
     assert lightning_ort.__version__[0].isdigit()
-    for module in (lightning_ort, lightning_ort.strategies):
+    for module in (lightning_ort, lightning_ort.lightning):
         with pytest.raises(AttributeError, match="nothing"):
             _ = module.nothing
 

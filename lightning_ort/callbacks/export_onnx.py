@@ -1,4 +1,4 @@
-"""The trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`, for both namespaces of Lightning."""
+"""Export the trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`."""
 
 import logging
 from pathlib import Path
@@ -23,14 +23,14 @@ _log = logging.getLogger(__name__)
 class ExportOnnxCallback(_Callback):
     """Exports the module as an ONNX model at the end of a fit, on the first process.
 
-    What can be checked without exporting is checked when the fit starts. Under ``fast_dev_run`` nothing is written.
+    Everything that can be checked without exporting is checked when the fit starts. ``fast_dev_run`` writes no file.
 
     Args:
         path: The file.
         sample: Inputs of ``forward``: a tensor, a tuple of positional arguments or a dict of arguments by name. None
             takes the module's ``example_input_array``.
-        best: Export each time that a checkpoint is the best so far, too, to ``<path>-best.onnx``. Needs
-            ``ModelCheckpoint(monitor=...)``; of several the first counts.
+        best: Also export each time that a checkpoint is the best so far, to ``<path>-best.onnx``. Needs
+            ``ModelCheckpoint(monitor=...)``; the first of several is used.
         dynamic_batch: Let the first size of the first input change, in all inputs that share it.
         tolerance: Largest difference to the module's results.
         quantize: ``"fp16"`` or ``"int8"``: make the weights smaller.
@@ -73,11 +73,11 @@ class ExportOnnxCallback(_Callback):
         if self.best and not _is_dev_run(trainer):
             if _monitoring(trainer) is None:
                 raise ValueError("OnnxExport(best=True): add a ModelCheckpoint(monitor=...), which says what is best.")
-            self._best = _best(trainer)  # of the run that this one goes on with, if any
+            self._best = _best(trainer)  # that of the run that this one resumes, if any
 
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
-        self._export_best(trainer, pl_module)  # the weights are still those of the checkpoint
+        self._export_best(trainer, pl_module)  # the weights have not changed since the checkpoint
 
     @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -91,7 +91,7 @@ class ExportOnnxCallback(_Callback):
         if not self.best or _is_dev_run(trainer):
             return
         best = _best(trainer)
-        # a file name without a counter stays while the score improves
+        # without a counter in it, the file name stays the same while the score improves
         if self._best is None or best[0] != self._best[0] or best[1] is not self._best[1]:
             self._best = best
             self._export(trainer, pl_module, self.path.with_stem(f"{self.path.stem}-best"))

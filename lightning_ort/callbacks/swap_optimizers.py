@@ -1,4 +1,4 @@
-"""The optimizers of a fit by another implementation: :class:`SwapOptimizersCallback`, for both namespaces of Lightning."""
+"""Run the optimizers of a fit with another implementation: :class:`SwapOptimizersCallback`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,8 @@ from typing_extensions import override
 from lightning_ort.optim import registry
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
-from lightning_ort.strategies.optimizers import SwapOptimizersMixin, swap_optimizers
+from lightning_ort.strategies.mixin import ORTMixin
+from lightning_ort.strategies.optimizers import OptimizerSettings, swap_optimizers
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -16,11 +17,11 @@ else:
     _Callback = object
 
 
-class SwapOptimizersCallback(_Callback):
-    """Runs the optimizers that ``configure_optimizers`` returned by another implementation.
+class SwapOptimizersCallback(OptimizerSettings, _Callback):
+    """Runs the optimizers that ``configure_optimizers`` returned with another implementation.
 
-    As a callback it works under every strategy; an ort strategy takes it as ``optim=`` too. It swaps when a fit starts:
-    the optimizers are there, and the states of a checkpoint are not loaded yet.
+    As a callback it works under every strategy; the strategies of this package also take it as ``optim=``. It swaps
+    when a fit starts: the optimizers exist then, and the states of a checkpoint are not loaded yet.
 
     Args:
         name: The implementation.
@@ -50,5 +51,5 @@ class SwapOptimizersCallback(_Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        if not isinstance(trainer.strategy, SwapOptimizersMixin):  # which has asked this callback
+        if not isinstance(trainer.strategy, ORTMixin):  # ours have used this callback when they set the optimizers up
             swap_optimizers(self.swap, trainer)

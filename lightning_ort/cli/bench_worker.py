@@ -21,7 +21,7 @@ from lightning_ort._imports import NAMESPACES, LightningNamespace, preferred_nam
 from lightning_ort.cli.load import load
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.registry import check_name
-from lightning_ort.strategies.capture.shims import ModulePatches, callable_children
+from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 
 ENGINES = ("stock", "compile", "ort", "auto")
 MATMUL_PRECISIONS = ("high", "medium")
@@ -263,7 +263,7 @@ def _compiled(module: Any, variant: Variant) -> Any:
     if variant.engine == "compile":
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
         # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
-        ModulePatches(callable_children(module), partial(torch.compile, isolate_recompiles=True)).apply()
+        ModuleShims(callable_children(module), partial(torch.compile, isolate_recompiles=True)).install()
     return module
 
 

@@ -1,7 +1,6 @@
 """``lightning-ort doctor``: can this machine train on ONNX Runtime, what is missing, and what lies unused."""
 
 import copy
-import ctypes
 import dataclasses
 import importlib
 import os
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from json import dumps
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,12 +19,14 @@ from torch import nn
 
 from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
+from lightning_ort.compat.deepspeed import without_gpu_search
+from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.strategies.host_memory import why_not_retained
+from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
 COMPROMISED = ("2.6.2", "2.6.3")
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
@@ -116,7 +116,7 @@ def _onnxruntime() -> Iterator[Finding]:
     import onnxruntime
 
     for provider in onnxruntime.get_available_providers():
-        if provider == "CUDAExecutionProvider" and (missing := _missing_cuda_library()):
+        if provider == "CUDAExecutionProvider" and (missing := cuda_provider_error()):
             text = f"is in this build and does not load: {missing}"
             yield Finding(provider, "absent", text, "install the CUDA and cuDNN that this build of onnxruntime is for")
         elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
@@ -129,19 +129,6 @@ def _onnxruntime() -> Iterator[Finding]:
             )
             yield Finding(provider, "ok", text, todo)
     yield _training_step()
-
-
-def _missing_cuda_library() -> str | None:
-    """Return what the loader says about the CUDA provider, which names the library that is missing."""
-    import onnxruntime
-
-    path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    try:
-        ctypes.CDLL(str(path.with_name("libonnxruntime_providers_shared.so")), ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(path))
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _training_step() -> Finding:
@@ -169,7 +156,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            with kernels.spare_deepspeed_the_search():
+            with without_gpu_search():
                 importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} does not import: {error}", todo)
@@ -187,7 +174,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    reason = why_not_retained()
+    reason = malloc_unsupported_reason()
     text = "freed memory can be kept for the next step" if reason is None else f"host_memory has no effect: {reason}"
     yield Finding("host memory", "ok" if reason is None else "absent", text)
     folder = default_folder()

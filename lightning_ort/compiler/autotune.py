@@ -1,110 +1,92 @@
-"""Which way to run an op that can be run in several: the forms of its converter, or torch's own kernel.
+"""Choose between the variants of an op, and torch's own kernel.
 
 A gradient kernel of onnxruntime may be slower than its expansion into a dozen ONNX ops, and both slower than torch's
-kernel, which reads and writes memory once: it depends on the op, its sizes, the build and the machine. So each such op
-of a graph is timed by itself, on tensors of its real shapes.
+kernel, which reads and writes memory once. That depends on the op, its sizes, the build and the machine, so each op
+that has variants is timed alone, on tensors of its real shapes.
 """
 
 import functools
 import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler import openmp
-from lightning_ort.compiler import placer as placement
-from lightning_ort.compiler import regions as partitioning
+from lightning_ort.compiler import openmp, timing
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors.ort import session
-from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.executors.ort.conversion.graph import FORM, forms_of
-from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import is_view, values_of
-from lightning_ort.compiler.placer import TORCH
-from lightning_ort.compiler.regions import Region, RegionRejected
+from lightning_ort.compiler.nodes import VARIANT, is_view, values_of
+from lightning_ort.compiler.regions import TORCH, Candidates, Region, RegionRejected, finalize_region
 from lightning_ort.compiler.report import Reason, ReasonType
 
 log = logging.getLogger(__name__)
 
-# with fewer elements every form is fast
+# for fewer elements every variant is fast
 _MIN_ELEMENTS = 2**16
-# what two more borders between regions cost: an op in torch has to win more than that
+# what two more borders between regions cost: torch has to win by more than that
 _BORDERS_MS = 0.4
 
 
 @dataclass(frozen=True)
-class Forms:
-    """Chooses forms for the ops of graphs.
+class OpAutotuner:
+    """Chooses variants for the ops that an executor runs; ``agree`` is as in :class:`~.placer.Placer`."""
 
-    Args:
-        kernels: What the sessions may use.
-        device: Where the tensors are.
-        threads: Intra-op threads.
-        cache: Where times are kept.
-        agree: Turns a key and what was measured here into the measurements that all processes of a run go by.
-
-    """
-
-    kernels: Kernels
-    device: torch.device
-    threads: int
+    executor: Executor
     cache: Cache
     agree: Callable[[str, dict[str, float]], dict[str, float]]
 
-    def choose(self, gm: fx.GraphModule, support: dict[fx.Node, Support]) -> None:
-        """Note on each node the form to write it in, and say no to ONNX Runtime where torch's kernel is faster.
-
-        Args:
-            gm: The lowered graph.
-            support: The answer for each ``call_function`` node; updated in place.
-
-        """
-        views = {node for node in support if is_view(node)}
-        for node in [node for node, answer in support.items() if answer.ok and _is_large(node)]:
-            forms = forms_of(node, self.kernels)
-            if not forms:
+    def choose(self, gm: fx.GraphModule, candidates: Candidates) -> None:
+        """Write the fastest variant to the metadata of each node, and demote a node if torch's kernel is faster."""
+        name = self.executor.name
+        views = {node for node in candidates.executors if is_view(node)}
+        for node in [node for node, names in candidates.executors.items() if names[0] == name and _is_large(node)]:
+            variants = self.executor.op_variants(node)
+            if not variants:
                 continue
-            region = Region(1, [node, *(user for user in node.users if user.target is operator.getitem)])
-            partitioning.close(region, gm, views)
-            description = fingerprint(region.module.graph)
-            time = functools.partial(self._time, region, forms)
-            kept = self.cache.times(description, self.kernels.providers, (*forms, TORCH), time)
-            times = self.agree(f"op {description}", kept)
-            measured = {form: times[form] for form in forms if form in times}
-            if not measured:  # none runs: what becomes of it is seen when the region is built
+            region = Region(name, 1, [node, *(user for user in node.users if user.target is operator.getitem)])
+            finalize_region(region, gm, views, candidates)
+            text = fingerprint(region.module.graph)
+            time = functools.partial(self._time, region, variants)
+            cached = self.cache.times(text, self.executor.cache_key, (*variants, TORCH), time)
+            times = self.agree(f"op {text}", cached)
+            own_times = {variant: times[variant] for variant in variants if variant in times}
+            if not own_times:  # no variant works: the region's build will report why
                 continue
-            best = min(measured, key=measured.__getitem__)
-            if times.get(TORCH, math.inf) + _BORDERS_MS < measured[best]:
-                text = f"{node.target} alone: {measured[best]:.3f} ms on ONNX Runtime, {times[TORCH]:.3f} ms in torch"
-                partitioning.demote(region, support, Reason(ReasonType.SLOWER, text))
+            best = min(own_times, key=own_times.__getitem__)
+            if times.get(TORCH, math.inf) + _BORDERS_MS < own_times[best]:
+                in_torch = f"{times[TORCH]:.3f} ms in torch"
+                why = f"{node.target} alone: {own_times[best]:.3f} ms on {self.executor.title}, {in_torch}"
+                candidates.demote(region, Reason(ReasonType.SLOWER, why))
             else:
-                node.meta[FORM] = best
+                node.meta[VARIANT] = best
 
-    def _time(self, region: Region, forms: tuple[str, ...]) -> dict[str, float]:
-        """Return the median time of each form that runs and is another one, and of torch's kernel, in ms."""
+    def _time(self, region: Region, variants: Sequence[str]) -> dict[str, float]:
+        """Return the times in ms of torch's kernel and of each variant that works and differs from the others."""
         (node,) = region.module.graph.find_nodes(op="call_function", target=region.nodes[0].target)
-        candidates: dict[str, Callable[..., object]] = {}
-        models: set[bytes] = set()
-        for form in forms:
-            node.meta[FORM] = form
+        calls: dict[str, Callable[..., Any]] = {}
+        artifacts: set[bytes] = set()
+        build_variant = max(self.executor.variants(region), key=lambda kind: (not kind.cuda_graph, kind.threads))
+        for variant in variants:
+            node.meta[VARIANT] = variant
             try:
-                model = session.convert(region, self.kernels, region.name).SerializeToString()
-                if model not in models:  # as the kernel of gelu's other form is
-                    models.add(model)
-                    built = session.build(model, region, self.kernels.providers, self.threads, self.device)
-                    candidates[form] = BoundSession(region, built, self.device)
-            except RegionRejected as failure:
-                log.debug("%s as %s: %s", node.target, form, failure)
-        candidates[TORCH] = region.module.forward
-        # a region's other ops have sent torch's threads to rest already
-        return placement.race(candidates, placement.samples(region), before=openmp.pause_openmp)
+                artifact = self.executor.convert(region)
+                if artifact not in artifacts:  # such as the kernel of gelu's other approximation
+                    artifacts.add(artifact)
+                    calls[variant] = self.executor.build(region, artifact, build_variant)
+            except RegionRejected as rejection:
+                log.debug("%s as %s: %s", node.target, variant, rejection)
+        calls[TORCH] = region.module.forward
+        args = timing.samples(region)
+        for call in calls.values():  # first calls allocate
+            call(*args)
+        # in a whole region, other ops have ended torch's threads already
+        return timing.race(calls, args, before=openmp.pause_openmp)
 
 
 def _is_large(node: fx.Node) -> bool:

@@ -28,9 +28,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.executors.ort.support import Support
 from lightning_ort.compiler.fingerprint import digest, fingerprint, processor, software
-from lightning_ort.compiler.regions import Timing
+from lightning_ort.compiler.regions import Support, Timing
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import MAX_THREADS, ORTConfig
 

@@ -1,12 +1,12 @@
-"""What happens when a compiled graph fails while it runs: eager does its work, and the graph is given up.
+"""Replaces a compiled graph by eager if it fails while it runs.
 
-A failure in the forward pass is simple: the graph as dynamo captured it runs instead, on the same inputs, and from the
-same random numbers. It has no side effects before its end, so nothing happens twice. If eager raises as well, the error
-was in the user's program or data, and is the user's to see.
+If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
+torch's generators. A compiled graph has no side effects before its end, so nothing happens twice. If eager raises too,
+the error is in the user's program or data, and the user gets it.
 
-A failure in the backward pass comes when the forward pass is long over. So until a graph has been through one backward
-pass, its forward pass keeps what eager would need: inputs, the state of torch's generators, and copies of the buffers
-that the graph writes to.
+If the backward pass fails, the forward pass is long over. So until the first backward pass of a graph has succeeded,
+each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
+graph writes to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
-# calls after which a graph that has not seen a backward pass is no longer watched for one
+from lightning_ort.compat.torch import GraphFacts, mark_boxed
+
+# calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
 
 
@@ -25,38 +26,21 @@ class ORTFallbackError(RuntimeError):
     """Something could not run on ONNX Runtime, under ``ORTConfig(fallback="raise")``."""
 
 
-class PassWatch:
-    """What one captured graph's compiled passes tell the guard.
-
-    Args:
-        num_inputs: Of the captured graph.
-
-    Attributes:
-        error: What a pass failed with, until the guard has seen it.
-        mutated: Indices of the inputs that the graph writes to.
-        separate: Whether its outputs share no memory with its inputs, and no input that it writes to takes a gradient.
-
-    """
+class PassMonitor:
+    """What the guard of one captured graph learns from its compiled passes."""
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
-        self.error: Exception | None = None
-        self.mutated: list[int] = []
-        self.separate = True
+        self._error: Exception | None = None  # what a pass failed with, until the guard has seen it
+        self.facts = GraphFacts(num_inputs, [], True)
 
-    def describe(self, metadata: ViewAndMutationMeta) -> None:
-        """Read what AOTAutograd has found out about the graph (torch 2.13)."""
-        self.mutated = [index for index, info in enumerate(metadata.input_info) if info.mutates_data]
-        if len(metadata.input_info) != self._num_inputs:  # some are one tensor, or parts of one
-            self.separate = False
-            return
-        aliases = (OutputType.alias_of_input, OutputType.is_input)
-        self.separate = not any(info.output_type in aliases for info in metadata.output_info) and not any(
-            info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in metadata.input_info
-        )
+    @property
+    def separate(self) -> bool:
+        """Whether its inputs share no memory with its outputs or with each other, as far as gradients are concerned."""
+        return self.facts.separate and self.facts.num_inputs == self._num_inputs
 
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Return a pass that remembers what it failed with."""
+        """Return the pass, so that the monitor remembers what it failed with."""
 
         def watched(args: list[Any]) -> Any:
             try:
@@ -64,39 +48,33 @@ class PassWatch:
             except ORTFallbackError:
                 raise
             except Exception as error:
-                self.error = error
+                self._error = error
                 raise
 
-        watched._boxed_call = True  # type: ignore[attr-defined]
-        return watched
+        return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
-        """Whether an error came from one of the passes, and not from what surrounds them; asked once for each."""
-        seen, self.error = self.error, None
+        """Return, once for each error, whether it came from one of the passes and not from the code around them."""
+        seen, self._error = self._error, None
         return seen is error
 
 
 class GuardedGraph:
-    """A compiled graph, and eager in its place once it has failed.
+    """A compiled graph that is replaced by eager, the graph as captured, once one of its passes has failed.
 
-    Args:
-        compiled: Runs it, with a backward pass of its own.
-        eager: Runs it as it was captured.
-        watch: What its passes tell.
-        give_up: Called with what a pass failed with; may raise to refuse eager.
-
+    ``give_up`` gets what the pass failed with and may raise to refuse eager.
     """
 
     def __init__(
         self,
         compiled: Callable[..., Any],
         eager: Callable[..., Any],
-        watch: PassWatch,
+        monitor: PassMonitor,
         give_up: Callable[[Exception], None],
     ) -> None:
         self.run = compiled
         self.eager = eager
-        self.watch = watch
+        self.monitor = monitor
         self._give_up = give_up
         self.trusted = False
         self._calls = 0
@@ -109,7 +87,7 @@ class GuardedGraph:
                 return self.run(*args)
             return self._run_first(args, state)
         except Exception as error:
-            if self.run is self.eager or not self.watch.saw(error):
+            if self.run is self.eager or not self.monitor.saw(error):
                 raise
             failure = error
         if state is not None:
@@ -121,7 +99,7 @@ class GuardedGraph:
     def _run_first(self, args: Sequence[Any], state: "_State") -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if backward and self.watch.separate and self._calls <= _PATIENCE:
+        if backward and self.monitor.separate and self._calls <= _PATIENCE:
             return _FirstBackward.apply(self, state, *args)
         outputs = self.run(*args)
         self.trusted = True
@@ -134,12 +112,7 @@ class GuardedGraph:
 
 
 class _State:
-    """What a graph depends on besides its inputs: the states of torch's generators, and autocast.
-
-    Args:
-        args: Its inputs.
-
-    """
+    """What a graph depends on besides its inputs: the states of torch's generators, and autocast."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
@@ -151,7 +124,7 @@ class _State:
         ]
 
     def restore_random_numbers(self) -> None:
-        """Set the generators to where they were."""
+        """Restore the states of the generators."""
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
@@ -174,7 +147,7 @@ class _FirstBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guard: GuardedGraph, state: _State, *args: Any) -> Any:
         ctx.guard, ctx.state, ctx.args = guard, state, args
-        ctx.written = {index: args[index].detach().clone() for index in guard.watch.mutated}
+        ctx.written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
         ctx.inner = _leaves(args)
         with torch.enable_grad():
             ctx.outputs = guard.run(*ctx.inner)

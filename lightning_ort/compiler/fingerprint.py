@@ -10,9 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload
-from lightning_ort.compiler.executors.ort.conversion.graph import FORM
-from lightning_ort.compiler.nodes import ANY_BYTE, values_of
+from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, values_of
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -26,10 +25,10 @@ def fingerprint(graph: fx.Graph) -> str:
     def size(value: Any) -> str:
         if isinstance(value, int):
             return str(value)
-        expression = value.node.expr
+        expression = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=str):
             symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
-        return f"{expression.xreplace(symbols)}={value.node.hint}"
+        return f"{expression.xreplace(symbols)}={hint_of(value)}"
 
     def kind(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -45,7 +44,7 @@ def fingerprint(graph: fx.Graph) -> str:
         called = target if isinstance(target, OpOverload) else getattr(target, "__qualname__", "")
         arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Unquoted(numbers[source]))
         values = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        conversion = f"{node.meta.get(FORM, '')} {node.meta.get(ANY_BYTE, '')}"
+        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
         lines.append(f"{numbers[node]} {node.op} {called} {arguments} {values} {conversion}")
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_ort.compiler.output_shapes import is_emptied_fn
-from lightning_ort.compiler.regions import Region, RegionRejected
+from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
 
 # how far the first run may be from torch under check_against_eager: |difference| <= this x the largest magnitude
@@ -14,21 +14,15 @@ TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torc
 
 
 class GuardedRegion:
-    """An ORT region as the compiled graph calls it: it runs in torch for good once a run has failed.
+    """Runs a region on its executor; if a run fails, torch repeats it, and does all later ones.
 
-    Args:
-        region: The region.
-        session: Its bound session.
-        report: Where runs are counted.
-        on_failure: Called with the reason when a run fails; may raise to refuse the fallback.
-        check: Compare the first run with torch.
-
+    ``on_failure`` gets the reason and may raise to refuse that. With ``check`` the first run is compared with torch.
     """
 
     def __init__(
         self,
         region: Region,
-        session: Callable[..., Sequence[torch.Tensor]],
+        run: Callable[..., Sequence[torch.Tensor]],
         report: RegionReport,
         on_failure: Callable[[Reason], None],
         check: bool,
@@ -36,7 +30,7 @@ class GuardedRegion:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
         self._module = region.module
-        self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(session) if check else session
+        self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(run) if check else run
         self._is_emptied = is_emptied_fn(region)
         self.report = report
         self._on_failure = on_failure
@@ -49,37 +43,37 @@ class GuardedRegion:
             outputs = self._run(*args)
         except RegionRejected as error:
             reason = error.reason
-        except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
+        except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
             reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
         else:
             self.report.runs += 1
             return outputs
-        # a region has no side effects, so torch can do it again; where torch raises too, as at a label that is out of
-        # range, the error is the user's, and the region stays as it is
+        # a region has no side effects, so torch can run it again; if torch raises too, such as for a label that is out
+        # of range, the error is the user's, and the region stays as it is
         outputs = self._module.forward(*args)
         self._run = None
-        self.report.executor, self.report.reason = "torch", reason
+        self.report.executor, self.report.reason = TORCH, reason
         self._on_failure(reason)
         return outputs
 
     def rename(self, name: str) -> None:
-        """Take another name in the report and in the code of the compiled graph."""
+        """Change the name in the report and in the code of the compiled graph."""
         self.__name__ = self.report.name = name
 
-    def _checked(self, session: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
-        def run(*args: Any) -> Sequence[torch.Tensor]:
-            outputs = session(*args)
+    def _checked(self, run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+        def compare_first(*args: Any) -> Sequence[torch.Tensor]:
+            outputs = run(*args)
             for index, (got, expected) in enumerate(zip(outputs, self._module.forward(*args), strict=True)):
                 if (difference := mismatch(got, expected)) is not None:
                     raise RegionRejected(ReasonType.MISMATCH, f"output {index}: {difference}")
-            self._run = session
+            self._run = run
             return outputs
 
-        return run
+        return compare_first
 
 
 def mismatch(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """How a result differs from torch's beyond :data:`TOLERANCE`, or ``None``."""
+    """Return how a result differs from torch's by more than :data:`TOLERANCE`, or ``None``."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not expected.dtype.is_floating_point:

@@ -1,40 +1,31 @@
-"""From regions and what runs them to one function."""
+"""Makes one function of a graph's regions."""
 
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
-from lightning_ort.compiler.executors.torch import TorchRegion
-from lightning_ort.compiler.guarded_region import GuardedRegion
-from lightning_ort.compiler.regions import Partition, copy_with_views
+from lightning_ort.compat.torch import generate_boxed_code
+from lightning_ort.compiler.placer import PlacedGraph
+from lightning_ort.compiler.regions import copy_with_views
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class Placed:
-    """A cut graph and what runs each of its regions, in the same order."""
-
-    parts: Partition
-    executables: list[GuardedRegion | TorchRegion]
-
-
-def link(placed: Placed) -> Callable[[list[Any]], Any]:
-    """Make one boxed function of the regions: it calls them in order, by name, and frees what is no longer needed."""
-    gm = placed.parts.gm
+def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
+    """Return a boxed function that calls the regions in order, by name, and frees what is no longer needed."""
+    gm = placed.gm
     graph = fx.Graph()
-    graph.set_codegen(_BoxedCodeGen())
+    generate_boxed_code(graph)
     outer: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             outer[node] = graph.node_copy(node)
-    for region, executable in zip(placed.parts.regions, placed.executables, strict=True):
-        call = graph.call_function(executable, tuple(outer[source] for source in region.inputs))
+    for region, run in zip(placed.regions, placed.calls, strict=True):
+        inputs = tuple(copy_with_views(source, graph, outer) for source in region.inputs)
+        call = graph.call_function(run, inputs)
         for index, node in enumerate(region.outputs):
             outer[node] = graph.call_function(operator.getitem, (call, index))
     output = gm.graph.output_node()

@@ -44,6 +44,8 @@ _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg}
 # meta key of a boolean tensor in which any byte but 0 is true; onnxruntime expects 1
 ANY_BYTE = "any_byte"
+# meta key of a node whose op has several variants: the one that was chosen
+VARIANT = "variant"
 _NO_COMPUTE = VIEWS | _ALLOCATIONS | _SIZES | _CHECKS
 
 

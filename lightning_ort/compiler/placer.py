@@ -1,152 +1,268 @@
-"""Time a region on ONNX Runtime and in torch, and decide who runs it.
+"""Decides which executor runs which part of a graph, and builds it.
 
-Both run on tensors of the region's real shapes, dtypes and strides, in interleaved rounds; medians are compared. Under
-``torch.use_deterministic_algorithms`` (``Trainer(deterministic=True)``) nothing is timed: a fixed rule on the size of
-the region's matrix products decides.
+A graph is cut into regions by what the executors support. Each region is built, and timed against torch on tensors of
+its real shapes, dtypes and strides. What fails or is slower goes to the next executor, the last of which is torch, and
+the graph is cut again, until every region stands. Under ``torch.use_deterministic_algorithms``
+(``Trainer(deterministic=True)``) nothing is timed: a fixed rule on the region's matrix products decides.
 """
 
-import statistics
-import time
+import dataclasses
+import functools
+import logging
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
-from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.regions import Region, Timing, Variant
+from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compiler import timing
+from lightning_ort.compiler.autotune import OpAutotuner
+from lightning_ort.compiler.cache import Cache, Entry
+from lightning_ort.compiler.executors import registry
+from lightning_ort.compiler.executors.base import Executor
+from lightning_ort.compiler.executors.torch import TorchExecutor
+from lightning_ort.compiler.fingerprint import fingerprint
+from lightning_ort.compiler.guarded_region import GuardedRegion
+from lightning_ort.compiler.nodes import is_compute, is_random
+from lightning_ort.compiler.regions import (
+    TORCH,
+    Candidates,
+    Region,
+    RegionRejected,
+    Support,
+    Timing,
+    Variant,
+    count_flops,
+    partition,
+)
+from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
+from lightning_ort.compiler.reproducer import Reproducer
+from lightning_ort.config import ORTConfig
 
-# below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us
-ONE_THREAD_FLOPS = 2e6
-# above it one thread need not be tried
-ALL_THREADS_FLOPS = 2e8
-# above this many for each thread torch's threads had better rest meanwhile, which takes about 0.1 ms for each
-REST_FLOPS = 1e7
-TORCH = "torch"  # among the names of what is timed
-_SECONDS = 0.25
-_MIN_ROUNDS = 3  # one round alone would let a single interruption of the process decide
-_MAX_ROUNDS = 15
-_Name = TypeVar("_Name")
-
-
-def thread_candidates(region: Region, intra_op_threads: int | None) -> list[int]:
-    """Numbers of intra-op threads worth trying; one of them where there is nothing to try."""
-    available = torch.get_num_threads()
-    if intra_op_threads is not None:
-        return [intra_op_threads]
-    if available == 1:
-        return [1]
-    flops = count_flops(region)
-    if torch.are_deterministic_algorithms_enabled():
-        return [1 if flops < ONE_THREAD_FLOPS else available]
-    if flops > ALL_THREADS_FLOPS:
-        return [available]
-    return [1, available]
+log = logging.getLogger(__name__)
 
 
-def count_flops(region: Region) -> float:
-    """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing."""
-    total = 0.0
-    for node in region.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in flop_registry:
-            args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += int_hint(flop_registry[packet](*args[0], **args[1], out_val=node.meta["val"]))
-    return total
+@dataclass(frozen=True)
+class PlacedGraph:
+    """A graph cut into regions, and for each region what runs it and its report."""
+
+    gm: fx.GraphModule
+    regions: list[Region]
+    calls: list[Callable[..., Any]] = field(default_factory=list)
+    reports: list[RegionReport] = field(default_factory=list)
 
 
-def worth_resting(region: Region, threads: int) -> bool:
-    """Whether torch's threads should end before the region runs with several of its own."""
-    return threads > 1 and count_flops(region) >= REST_FLOPS * threads
-
-
-def loses_by_rule(region: Region) -> bool:
-    """The static rule: a region without a matrix product or convolution is left to torch."""
-    return count_flops(region) == 0
-
-
-def samples(region: Region) -> list[Any]:
-    """Inputs to time a region with: ones like it will get, drawn without touching torch's generators."""
-    generator = torch.Generator().manual_seed(0)
-    return [_sample(node.meta["val"], generator) for node in region.inputs]
-
-
-def _sample(val: Any, generator: torch.Generator) -> Any:
-    if not isinstance(val, torch.Tensor):
-        return float(val.node.hint) if isinstance(val, torch.SymFloat) else int_hint(val)
-    sizes = [int_hint(size) for size in val.shape]
-    strides = [int_hint(stride) for stride in val.stride()]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
-    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
-    if val.dtype.is_floating_point:
-        flat = torch.rand(extent, generator=generator).add_(0.1).to(val.dtype)
-    else:
-        flat = torch.zeros(extent, dtype=val.dtype)
-    return flat.to(val.device).as_strided(sizes, strides)
-
-
-def measure(
-    sessions: Mapping[Variant, Callable[..., Any]], torch_forward: Callable[..., Any] | None, args: Sequence[Any]
-) -> Timing:
-    """Time the candidates of a region against each other.
+@dataclass(frozen=True)
+class Placer:
+    """Places the graphs of one backend.
 
     Args:
-        sessions: How it is made -> callable.
-        torch_forward: The region in torch; ``None`` to compare the sessions alone.
-        args: What to call them with.
-
-    Returns:
-        The fastest session's time and how it is made, and torch's time.
-
-    """
-    if torch_forward is None and len(sessions) == 1:
-        return Timing({}, next(iter(sessions)))
-    candidates: dict[Any, Callable[..., Any]] = dict(sessions)
-    if torch_forward is not None:
-        candidates[TORCH] = torch_forward
-    medians = race(candidates, args)
-    fastest = min(sessions, key=medians.__getitem__)
-    ms = {"ort": medians[fastest]}
-    if TORCH in medians:
-        ms[TORCH] = medians[TORCH]
-    return Timing(ms, fastest)
-
-
-def race(
-    candidates: Mapping[_Name, Callable[..., Any]], args: Sequence[Any], before: Callable[[], None] | None = None
-) -> dict[_Name, float]:
-    """Time functions in turns.
-
-    Args:
-        candidates: By name.
-        args: What to call them with.
-        before: Called before each of them, outside its time.
-
-    Returns:
-        The median time of each in ms.
+        config: Settings.
+        cache: Where answers, times and artifacts are kept.
+        fall_back: Reports a failure; may raise to refuse the fallback.
+        record_choice: Reports a choice.
+        agree: Takes a key and what was measured in this process; returns what all processes of the run use.
 
     """
-    times: dict[_Name, list[float]] = {name: [] for name in candidates}
-    for call in candidates.values():  # first calls allocate
-        call(*args)
-    start = time.perf_counter()
-    for rounds in range(_MAX_ROUNDS):
-        if rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
-            break
-        for name, call in candidates.items():
-            if before is not None:
-                before()
-            times[name].append(_timed(call, args))
-    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+    config: ORTConfig
+    cache: Cache
+    fall_back: Callable[[str, Reason], None]
+    record_choice: Callable[[str, Reason], None]
+    agree: Callable[[str, dict[str, Any]], dict[str, Any]]
+    _reported_ops: set[str] = field(default_factory=set)
+
+    def place(self, gm: fx.GraphModule, device: torch.device, name: str) -> PlacedGraph:
+        """Cut a lowered graph and build its regions."""
+        executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
+        candidates = self._candidates(gm, list(executors.values()), name)
+        # where timing decides at all
+        if self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled():
+            for executor in executors.values():
+                OpAutotuner(executor, self.cache, self.agree).choose(gm, candidates)
+        built: dict[Any, GuardedRegion] = {}
+        lost: dict[Any, Timing] = {}
+        regions: list[Region] = []
+        while True:
+            regions = partition(gm, candidates, self.config.min_region_nodes, regions)
+            new = [region for region in regions if region.executor != TORCH and region.key not in built]
+            if not new:
+                break
+            for region in new:
+                where = f"{name}/{region.name}"
+                try:
+                    built[region.key] = RegionBuilder(self, executors[region.executor], region, where).build()
+                except RegionRejected as rejection:
+                    candidates.demote(region, rejection.reason)
+                    if rejection.timing is not None:
+                        lost[region.key] = rejection.timing
+                    if rejection.reason.type.is_failure:
+                        self.fall_back(where, rejection.reason)
+        placed = PlacedGraph(gm, regions)
+        for region in regions:
+            if region.executor == TORCH:
+                placed.calls.append(TorchExecutor(self.config, device).build(region))
+                placed.reports.append(_torch_report(region, candidates.reasons, lost))
+                placed.reports[-1].reproducer = Reproducer.of(region.module.graph)
+            else:
+                guarded = built[region.key]
+                guarded.rename(region.name)  # levels change when neighbours are demoted
+                placed.calls.append(guarded)
+                placed.reports.append(guarded.report)
+        return placed
+
+    def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
+        """Ask the executors what they support; a failure while they answer is reported once for each op."""
+        nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+        answers: dict[str, dict[fx.Node, Support]] = {}
+        unsupported: list[Reason] = []
+        for executor in executors:
+            if (reason := executor.unsupported_reason()) is not None:
+                unsupported.append(reason)
+                answers[executor.name] = dict.fromkeys(nodes, Support(False, reason))
+                continue
+            for option, reason in executor.ineffective_options().items():
+                self.record_choice(option, reason)
+            ask = functools.partial(self._ask, executor, nodes)
+            answers[executor.name] = self.cache.support(gm, executor.cache_key, ask)
+        if len(unsupported) == len(executors):
+            self.fall_back(name, unsupported[0])
+        for node, answer in (pair for own in answers.values() for pair in own.items()):
+            if answer.reason is not None and answer.reason.type.is_failure and is_compute(node):
+                if (op := str(node.target)) not in self._reported_ops:
+                    self._reported_ops.add(op)
+                    self.fall_back(f"{name}/{op}", answer.reason)
+        return Candidates.of(answers)
+
+    def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
+        answers: dict[fx.Node, Support] = {}
+        for node in nodes:
+            made_by = node.args[0] if node.target is operator.getitem else None
+            if isinstance(made_by, fx.Node) and made_by in answers:
+                answers[node] = answers[made_by]  # access to a tuple goes where the tuple is made
+            elif (reason := self._kept_in_torch_reason(node)) is not None:
+                answers[node] = Support(False, reason)
+            else:
+                answers[node] = executor.supports(node)
+        return answers
+
+    def _kept_in_torch_reason(self, node: fx.Node) -> Reason | None:
+        name = str(node.target)
+        if isinstance(node.target, OpOverload) and {name, name.rpartition(".")[0]} & {*self.config.torch_ops}:
+            return Reason(ReasonType.USER, name)
+        return Reason(ReasonType.RANDOM, name) if is_random(node) else None
 
 
-def _timed(call: Callable[..., Any], args: Sequence[Any]) -> float:
-    on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-    if on_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call(*args)
-    if on_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+class RegionBuilder:
+    """Builds and times one region, without what is in the cache already."""
+
+    def __init__(self, placer: Placer, executor: Executor, region: Region, where: str) -> None:
+        self._placer, self._config = placer, placer.config
+        self._executor, self._region, self._where = executor, region, where
+        self._variants = executor.variants(region)
+        self._fingerprint = fingerprint(region.module.graph)
+        self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
+
+    def build(self) -> GuardedRegion:
+        """Build the region, or reject it if that fails or it is slower than torch."""
+        entry = self._placer.cache.load(self._entry_name)
+        if entry is not None:
+            try:
+                if (reason := self._executor.untrusted_reason(entry.model)) is None:
+                    return self._build(entry)
+            except RegionRejected as rejection:
+                if not rejection.reason.type.is_failure:
+                    raise
+                reason = str(rejection)
+            log.debug("cache entry %s is not used: %s", self._entry_name, reason)
+        return self._build(None)
+
+    def _build(self, entry: Entry | None) -> GuardedRegion:
+        known = self._known_timing(entry)
+        artifact = self._executor.convert(self._region) if entry is None else entry.model
+        self._executor.save(artifact, self._where)
+        build = functools.cache(functools.partial(self._executor.build, self._region, artifact))
+        times = known or self._time(build)
+        if times.ms:
+            times = Timing.from_dict(self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
+        cached = entry is not None and known is not None
+        if not cached:
+            self._placer.cache.store(self._entry_name, Entry(artifact, times))
+        own, in_torch = times.ms.get(self._executor.name), times.ms.get(TORCH)
+        if own is not None and in_torch is not None and in_torch < own:
+            text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
+            raise RegionRejected(ReasonType.SLOWER, text, times)
+        report = region_report(self._region, ms=dict(times.ms), cached=cached, **dataclasses.asdict(times.variant))
+        model = artifact if self._executor.name == "ort" else None
+        report.reproducer = Reproducer.of(self._region.module.graph, model)
+        on_failure = functools.partial(self._placer.fall_back, self._where)
+        return GuardedRegion(self._region, build(times.variant), report, on_failure, self._config.check_against_eager)
+
+    def _known_timing(self, entry: Entry | None) -> Timing | None:
+        """Return the timing of a region that need not be timed, or was timed in an earlier run."""
+        measured = self._config.placement == "measured"
+        if torch.are_deterministic_algorithms_enabled():
+            if measured and count_flops(self._region) == 0:
+                raise RegionRejected(ReasonType.STATIC_RULE, "no matrix product or convolution")
+            return Timing({}, self._variants[0])
+        if not measured and len(self._variants) == 1:
+            return Timing({}, self._variants[0])
+        if entry is None or entry.timing.variant not in self._variants:
+            return None
+        wanted = (self._executor.name, TORCH) if measured else (self._executor.name,)
+        if not entry.timing.ms.keys() >= set(wanted):
+            return None
+        return Timing({name: entry.timing.ms[name] for name in wanted}, entry.timing.variant)
+
+    def _time(self, build: Callable[[Variant], Callable[..., Any]]) -> Timing:
+        calls: dict[Variant, Callable[..., Any]] = {}
+        torch_forward = self._region.module.forward if self._config.placement == "measured" else None
+        try:
+            for variant in self._variants:
+                try:
+                    calls[variant] = build(variant)
+                except Exception as error:
+                    self._leave_out(variant, error)
+            return timing.measure(
+                self._executor.name, calls, torch_forward, timing.samples(self._region), self._leave_out
+            )
+        except RegionRejected:
+            raise
+        except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
+            raise RegionRejected(ReasonType.RUN_FAILED, error) from error
+
+    def _leave_out(self, candidate: Variant | str, error: Exception) -> None:
+        """Go on without a candidate that fails, if it is torch or a CUDA graph; otherwise raise."""
+        if candidate == TORCH:
+            rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
+        elif isinstance(candidate, Variant) and candidate.cuda_graph:
+            rejection = RegionRejected(ReasonType.NOT_RECORDED, error)
+        else:
+            raise error
+        self._placer.record_choice(self._where, rejection.reason)
+
+
+def region_report(region: Region, **fields: Any) -> RegionReport:
+    """Return the report of a region with what is known from its nodes."""
+    compute = region.compute_nodes
+    ops = Counter(str(node.target) for node in compute)
+    return RegionReport(region.name, region.executor, len(compute), dict(ops), **fields)
+
+
+def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mapping[Any, Timing]) -> RegionReport:
+    """Report why a region runs in torch: the commonest reason, and one for each op."""
+    own_reasons = [(node, reasons[node]) for node in region.compute_nodes if node in reasons]
+    ms: Counter[str] = Counter()
+    for (_, *nodes), times in lost.items():
+        if set(region.nodes).issuperset(nodes):
+            ms.update(times.ms)
+    return region_report(
+        region,
+        reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,
+        node_reasons={str(node.target): reason for node, reason in own_reasons},
+        ms=dict(ms),
+    )

@@ -1,10 +1,10 @@
 """A region as torch runs it: :class:`RegionModule`.
 
-A graph is traced with torch's fake kernels, and some of them give a result other strides than the real kernels do
+A graph is traced with torch's fake kernels, and the results of some have other strides than those of the real kernels
 (torch 2.13 on the CPU: the gradients of batch, layer and group norm, of ``log_softmax`` and of several losses). Eager
-goes by what it gets, but a traced graph does not: a ``view`` or a kernel that was traced for one layout fails on
-another, and ``as_strided`` reads the wrong elements. So the first run of a region in torch compares every result with
-its trace, and from then on the few that differ are brought to the traced layout.
+adapts to them, but a traced graph does not: a ``view`` or a kernel that was traced for one layout fails on another, and
+``as_strided`` reads the wrong elements. So the first run of a region in torch compares every result with its trace, and
+from then on the few that differ are converted to the traced layout.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,11 @@ from lightning_ort.compiler.nodes import is_view
 
 
 class RegionModule:
-    """A region as torch runs it; its code is made at the first call, and an ORT region is seldom called so.
-
-    Args:
-        graph: Same inputs as the region, a tuple of its outputs.
-        name: The region's.
-
-    Attributes:
-        model: The region as an ONNX model, if it has one.
-
-    """
+    """A graph as torch runs it; its code is generated at the first call, which most regions do not get."""
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         self.graph = graph
         self._name = name
-        self.model: bytes | None = None
         self._run: Callable[..., Any] | None = None
 
     def forward(self, *args: Any) -> Any:
@@ -46,16 +36,11 @@ class RegionModule:
 
 
 class _FirstRun(fx.Interpreter):
-    """Runs a graph node by node, each on tensors in the layout that was traced.
-
-    Attributes:
-        moved: Nodes whose result came in another layout, and the order of dimensions that was traced.
-
-    """
+    """Runs a graph node by node, each on tensors in the layout that was traced."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.moved: dict[fx.Node, list[int]] = {}
+        self.moved: dict[fx.Node, list[int]] = {}  # results in another layout, and the order of dimensions when traced
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -71,12 +56,7 @@ class _FirstRun(fx.Interpreter):
 
 
 def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
-    """Refuse a result that is not what was traced, as by a custom op whose fake kernel is wrong.
-
-    Raises:
-        TypeError: If its dtype or shape differs.
-
-    """
+    """Raise ``TypeError`` if dtype or shape are not as traced, as for a custom op whose fake kernel is wrong."""
     if not isinstance(traced, torch.Tensor):
         return
     fixed = [size if isinstance(size, int) else None for size in traced.shape]
@@ -88,7 +68,7 @@ def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
 
 
 def _with_layouts(graph: fx.Graph, moved: dict[fx.Node, list[int]], name: str) -> Callable[..., Any]:
-    """The function of a graph in which some results are brought to a layout."""
+    """The function of a graph in which some results are converted to another layout."""
     if moved:
         inner: dict[fx.Node, fx.Node] = {}
         copy = fx.Graph()

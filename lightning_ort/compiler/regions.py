@@ -1,57 +1,85 @@
 """Cut a graph into regions, each run by one executor.
 
-Every compute node gets a level: torch nodes have even levels, ORT nodes odd ones, and a node's level is never below
-that of what it reads. All nodes of one level form a region, so regions are acyclic by construction, there are as few of
-them as the alternation between executors allows, and random ops keep their order (each is held at or above the level of
-the one before it, so a seeded run draws the same numbers as eager; torch's CapabilityBasedPartitioner promises none).
+Every node has a level, which is at least that of each node it reads, and higher if that one has another executor. All
+nodes with the same level and executor form a region. So regions are acyclic by construction, their number is as small
+as the changes between executors allow, and random ops keep their order: each is held at or above the level of the
+previous one, so that a seeded run draws the same numbers as eager (torch's CapabilityBasedPartitioner does not
+guarantee this).
 
-Views are not assigned: each region repeats the views that it needs of what it reads, so that no view ever crosses a
-boundary (ONNX Runtime would have to materialize it), and views at the end of the graph are taken in torch, where they
-cost nothing.
+Views are not assigned. Each region repeats the views it needs of what it reads, so no view crosses a boundary (ONNX
+Runtime would have to copy it), and views at the end of the graph are taken in torch, where they cost nothing.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.support import Support
+from lightning_ort.compat.torch import expression_of, flop_formula
+from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.nodes import is_compute, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
 
+TORCH = "torch"  # the executor that can run everything
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether an executor can run a node, and if not, why."""
+
+    ok: bool
+    reason: Reason | None = None
+
+
+@dataclass
+class Candidates:
+    """Which executors can run each ``call_function`` node of a graph, preferred first, and why others do not."""
+
+    executors: dict[fx.Node, list[str]]  # the first one runs the node; torch is the last
+    reasons: dict[fx.Node, Reason]
+
+    @classmethod
+    def of(cls, answers: Mapping[str, Mapping[fx.Node, Support]]) -> "Candidates":
+        """Collect the answers of executors, which are in order of preference."""
+        candidates = cls({}, {})
+        for node in next(iter(answers.values())):
+            own = {name: answers[name][node] for name in answers}
+            candidates.executors[node] = [*(name for name, answer in own.items() if answer.ok), TORCH]
+            if reasons := [answer.reason for answer in own.values() if answer.reason is not None]:
+                candidates.reasons[node] = reasons[0]
+        return candidates
+
+    def demote(self, region: "Region", reason: Reason) -> None:
+        """Take the region's executor from the candidates of its nodes."""
+        for node in region.nodes:
+            self.executors[node] = [name for name in self.executors[node] if name != region.executor]
+            self.reasons[node] = reason
+
 
 @dataclass
 class Region:
-    """What one executor runs in one go.
+    """What one executor runs in one call."""
 
-    Args:
-        level: Even for torch, odd for ORT; regions run in this order.
-        nodes: The nodes it owns, in graph order.
-        inputs: Values it reads, made elsewhere.
-        outputs: Values of its own that others read.
-        module: The region as torch runs it. Set when the region is complete.
-
-    """
-
-    level: int
-    nodes: list[fx.Node] = field(default_factory=list)
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-    module: RegionModule = field(init=False)
-
-    @property
-    def on_ort(self) -> bool:
-        """Whether ONNX Runtime runs it."""
-        return self.level % 2 == 1
+    executor: str
+    level: int  # regions run in this order
+    nodes: list[fx.Node] = field(default_factory=list)  # that it owns, in graph order
+    inputs: list[fx.Node] = field(default_factory=list)  # made elsewhere
+    outputs: list[fx.Node] = field(default_factory=list)  # of its own nodes, those that others read
+    module: RegionModule = field(init=False)  # the region as torch runs it
 
     @property
     def name(self) -> str:
-        """``ort_N`` or ``torch_N``."""
-        return f"{'ort' if self.on_ort else 'torch'}_{self.level}"
+        """Executor and level, such as ``ort_1``."""
+        return f"{self.executor}_{self.level}"
+
+    @property
+    def key(self) -> tuple[str | fx.Node, ...]:
+        """The same for a region of the same nodes on the same executor, whatever its level."""
+        return (self.executor, *self.nodes)
 
     @property
     def compute_nodes(self) -> list[fx.Node]:
@@ -63,7 +91,7 @@ class Region:
 class Variant:
     """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
 
-    threads: int
+    threads: int = 1
     cuda_graph: bool = False
 
 
@@ -81,14 +109,7 @@ class Timing:
 
 
 class RegionRejected(Exception):
-    """A region does not run on ONNX Runtime.
-
-    Args:
-        type: At which stage it was given up.
-        error: What happened there.
-        timing: What it took, where it was timed.
-
-    """
+    """A region is not run by its executor; ``timing`` is its time, if it was timed."""
 
     def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
         text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
@@ -97,102 +118,85 @@ class RegionRejected(Exception):
         super().__init__(str(self.reason))
 
 
-@dataclass
-class Partition:
-    """A graph cut into regions.
-
-    Args:
-        gm: The graph.
-        regions: In order of execution.
-        floating: Views that belong to no region and are repeated wherever they are read.
-
-    """
-
-    gm: fx.GraphModule
-    regions: list[Region]
-    floating: set[fx.Node]
-
-
 def partition(
-    gm: fx.GraphModule, support: dict[fx.Node, Support], min_region_nodes: int, before: Partition | None = None
-) -> Partition:
-    """Cut a graph into regions.
+    gm: fx.GraphModule, candidates: Candidates, min_region_nodes: int, previous: Sequence[Region] = ()
+) -> list[Region]:
+    """Cut a functional ATen graph into regions, of which those of the previous partition are already finalized.
 
-    Args:
-        gm: A functional ATen graph.
-        support: The answer for each ``call_function`` node; nodes that are demoted to torch here are updated in place.
-        min_region_nodes: ORT regions with fewer compute nodes go to torch.
-        before: How it was cut before some of its nodes were demoted; what has stayed the same is taken from there.
-
+    The nodes of regions with fewer compute nodes than ``min_region_nodes`` are demoted.
     """
-    complete = {} if before is None else {(region.on_ort, *region.nodes): region for region in before.regions}
-    floating = {node for node in support if is_view(node) and _view_supported(node, support)}
+    finalized = {region.key: region for region in previous}
+    views = {node for node in candidates.executors if is_view(node) and _first(node, candidates) != TORCH}
     while True:
-        regions = _assign(gm, support, floating)
-        small = [r for r in regions if r.on_ort and len(r.compute_nodes) < min_region_nodes]
+        regions = _assign(candidates, views)
+        small = [r for r in regions if r.executor != TORCH and len(r.compute_nodes) < min_region_nodes]
         if not small:
             break
         for region in small:
             text = f"{len(region.compute_nodes)} compute nodes, min_region_nodes={min_region_nodes}"
-            demote(region, support, Reason(ReasonType.TOO_SMALL, text))
+            candidates.demote(region, Reason(ReasonType.TOO_SMALL, text))
     for region in regions:
-        if (same := complete.get((region.on_ort, *region.nodes))) is not None:
+        if (same := finalized.get(region.key)) is not None:
             region.inputs, region.outputs, region.module = same.inputs, same.outputs, same.module
         else:
-            close(region, gm, floating)
-    return Partition(gm, regions, floating)
+            finalize_region(region, gm, views, candidates)
+    return regions
 
 
-def demote(region: Region, support: dict[fx.Node, Support], reason: Reason) -> None:
-    """Send the nodes of a region to torch."""
-    for node in region.nodes:
-        support[node] = Support(False, reason)
-
-
-def _view_supported(node: fx.Node, support: dict[fx.Node, Support]) -> bool:
+def _first(node: fx.Node, candidates: Candidates) -> str:
+    """The executor of a node; access to a tuple stays with the op that makes the tuple."""
     op = node.args[0] if node.target is operator.getitem else node
-    return isinstance(op, fx.Node) and support[op].ok
+    assert isinstance(op, fx.Node)
+    return candidates.executors[op if op in candidates.executors else node][0]
 
 
-def _assign(gm: fx.GraphModule, support: dict[fx.Node, Support], floating: set[fx.Node]) -> list[Region]:
-    levels: dict[fx.Node, int] = {}
-    regions: dict[int, Region] = {}
-    last_impure = 0
-    for node in support:
-        level = max((levels.get(source, 0) for source in node.all_input_nodes), default=0)
-        if node not in floating:
-            impure = node.is_impure() or is_random(node)
-            if impure:
-                level = max(level, last_impure)
-            # access to a tuple stays with the op that made it
-            if node.target is not operator.getitem or node.args[0] not in levels:
-                level += level % 2 != support[node].ok
-            if impure:
-                last_impure = level
-            if level not in regions:
-                regions[level] = Region(level)
-            regions[level].nodes.append(node)
-        levels[node] = level
-    return [regions[level] for level in sorted(regions)]
+def _assign(candidates: Candidates, unassigned_views: set[fx.Node]) -> list[Region]:
+    names = dict.fromkeys(name for executors in candidates.executors.values() for name in executors)
+    # the first level at which each executor can read a value; other executors start after torch, so that those of their
+    # nodes that read nothing from torch are in the region of those that do
+    start = {name: int(name != TORCH) for name in names}
+    levels: dict[fx.Node, dict[str, int]] = {}
+    regions: dict[tuple[int, str], Region] = {}
+    after_random = start
+    for node in candidates.executors:
+        sources = [start, *(levels[source] for source in node.all_input_nodes if source in levels)]
+        if node in unassigned_views:
+            # an executor that cannot run a view gets it from torch, after the region that makes its base
+            repeats = candidates.executors[node]
+            levels[node] = {
+                name: max(source[name] if name in repeats else max(source.values()) for source in sources)
+                for name in names
+            }
+            continue
+        executor = _first(node, candidates)
+        keeps_order = node.is_impure() or is_random(node)
+        if keeps_order:
+            sources.append(after_random)
+        level = max(source[executor] for source in sources)
+        levels[node] = {name: level + (name != executor) for name in names}
+        if keeps_order:
+            after_random = levels[node]
+        regions.setdefault((level, executor), Region(executor, level)).nodes.append(node)
+    return sorted(regions.values(), key=lambda region: region.level)
 
 
-def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
-    """Find what a region reads and yields, and make its module."""
+def finalize_region(region: Region, gm: fx.GraphModule, unassigned_views: set[fx.Node], candidates: Candidates) -> None:
+    """Find what a region reads and returns, and make its module."""
     own = set(region.nodes)
 
     def bases(node: fx.Node) -> Iterator[fx.Node]:
         for source in node.all_input_nodes:
-            if source in floating:
+            if source in unassigned_views and region.executor in candidates.executors[source]:
                 yield from bases(source)
             elif source not in own:
                 yield source
 
     def read_outside(node: fx.Node) -> bool:
-        return any(read_outside(user) if user in floating else user not in own for user in node.users)
+        return any(read_outside(user) if user in unassigned_views else user not in own for user in node.users)
 
     region.inputs = list(dict.fromkeys(source for node in region.nodes for source in bases(node)))
     region.outputs = [node for node in region.nodes if len(values_of(node)) == 1 and read_outside(node)]
-    if region.on_ort:
+    if region.executor != TORCH:
         region.inputs += _missing_symbols(region, gm)
     graph = fx.Graph()
     inner: dict[fx.Node, fx.Node] = {}
@@ -206,25 +210,35 @@ def close(region: Region, gm: fx.GraphModule, floating: set[fx.Node]) -> None:
 
 
 def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:
-    """The symbolic sizes that the outputs' shapes need and no input shows, as placeholders of the graph."""
+    """The symbolic sizes that the outputs' shapes need and no input has, as placeholders of the graph."""
     shown, needed = set(), set()
     for node in region.inputs:
-        shown |= {size.node.expr for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
+        shown |= {expression_of(size) for size in sizes_of(node.meta["val"]) if isinstance(size, torch.SymInt)}
     for node in region.outputs:
         for size in node.meta["val"].shape:
             if isinstance(size, torch.SymInt):
-                needed |= size.node.expr.free_symbols
+                needed |= expression_of(size).free_symbols
     return [
         node
         for node in gm.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta["val"], torch.SymInt) and node.meta["val"].node.expr in needed - shown
+        if isinstance(node.meta["val"], torch.SymInt) and expression_of(node.meta["val"]) in needed - shown
     ]
 
 
 def copy_with_views(node: fx.Node, graph: fx.Graph, inner: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Copy a node into another graph, and before it whatever it reads that is not there yet."""
+    """Copy a node into another graph, after whatever it reads that is not there yet."""
     if node not in inner:
         for source in node.all_input_nodes:
             copy_with_views(source, graph, inner)
         inner[node] = graph.node_copy(node, inner.__getitem__)
     return inner[node]
+
+
+def count_flops(region: Region) -> float:
+    """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing."""
+    total = 0.0
+    for node in region.nodes:
+        if (formula := flop_formula(node.target)) is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            total += int_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return total

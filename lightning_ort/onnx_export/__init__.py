@@ -6,5 +6,4 @@
 - :mod:`~lightning_ort.onnx_export.failure`: which line of the user's cannot be exported
 - :mod:`~lightning_ort.onnx_export.session`: a file run on torch tensors
 - :mod:`~lightning_ort.onnx_export.predict`: what a LightningModule around it does, for both namespaces
-- :mod:`~lightning_ort.onnx_export.predictor`: the LightningModule
 """

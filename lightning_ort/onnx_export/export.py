@@ -18,11 +18,10 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
-
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT
 from lightning_ort.compat.torch import expression_of, tree_map
-from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession

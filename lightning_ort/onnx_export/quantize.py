@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from lightning_ort.compat.onnxruntime import mark_preprocessed
+
 Quantize = Literal["fp16", "int8"]
 
 
@@ -26,8 +28,7 @@ def write_quantized(source: Path, target: Path, kind: Quantize) -> None:
         ir.save(half, target)
         return
     from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
-    add_pre_process_metadata(model)  # constants and BatchNorms are folded already, and it warns without
+    mark_preprocessed(model)  # constants and BatchNorms are folded already, and it warns without
     # unsigned: the CPU has no ConvInteger for signed weights, and sums of u8 x s8 overflow before AVX-512 VNNI
     quantize_dynamic(model, target, weight_type=QuantType.QUInt8)

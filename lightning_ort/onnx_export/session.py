@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ort._arguments import check_path, passed
 from lightning_ort.compat.onnxruntime import import_onnxruntime
-from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES, element_type
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
 from lightning_ort.compiler.executors.ort.session import provider_missing_reason, session_options
 from lightning_ort.onnx_export.signature import Structure, restored
 

@@ -1,4 +1,4 @@
-"""AdamW whose states are bfloat16, for parameters that may be bfloat16 themselves: :class:`AnyPrecisionAdamW`."""
+"""AdamW with bfloat16 states: :class:`AnyPrecisionAdamW`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from typing_extensions import override
 
 
 class AnyPrecisionAdamW(Optimizer):
-    """AdamW with bfloat16 states and Kahan summation, for parameters that may be bfloat16 themselves.
+    """AdamW with bfloat16 states and Kahan summation, for float32 and bfloat16 parameters.
 
-    A bfloat16 number of 1 does not change when 0.001 is added to it. So what rounding took from the second moment, and
-    from parameters with less precision than float32, is kept in a bfloat16 of its own and added next time: 6 bytes of
-    states for a float32 parameter, 8 for a bfloat16 one. `Revisiting BFloat16 Training
+    A bfloat16 number of 1 does not change when 0.001 is added to it. So the rounding errors of the second moment, and
+    of parameters with less precision than float32, are kept in another bfloat16 and added in the next step. The states
+    take 6 bytes for an element of a float32 parameter, 8 for one of a bfloat16 parameter. `Revisiting BFloat16 Training
     <https://arxiv.org/abs/2010.06192>`_, `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_.
 
     Args:
@@ -22,7 +22,7 @@ class AnyPrecisionAdamW(Optimizer):
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Raises:
         ValueError: If a hyperparameter is out of its range.
@@ -39,15 +39,11 @@ class AnyPrecisionAdamW(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value, valid in (
-            ("lr", lr, lr >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("eps", eps, eps >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ):
-            if not valid:
-                raise ValueError(f"AnyPrecisionAdamW({name}={value}): must not be negative; betas below 1.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            values = betas if name == "betas" else (defaults[name],)
+            if not all(value >= 0 and (value < 1 or name != "betas") for value in values):
+                raise ValueError(f"AnyPrecisionAdamW({name}={defaults[name]}): must not be negative; betas below 1.")
         super().__init__(params, defaults)
 
     @override
@@ -64,12 +60,7 @@ class AnyPrecisionAdamW(Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters.
-
-        Args:
-            closure: Evaluates the loss again.
-
-        """
+        """Update the parameters; ``closure`` computes the loss and the gradients again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,44 +1,36 @@
 """Bytes of parameters, gradients and optimizer states: :func:`predict`, from shapes, and :func:`measure`.
 
-What a state holds per element is that of the implementation: torch's Adam two values of the parameter's dtype, 8-bit
-ones two bytes and the scales of each block, Adafactor a row and a column of each matrix.
+The states depend on the implementation: torch's Adam keeps two values of the parameter's dtype, an 8-bit one two bytes
+per element and the scales of each block, Adafactor a row and a column of each matrix.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_type
-from lightning_ort.optim.states import BNB_BLOCK
-from lightning_ort.optim.swap import EMBEDDINGS, OptimizerSwap
+from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
+from lightning_ort.compat.torch import inner_tensors
+from lightning_ort.optim.param_groups import EMBEDDINGS
+from lightning_ort.optim.swap import OptimizerSwap
 
 _SCALE = 4  # bytes of a block's float32 scale
-_MIN_8BIT_SIZE = 4096  # bitsandbytes' and torchao's rule
-
-_Bytes = Callable[[nn.Parameter, bool], int]
+_MIN_8BIT_SIZE = 4096  # the default of bitsandbytes and torchao
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What training a module keeps, in bytes.
+    """Bytes that are in use between the steps of a training."""
 
-    Args:
-        optim: The implementation, as in ``optim=``.
-        parameters: All parameters.
-        gradients: Those of the trainable ones.
-        states: Of the optimizer.
-        elements: Trainable elements.
-
-    """
-
-    optim: str
+    optim: str  # the implementation, as in `optim=`
     parameters: int
     gradients: int
-    states: int
-    elements: int
+    states: int  # of the optimizer
+    elements: int  # number of trainable elements
 
     @property
     def states_per_element(self) -> float:
@@ -46,83 +38,72 @@ class Memory:
         return self.states / self.elements
 
     def per_rank(self, ranks: int) -> int:
-        """Bytes on each of ``ranks`` processes under ZeRO stage 1, which splits the states alone."""
+        """Bytes on each of ``ranks`` processes under ZeRO stage 1, which splits only the states."""
         return self.parameters + self.gradients + math.ceil(self.states / check_integer("ranks", ranks, 1))
 
 
-def _full(bytes_per_element: int | None = None) -> _Bytes:
-    return lambda p, embedding: p.numel() * (bytes_per_element or 2 * p.element_size())
+def _adam(p: nn.Parameter) -> int:
+    return 2 * p.nbytes
 
 
-def _bitsandbytes(states: int) -> _Bytes:
-    def count(p: nn.Parameter, embedding: bool) -> int:
-        if embedding or p.numel() < _MIN_8BIT_SIZE:
-            return states * 4 * p.numel()
-        return states * (p.numel() + _SCALE * math.ceil(p.numel() / BNB_BLOCK))
-
-    return count
+def _bitsandbytes(p: nn.Parameter, tensors: int = 2) -> int:
+    if p.numel() < _MIN_8BIT_SIZE:
+        return tensors * 4 * p.numel()
+    return tensors * (p.numel() + _SCALE * math.ceil(p.numel() / BLOCK_SIZE))
 
 
-def _torchao(bits: int, block: int) -> _Bytes:
-    def count(p: nn.Parameter, embedding: bool) -> int:
-        if p.numel() < _MIN_8BIT_SIZE or p.numel() % block:
-            return 2 * p.element_size() * p.numel()
-        return 2 * (p.numel() * bits // 8 + _SCALE * p.numel() // block)
-
-    return count
+def _torchao(p: nn.Parameter, bits: int, block: int) -> int:
+    if p.numel() < _MIN_8BIT_SIZE or p.numel() % block:
+        return 2 * p.nbytes
+    return 2 * (p.numel() * bits // 8 + _SCALE * p.numel() // block)
 
 
-def _adafactor(p: nn.Parameter, embedding: bool) -> int:
+def _adafactor(p: nn.Parameter) -> int:
     if p.dim() < 2:
-        return p.numel() * p.element_size()
+        return p.nbytes
     return p.element_size() * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
 
 
-def _anyprecision(p: nn.Parameter, embedding: bool) -> int:
-    return p.numel() * (6 if p.element_size() >= 4 else 8)
-
-
-STATES: dict[str, _Bytes] = {
-    "adamw_torch_fused": _full(),
-    "adamw_torch_foreach": _full(),
-    "adamw_deepspeed": _full(8),
-    "adamw_bnb_8bit": _bitsandbytes(2),
-    "paged_adamw_8bit": _bitsandbytes(2),
-    "lion_8bit": _bitsandbytes(1),
-    "adamw_torchao_8bit": _torchao(8, 256),
-    "adamw_torchao_4bit": _torchao(4, 128),
+# name of the optimizer -> bytes of the states of a parameter
+STATES: dict[str, Callable[[nn.Parameter], int]] = {
+    "adamw_torch_fused": _adam,
+    "adamw_torch_foreach": _adam,
+    "adamw_deepspeed": lambda p: 8 * p.numel(),
+    "adamw_bnb_8bit": _bitsandbytes,
+    "paged_adamw_8bit": _bitsandbytes,
+    "lion_8bit": functools.partial(_bitsandbytes, tensors=1),
+    "adamw_torchao_8bit": functools.partial(_torchao, bits=8, block=256),
+    "adamw_torchao_4bit": functools.partial(_torchao, bits=4, block=128),
     "adafactor": _adafactor,
-    "adamw_anyprecision": _anyprecision,
+    "adamw_anyprecision": lambda p: (6 if p.element_size() >= 4 else 8) * p.numel(),
 }
+# for embeddings, where they are not quantized
+_EMBEDDING_STATES = {"adamw_bnb_8bit": 8, "paged_adamw_8bit": 8, "lion_8bit": 4}  # bytes per element
 
 
 def predict(module: nn.Module, optim: str) -> Memory:
-    """Predict what training keeps, from shapes and dtypes.
-
-    Args:
-        module: On any device, ``meta`` included.
-        optim: One of :data:`STATES`.
+    """Predict the memory from shapes and dtypes, for a module on any device including ``meta``.
 
     Raises:
-        ValueError: If nothing is known of that name, or no parameter is trainable.
+        ValueError: If ``optim`` is not one of :data:`STATES`, or no parameter is trainable.
 
     """
     check_choice("optim", optim, STATES)
-    trainable = _trainable(module)
     embeddings = {id(p) for m in module.modules() if isinstance(m, EMBEDDINGS) for p in m.parameters(recurse=False)}
-    states = sum(STATES[optim](p, id(p) in embeddings) for p in trainable)
+    states = 0
+    for parameter in _trainable(module):
+        if id(parameter) in embeddings and optim in _EMBEDDING_STATES:
+            states += _EMBEDDING_STATES[optim] * parameter.numel()
+        else:
+            states += STATES[optim](parameter)
     return _memory(module, optim, states)
 
 
 def measure(module: nn.Module, optim: str) -> Memory:
-    """Measure it: one optimizer step on gradients of zero, which changes no parameter.
-
-    Args:
-        module: On the device to measure on.
-        optim: Any name of ``optim=``.
+    """Measure the memory in one optimizer step with gradients of zero, which changes no parameter.
 
     Raises:
-        ValueError: If no parameter is trainable, or the implementation does not take the module's parameters.
+        ValueError: If no parameter is trainable, or the implementation does not support the module's parameters.
         ModuleNotFoundError: If the implementation's package is missing.
 
     """
@@ -137,22 +118,11 @@ def measure(module: nn.Module, optim: str) -> Memory:
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     # by storage: bitsandbytes shares one table of codes among all parameters
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for state in optimizer.state.values()
-        for value in state.values()
-        for part in _parts(value)
-    }
-    return _memory(module, optim, sum(storages.values()))
-
-
-def _parts(value: object) -> list[torch.Tensor]:
-    if not isinstance(value, torch.Tensor):
-        return []
-    if hasattr(value, "__tensor_flatten__"):  # torchao's states are tensors made of tensors
-        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    return [value]
+    storages = [part.untyped_storage() for tensor in tensors for part in inner_tensors(tensor)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return _memory(module, optim, sum(sizes.values()))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -165,10 +135,5 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def _memory(module: nn.Module, optim: str, states: int) -> Memory:
     trainable = _trainable(module)
-    return Memory(
-        optim,
-        sum(parameter.nbytes for parameter in module.parameters()),
-        sum(parameter.nbytes for parameter in trainable),
-        states,
-        sum(parameter.numel() for parameter in trainable),
-    )
+    gradients, elements = sum(p.nbytes for p in trainable), sum(p.numel() for p in trainable)
+    return Memory(optim, sum(p.nbytes for p in module.parameters()), gradients, states, elements)

@@ -1,16 +1,41 @@
-"""Weight decay for matrices only: :func:`param_groups`."""
+"""Weight decay for matrices only (:func:`param_groups`), and look-ups in the parameters of an optimizer."""
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_ort._arguments import check_number, check_type
 from lightning_ort._text import PlainTable, rendered
-from lightning_ort.optim.swap import EMBEDDINGS
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def name_of(module: nn.Module, parameter: torch.Tensor) -> str:
+    """Return the name of a parameter in a module, for messages."""
+    return next((name for name, other in module.named_parameters() if other is parameter), "a parameter")
+
+
+def sparse_embedding(module: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of an embedding with ``sparse=True`` whose weight the optimizer updates, or ``None``."""
+    ids = {id(parameter) for parameter in parameters_of(optimizer)}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, EMBEDDINGS) and submodule.sparse and id(submodule.weight) in ids:
+            return name
+    return None
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Parameter groups for an optimizer; as a string, a table of what is in them."""
+    """Parameter groups for an optimizer. ``str`` returns a table of what they contain."""
 
     def __str__(self) -> str:
         table = PlainTable("group", "weight decay", "tensors", "elements", "modules", encoding="utf-8")
@@ -28,16 +53,16 @@ class ParamGroups(list[dict[str, Any]]):
 def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
     """Split a module's trainable parameters into those with weight decay and those without.
 
-    Matrices and convolution kernels decay. Biases, the parameters of norms and embeddings do not; nor does any other
-    parameter with fewer than two dimensions. The kind of the module that owns a parameter decides, not its name. A
+    Matrices and convolution kernels decay. Biases, the parameters of norms and embeddings, and all other parameters
+    with fewer than two dimensions do not. The class of the module that owns a parameter decides, not its name. A
     parameter that an embedding shares with another module, such as an output layer, counts as the embedding's.
 
     Args:
-        module: Whose parameters.
-        weight_decay: For the first group.
+        module: The module that owns the parameters.
+        weight_decay: Weight decay of the first group.
 
     Returns:
-        Two groups for any ``torch.optim`` class, fewer where one would be empty; ``print`` shows a summary.
+        Two groups for any ``torch.optim`` class, or one if the other would be empty. ``print`` shows a summary.
 
     Raises:
         ValueError: If ``weight_decay`` is negative or not finite, or no parameter is trainable.
@@ -71,6 +96,5 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # torch's classes, and others' after their kind: `LlamaRMSNorm` is torch's RMSNorm written again
-    norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
-    return isinstance(module, norms) or "norm" in type(module).__name__.lower()
+    # the name is for classes outside torch: `LlamaRMSNorm` is another implementation of RMSNorm
+    return isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()

@@ -1,11 +1,10 @@
-"""The names of ``optim=``, and what each one stands for."""
+"""The names of ``optim=`` and the implementation that each one stands for."""
 
 import difflib
 import importlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +12,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import optim
 
 from lightning_ort._arguments import check_type
+from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
 from lightning_ort.optim.states import Algorithm, Form
 
@@ -33,44 +33,29 @@ OptimName = Literal[
     "adamw_anyprecision",
 ]
 
-# what torch's Adam can be told beyond these is refused where an implementation lacks it
+# other hyperparameters of torch's Adam raise an error if they are set and an implementation does not have them
 _BASIC = frozenset({"lr", "betas", "eps", "weight_decay"})
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A class that runs an optimizer algorithm.
+    """A class that runs an optimizer algorithm."""
 
-    Args:
-        path: Where its class is, as ``"module:name"``.
-        algorithm: What it computes.
-        package: The requirement that brings it; empty for torch and for this package.
-        install: How to get it.
-        devices: Device types on which it works.
-        dtypes: Dtypes of the parameters that it takes; empty for all.
-        hyperparameters: Those of torch's Adam that it has too.
-        arguments: Passed to its constructor, always.
-        form: Of the states that it saves.
-        adopt: Brings states that were loaded in torch's form to its own.
-        commands: Programs that it needs on the PATH, to compile its extension.
-
-    """
-
-    path: str
+    path: str  # "module:name" of the class
     algorithm: Algorithm = "adam"
-    package: str = ""
-    install: str = ""
+    package: str = ""  # the requirement that installs it; empty for torch and for this package
+    install: str = ""  # the command, where it is not `pip install <package>`
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: frozenset[torch.dtype] = frozenset()
-    hyperparameters: frozenset[str] = _BASIC
-    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    form: Form = "torch"
-    adopt: Callable[[optim.Optimizer], None] | None = None
-    commands: tuple[str, ...] = ()
+    dtypes: frozenset[torch.dtype] = frozenset()  # of the parameters; empty for all
+    hyperparameters: frozenset[str] = _BASIC  # those of torch's Adam that it has too
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # for its constructor
+    form: Form = "torch"  # of the states that it saves
+    adopt: Callable[[optim.Optimizer], None] | None = None  # converts states that were loaded in torch's form
+    commands: tuple[str, ...] = ()  # programs on the PATH with which it compiles its extension
 
-    def unavailable(self, device: torch.device) -> str | None:
-        """Why it cannot be used on a device and how to get it, or ``None``."""
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Return why it cannot be used on a device and how to install it, or ``None``."""
         if device.type not in self.devices:
             return f"it works on {' and '.join(self.devices)}, the module is on {device.type}"
         if self.package and not (available := RequirementCache(self.package)):
@@ -83,7 +68,7 @@ class Implementation:
         return None
 
     def load(self) -> type[optim.Optimizer]:
-        """Import its class."""
+        """Import and return its class."""
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -96,43 +81,44 @@ _TORCHAO: dict[str, Any] = {
     "form": "torchao",
     "adopt": states.to_torchao_form,
 }
+_FUSED_ADAM: dict[str, Any] = {  # of apex, and of DeepSpeed, which has it from there
+    "devices": ("cuda",),
+    "dtypes": _FLOATS,
+    "arguments": {"adam_w_mode": True},
+    "adopt": states.count_in_groups,
+}
+_EIGHT_BIT = "lightning_ort.optim.eight_bit"
 
-REPLACEMENTS: Mapping[str, Implementation] = MappingProxyType(
-    {
-        "adamw_bnb_8bit": Implementation(path="lightning_ort.optim.eight_bit:AdamW8bit", **_BNB),
-        "paged_adamw_8bit": Implementation(
-            path="lightning_ort.optim.eight_bit:AdamW8bit", arguments={"is_paged": True}, **_BNB
-        ),
-        "lion_8bit": Implementation(
-            path="lightning_ort.optim.eight_bit:Lion8bit",
-            algorithm="lion",
-            **{**_BNB, "hyperparameters": frozenset({"lr", "betas", "weight_decay"})},
-        ),
-        "adamw_torchao_8bit": Implementation(path="torchao.optim:AdamW8bit", **_TORCHAO),
-        "adamw_torchao_4bit": Implementation(path="torchao.optim:AdamW4bit", **_TORCHAO),
-        "adamw_apex_fused": Implementation(
-            path="apex.optimizers:FusedAdam",
-            package="apex",
-            install="pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex",
-            devices=("cuda",),
-            dtypes=_FLOATS,
-            hyperparameters=_BASIC | {"capturable"},
-            arguments={"adam_w_mode": True},
-            adopt=states.count_in_groups,
-        ),
-        "adafactor": Implementation(
-            path="torch.optim:Adafactor",
-            algorithm="adafactor",
-            hyperparameters=frozenset({"lr", "weight_decay", "maximize"}),
-        ),
-        "adamw_anyprecision": Implementation(
-            path="lightning_ort.optim.anyprecision:AnyPrecisionAdamW",
-            dtypes=_FLOATS,
-            hyperparameters=_BASIC | {"maximize"},
-            form="anyprecision",
-        ),
-    }
-)
+REPLACEMENTS: Mapping[str, Implementation] = {
+    "adamw_bnb_8bit": Implementation(path=f"{_EIGHT_BIT}:AdamW8bit", **_BNB),
+    "paged_adamw_8bit": Implementation(path=f"{_EIGHT_BIT}:AdamW8bit", arguments={"is_paged": True}, **_BNB),
+    "lion_8bit": Implementation(
+        path=f"{_EIGHT_BIT}:Lion8bit",
+        algorithm="lion",
+        hyperparameters=frozenset({"lr", "betas", "weight_decay"}),
+        **_BNB,
+    ),
+    "adamw_torchao_8bit": Implementation(path="torchao.optim:AdamW8bit", **_TORCHAO),
+    "adamw_torchao_4bit": Implementation(path="torchao.optim:AdamW4bit", **_TORCHAO),
+    "adamw_apex_fused": Implementation(
+        path="apex.optimizers:FusedAdam",
+        package="apex",
+        install="pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex",
+        hyperparameters=_BASIC | {"capturable"},
+        **_FUSED_ADAM,
+    ),
+    "adafactor": Implementation(
+        path="torch.optim:Adafactor",
+        algorithm="adafactor",
+        hyperparameters=frozenset({"lr", "weight_decay", "maximize"}),
+    ),
+    "adamw_anyprecision": Implementation(
+        path="lightning_ort.optim.anyprecision:AnyPrecisionAdamW",
+        dtypes=_FLOATS,
+        hyperparameters=_BASIC | {"maximize"},
+        form="anyprecision",
+    ),
+}
 _DEEPSPEED = {
     "cpu": Implementation(
         path="deepspeed.ops.adam:DeepSpeedCPUAdam",
@@ -143,39 +129,18 @@ _DEEPSPEED = {
         adopt=states.count_in_integers,
         commands=("g++", "ninja"),
     ),
-    "cuda": Implementation(
-        path="deepspeed.ops.adam:FusedAdam",
-        package="deepspeed",
-        devices=("cuda",),
-        dtypes=_FLOATS,
-        arguments={"adam_w_mode": True},
-        adopt=states.count_in_groups,
-    ),
+    "cuda": Implementation(path="deepspeed.ops.adam:FusedAdam", package="deepspeed", **_FUSED_ADAM),
 }
 _ORT = Implementation(
-    path="onnxruntime.training.optim:FusedAdam",
-    package="onnxruntime-training",
-    devices=("cuda",),
-    dtypes=_FLOATS,
+    path="onnxruntime.training.optim:FusedAdam", package="onnxruntime-training", devices=("cuda",), dtypes=_FLOATS
 )
 
-# choices of torch's own, made on the user's optimizer
+# flags of torch's own optimizers
 TORCH_FLAGS = ("fused", "foreach")
-FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
 
 def check_name(name: str, argument: str = "optim") -> None:
-    """Refuse what is not a name of ``optim=``.
-
-    Args:
-        name: What was passed.
-        argument: What it is called there.
-
-    Raises:
-        ValueError: With the closest name.
-        TypeError: If it is no string.
-
-    """
+    """Raise ``ValueError`` with the closest name if this is no :data:`OptimName`, ``TypeError`` if it is no string."""
     names = get_args(OptimName)
     check_type(argument, name, str, f"one of {', '.join(map(repr, names))}, or, to a strategy, an ORTOptimizer")
     if name not in names:
@@ -185,15 +150,9 @@ def check_name(name: str, argument: str = "optim") -> None:
 
 
 def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]:
-    """What a name stands for on a device.
+    """Return what a name other than ``"auto"`` and ``"keep"`` stands for on a device, and a note for the report.
 
-    Args:
-        name: Other than ``"auto"`` and ``"keep"``.
-        device: Of the module.
-
-    Returns:
-        A flag of torch's optimizers (``"fused"`` or ``"foreach"``) or an implementation, and what to say about it.
-
+    That is a flag of torch's optimizers (``"fused"`` or ``"foreach"``) or an implementation.
     """
     if name == "adamw_ort_fused":
         if _ort_extension_loads(device):
@@ -213,14 +172,14 @@ def _ort_extension_loads(device: torch.device) -> bool:
         return False
     try:
         _ORT.load()
-        importlib.import_module("onnxruntime.training.ortmodule.torch_cpp_extensions.cuda.fused_ops")
-    except Exception:  # an extension built for another torch raises what it likes
+        import_fused_ops()
+    except Exception:  # an extension built for another torch raises errors of many types
         return False
     return True
 
 
 def runs(optimizer: optim.Optimizer) -> str:
-    """Name an optimizer's class and, of torch's own, which of its loops it runs."""
+    """Return the name of an optimizer's class, with the flag that is set if it is one of torch's own."""
     cls = type(optimizer)
     name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
     flags = [flag for flag in TORCH_FLAGS if any(group.get(flag) for group in optimizer.param_groups)]

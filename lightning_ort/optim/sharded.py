@@ -8,43 +8,35 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ort.compat.torch import run_load_state_dict_pre_hooks, shard_of
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
-from lightning_ort.optim.swap import become
+from lightning_ort.optim.replacement import replace_in_place
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """Torch's, which here keeps its fused or foreach loop when it loads a checkpoint, and leaves the checkpoint alone.
+    """Torch's, except that loading a checkpoint keeps its fused or foreach flag and does not change the checkpoint.
 
     `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models <https://arxiv.org/abs/1910.02054>`_
     """
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the whole states; each rank takes those of its parameters.
-
-        Raises:
-            ValueError: If they are not those of this optimizer.
-
-        """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():  # torch's shards are filled before they run
-            state_dict = hook(self, state_dict) or state_dict
+        """Load the states of all parameters; each rank keeps those of its own."""
+        state_dict = run_load_state_dict_pre_hooks(self, state_dict)  # torch fills the shards before it calls them
         flags = [{flag: group.get(flag) for flag in TORCH_FLAGS} for group in self.param_groups]
         # copies: torch writes into both
         groups = [{**group, **own} for group, own in zip(state_dict["param_groups"], flags, strict=True)]
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"]), "param_groups": groups})
-        for parameter, state in self.optim.state.items():
+        for parameter, state in shard_of(self).state.items():
             if "step" in state and flags[0]["fused"]:
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def shard(optimizer: Optimizer) -> None:
-    """Split an optimizer's states over all processes, in the user's own object.
-
-    Args:
-        optimizer: One of ``torch.optim``, without states yet.
+    """Split the states of one of ``torch.optim`` over all processes, in the user's own object.
 
     Raises:
-        ValueError: If its states cannot be split.
+        ValueError: If the states of its class cannot be split.
 
     """
     cls = type(optimizer)
@@ -55,5 +47,4 @@ def shard(optimizer: Optimizer) -> None:
         )
     known = inspect.signature(cls.__init__).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
-    groups = [dict(group) for group in optimizer.param_groups]
-    become(optimizer, ShardedOptimizer(groups, cls, **defaults))
+    replace_in_place(optimizer, ShardedOptimizer([dict(group) for group in optimizer.param_groups], cls, **defaults))

@@ -1,4 +1,4 @@
-"""A module in bfloat16 that learns by small steps: :class:`BFloat16Mixin`, over Lightning's ``HalfPrecision``."""
+"""bfloat16 weights that learn from small updates: :class:`BFloat16Mixin`, over Lightning's ``HalfPrecision``."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,17 @@ else:
 
 
 class BFloat16Mixin(_HalfPrecision):
-    """``"bf16-true"`` whose Adam or AdamW keeps what rounding takes from the weights.
+    """``"bf16-true"`` whose Adam or AdamW keeps the rounding errors of the weights.
 
     A bfloat16 weight of 1 does not change when 0.001 is added to it. So the optimizer runs as
-    :class:`~lightning_ort.optim.anyprecision.AnyPrecisionAdamW`, with the rest of each weight in a second bfloat16
-    (Kahan summation), which stands for a float32 master weight in half of its memory.
+    :class:`~lightning_ort.optim.anyprecision.AnyPrecisionAdamW`, with the rounding error of each weight in a second
+    bfloat16 (Kahan summation). That serves like a float32 master weight, with half of its memory.
 
     Args:
-        master_weights: Whether to keep the rests; without, this is Lightning's ``"bf16-true"``.
+        master_weights: Whether to keep the rounding errors. If not, this is Lightning's ``"bf16-true"``.
 
     Raises:
-        ValueError: If ``master_weights`` is no boolean; when the fit starts, if an optimizer is neither Adam without
+        ValueError: If ``master_weights`` is not a boolean; when the fit starts, if an optimizer is neither Adam without
             weight decay nor AdamW.
 
     """

@@ -1,35 +1,20 @@
-"""What a strategy makes of ``Trainer(precision=...)``: :class:`ChoosePrecisionMixin`."""
+"""Which precision plugin a strategy uses for ``Trainer(precision=...)``: :func:`choose_precision`."""
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, Any
 
 from lightning_ort._imports import LightningNamespace
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import Strategy as _Strategy
-else:
-    _Strategy = object
 
 
-class ChoosePrecisionMixin(_Strategy):
-    """Takes ``ORTMixedPrecision`` for Lightning's ``MixedPrecision``, with the same settings and scaler.
+def choose_precision(plugin: "Precision | None", namespace: LightningNamespace) -> Any:
+    """Return ``ORTMixedPrecision`` for Lightning's ``MixedPrecision``, with the same settings, and other plugins as is.
 
-    Any other plugin stays, one of a class derived from ``MixedPrecision`` too.
+    A class that is derived from ``MixedPrecision`` counts as another plugin.
     """
-
-    namespace: ClassVar[LightningNamespace]
-
-    @property
-    @override
-    def precision_plugin(self) -> "Precision":
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: "Precision | None") -> None:
-        self._precision_plugin: Any = plugin
-        if type(plugin) is importlib.import_module(f"{self.namespace.package}.plugins.precision").MixedPrecision:
-            ours = importlib.import_module(f"{self.namespace.precision}.plugins").ORTMixedPrecision
-            self._precision_plugin = ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]
+    if type(plugin) is not namespace.submodule("plugins.precision").MixedPrecision:
+        return plugin
+    ours = importlib.import_module(namespace.module).ORTMixedPrecision
+    return ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

@@ -19,11 +19,11 @@ Level = Literal["highest", "high", "medium"]
 
 
 class MatmulPrecisionMixin(_Precision):
-    """Lets matrix products of float32 compute inside with fewer bits, for the length of a run.
+    """Computes float32 matrix products with fewer bits during a run.
 
     It sets ``torch.set_float32_matmul_precision``. On CUDA ``"high"`` and ``"medium"`` are TensorFloat-32, which the
-    ORT CUDA provider follows. On CPUs ``"medium"`` is bfloat16 where the CPU has instructions for it, and ``"high"``
-    changes nothing. Whether a level has an effect is found out by comparing the bits of a product, and said.
+    ORT CUDA provider uses too. On CPUs ``"medium"`` is bfloat16 if the CPU has instructions for it, and ``"high"``
+    changes nothing. If a level has no effect, which is tested with a product, a warning says so.
 
     Args:
         level: ``"highest"``, ``"high"`` or ``"medium"``.
@@ -68,8 +68,7 @@ class MatmulPrecisionMixin(_Precision):
 
 
 def _product(device: torch.device) -> Tensor:
-    """Multiply two matrices of a size that the faster kernels take."""
-    values = torch.linspace(-1, 1, 512 * 512, device=device).view(512, 512)
+    values = torch.linspace(-1, 1, 512 * 512, device=device).view(512, 512)  # large enough for the faster kernels
     return values @ values
 
 
@@ -77,5 +76,5 @@ def _advice(device: torch.device, level: str) -> str:
     if device.type != "cpu":
         return "TensorFloat-32 needs an Ampere GPU or a later one."
     if level == "high":
-        return "CPUs know 'medium' only, with bfloat16 instructions (AVX512-BF16 or AMX)."
+        return "CPUs support only 'medium', with bfloat16 instructions (AVX512-BF16 or AMX)."
     return "This CPU has no bfloat16 instructions (AVX512-BF16 or AMX)."

@@ -1,7 +1,6 @@
-"""Mixed precision for every optimizer: :class:`ScaledStepsMixin`, over Lightning's ``MixedPrecision``."""
+"""Mixed precision for every optimizer: :class:`MixedPrecisionMixin`, over Lightning's ``MixedPrecision``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -11,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type
+from lightning_ort.compat.torch import unscaled_by_scaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,23 +21,23 @@ else:
 MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
 
 
-class ScaledStepsMixin(_MixedPrecision):
-    """Automatic mixed precision that takes fused optimizers with gradient clipping, and counts overflows.
+class MixedPrecisionMixin(_MixedPrecision):
+    """Automatic mixed precision that supports fused optimizers with gradient clipping, and counts overflows.
 
-    The step is computed under ``torch.autocast``. With ``"16-mixed"`` the loss is scaled; the gradients are unscaled
-    and checked for infinity and NaN in one pass over all of them, clipped, and applied if they are finite. A scheduler
-    that goes by steps rests when the optimizer does. The state is saved and loaded as that of ``MixedPrecision``.
+    The step runs under ``torch.autocast``. With ``"16-mixed"`` the loss is scaled. The gradients are unscaled and
+    checked for infinity and NaN in one pass, clipped, and applied if they are finite. If they are not, the optimizer
+    skips the step, and so does a scheduler with ``interval="step"``. The saved state is that of ``MixedPrecision``.
 
     `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: ``"cuda"`` or ``"cpu"``; ``None`` for that of the module.
+        device: ``"cuda"`` or ``"cpu"``; ``None`` for the module's device.
         scaler: For ``"16-mixed"``; ``None`` for one with torch's defaults.
-        max_overflows: Steps in a row that may overflow before training ends with an error.
+        max_overflows: Number of consecutive skipped steps at which training ends with an error.
 
     Attributes:
-        overflows: Steps of the last fit that were left out because of an infinite or NaN gradient.
+        overflows: Number of steps of the last fit that were skipped because of an infinite or NaN gradient.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -66,9 +66,9 @@ class ScaledStepsMixin(_MixedPrecision):
             super().__init__(precision, device or "", scaler)
         self.overflows = 0
         self._in_a_row = 0
-        self._counted: Optimizer | None = None
-        self._skipped: set[int] = set()  # ids of the optimizers whose last step was left out
-        self._rested: list[Any] = []  # schedulers
+        self._first_optimizer: Optimizer | None = None  # of the fit whose overflows are counted
+        self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
+        self._wrapped_schedulers: list[Any] = []
 
     @override
     def connect(
@@ -78,25 +78,25 @@ class ScaledStepsMixin(_MixedPrecision):
             self.device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         if self.precision == "16-mixed" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(self.device)
-        if optimizers and optimizers[0] is not self._counted:  # a fit begins; an evaluation has those of the last one
-            self._counted = optimizers[0]
+        if optimizers and optimizers[0] is not self._first_optimizer:  # a fit; an evaluation has those of the last fit
+            self._first_optimizer = optimizers[0]
             self.overflows = self._in_a_row = 0
             self._skipped.clear()
         if self.scaler is not None:
             for config in lr_schedulers:
                 if config.interval == "step" and not isinstance(config.scheduler, ReduceLROnPlateau):
-                    self._rest_with_optimizer(config.scheduler)
+                    self._skip_with_optimizer(config.scheduler)
         return super().connect(model, optimizers, lr_schedulers)
 
-    def _rest_with_optimizer(self, scheduler: Any) -> None:
+    def _skip_with_optimizer(self, scheduler: Any) -> None:
         step = scheduler.step
 
-        def rest_or_step(*args: Any, **kwargs: Any) -> None:
+        def step_or_skip(*args: Any, **kwargs: Any) -> None:
             if id(scheduler.optimizer) not in self._skipped:
                 step(*args, **kwargs)
 
-        scheduler.step = rest_or_step
-        self._rested.append(scheduler)
+        scheduler.step = step_or_skip
+        self._wrapped_schedulers.append(scheduler)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -104,27 +104,21 @@ class ScaledStepsMixin(_MixedPrecision):
     ) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        has_gradients = True
-        stepped = False
+        losses: list[Any] = []
+        steps: list[Any] = []
 
         def watched_closure() -> Any:
-            nonlocal has_gradients
-            result = closure()
-            has_gradients = result is not None or not model.automatic_optimization
-            return result
+            losses.append(closure())
+            return losses[-1]
 
-        def note_step(*_: Any) -> None:
-            nonlocal stepped
-            stepped = True
-
-        handle = optimizer.register_step_post_hook(note_step)  # a step that is left out calls no hook
+        handle = optimizer.register_step_post_hook(lambda *_: steps.append(optimizer))  # not called for a skipped step
         try:
-            with _unscaled_from_outside(optimizer):
+            with unscaled_by_scaler(optimizer):
                 output = super().optimizer_step(optimizer, model=model, closure=watched_closure, **kwargs)
         finally:
             handle.remove()
-        if has_gradients:
-            self._count(optimizer, stepped)
+        if not losses or losses[-1] is not None or not model.automatic_optimization:  # else there are no gradients
+            self._count(optimizer, bool(steps))
         return output
 
     def _count(self, optimizer: Optimizer, stepped: bool) -> None:
@@ -138,31 +132,19 @@ class ScaledStepsMixin(_MixedPrecision):
         if self._in_a_row >= self.max_overflows:
             assert self.scaler is not None
             raise RuntimeError(
-                f"{self._in_a_row} optimizer steps in a row had infinite or NaN gradients and were left out; the loss"
-                f" scale has come down to {self.scaler.get_scale():g}. Lower the learning rate, look for NaN in the"
+                f"{self._in_a_row} optimizer steps in a row had infinite or NaN gradients and were skipped; the loss"
+                f" scale is down to {self.scaler.get_scale():g}. Lower the learning rate, look for NaN in the"
                 " data and the loss, or use precision='bf16-mixed', which has the range of float32."
             )
 
     @override
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        with _unscaled_from_outside(optimizer):  # also for bfloat16, where there is no scale at all
+        with unscaled_by_scaler(optimizer):  # for bfloat16 too, where Lightning refuses the mark as well
             super().clip_gradients(optimizer, *args, **kwargs)
 
     @override
     def teardown(self) -> None:
-        for scheduler in self._rested:
+        for scheduler in self._wrapped_schedulers:
             vars(scheduler).pop("step", None)
-        self._rested.clear()
+        self._wrapped_schedulers.clear()
         super().teardown()
-
-
-@contextmanager
-def _unscaled_from_outside(optimizer: Optimizer) -> Iterator[None]:
-    """Keep a fused optimizer from unscaling its gradients itself: they could not be clipped before."""
-    attributes = vars(optimizer)
-    mark = attributes.pop("_step_supports_amp_scaling", None)
-    try:
-        yield
-    finally:
-        if mark is not None:
-            attributes["_step_supports_amp_scaling"] = mark

@@ -1,20 +1,19 @@
 """One device, chosen by the Trainer: :class:`AutoDeviceMixin`."""
 
-import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from lightning_ort._arguments import check_device, check_type
 from lightning_ort._imports import LightningNamespace
 
 if TYPE_CHECKING:
-    from lightning.fabric.utilities.types import _DEVICE
     from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDeviceStrategy
 else:
     _SingleDeviceStrategy = object
 
-_LIGHTNINGS = {  # argument: where its class is in each namespace, and what that is called
+_TYPES = {  # argument: the module of its class in each namespace, and the name of the class
     "accelerator": ("accelerators", "Accelerator"),
     "checkpoint_io": ("plugins", "CheckpointIO"),
     "precision_plugin": ("plugins.precision", "Precision"),
@@ -24,44 +23,48 @@ _LIGHTNINGS = {  # argument: where its class is in each namespace, and what that
 class AutoDeviceMixin(_SingleDeviceStrategy):
     """Lets the Trainer choose the device of a single-device strategy.
 
-    A single-device strategy made from its name gets ``device="cpu"`` whatever the accelerator: the Trainer passes its
-    devices on to strategies that have ``parallel_devices``, and to no others.
+    Lightning creates a single-device strategy from its name with ``device="cpu"``, whatever the accelerator. It passes
+    the Trainer's devices only to strategies that have ``parallel_devices``.
 
     Args:
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         **kwargs: For the strategy.
 
     Raises:
-        ValueError: If ``device`` is none.
-        TypeError: If something of Lightning's is of another type, or of the other namespace.
+        ValueError: If ``device`` is not a device.
+        TypeError: If an object of Lightning's has the wrong type, or is of the other namespace.
 
     """
 
     namespace: ClassVar[LightningNamespace]
 
-    def __init__(self, device: "_DEVICE | None" = None, **kwargs: Any) -> None:
+    def __init__(self, device: torch.device | str | int | None = None, **kwargs: Any) -> None:
         if device is not None:
             check_device("device", device)
-        for argument, (place, name) in _LIGHTNINGS.items():
-            kind = getattr(importlib.import_module(f"{self.namespace.package}.{place}"), name)
+        for argument, (module, name) in _TYPES.items():
+            kind = getattr(self.namespace.submodule(module), name)
             check_type(argument, kwargs.get(argument), (kind, type(None)), f"a {kind.__module__}.{name} or None")
         super().__init__(device="cpu" if device is None else device, **kwargs)
-        self._chosen_devices: list[torch.device] | None = None
-        if device is not None:
-            if self._root_device.type == "cuda" and self._root_device.index is None:
-                self._root_device = torch.device("cuda", 0)  # Lightning needs the index
-            self._chosen_devices = [self._root_device]
+        self._device = super().root_device
+        self._is_fixed = device is not None
+        if self._is_fixed and self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", 0)  # Lightning needs the index
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._device
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, in a list, where this strategy was given one; ``None`` lets the Trainer choose."""
-        return self._chosen_devices
+        """The device, in a list, if this strategy was created with one; ``None`` lets the Trainer choose."""
+        return [self._device] if self._is_fixed else None
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
             raise self._one_only(f"{len(devices)} devices ({', '.join(map(str, devices))})", "devices=1")
-        self._root_device = devices[0]
+        self._device = devices[0]
 
     @property
     def num_nodes(self) -> int:

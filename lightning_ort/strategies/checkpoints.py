@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there: :func:`save_atomically`, :class:`AtomicCheckpointsMixin`."""
+"""Checkpoint files that are complete or absent: :func:`save_atomically`, :class:`AtomicSaveMixin`."""
 
 import importlib
 import os
@@ -8,44 +8,44 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fsspec.utils import get_protocol
 from typing_extensions import override
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning import chosen_checkpoint_io, set_checkpoint_io
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _TorchCheckpointIO
-    from lightning.fabric.utilities.types import _PATH
-    from lightning.pytorch.strategies import Strategy as _Strategy
+    from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
+    from lightning.pytorch.strategies import Strategy
 else:
-    _TorchCheckpointIO = _Strategy = object
+    _TorchCheckpointIO = object
 
 
-# a file that nobody has written to for so long is of a process that was killed, perhaps on another machine
+# a file that nobody has written to for this long belongs to a process that was killed, perhaps on another machine
 _ABANDONED_SECONDS = 24 * 3600
 _POSIX = os.name == "posix"
 _OURS = re.compile(r"\.([0-9a-f]{8})\.([0-9]+)\.([0-9a-f]{8})\.partial")
 
 
 def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint beside its place, down to the disk, and then rename it.
+    """Write a checkpoint to a temporary file in its folder, flush it to the disk, and rename it.
 
-    What processes that were killed in the middle have left in that folder is removed: at once where the process was one
-    of this machine, else after a day.
+    Temporary files in that folder of processes that were killed while they saved are removed: at once if the process
+    ran on this machine, otherwise after a day.
 
     Args:
-        checkpoint: What ``torch.save`` takes.
-        path: A local file; its folder is made, and a file that is there is replaced.
+        checkpoint: Anything that ``torch.save`` takes.
+        path: A local file. Its folder is created, and an existing file is replaced.
 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
-    # not the checkpoint's name, by which Lightning would find it; with the machine and the process, so that another one
-    # can tell whether it is being written
+    # not the checkpoint's name, by which Lightning would find it; the machine and the process are part of the name so
+    # that others can tell whether it is still being written
     partial = path.parent / f".{_checksum(path.name)}.{os.getpid()}.{_checksum(_machine())}.partial"
     try:
         with partial.open("wb") as file:
@@ -60,10 +60,10 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the names in a folder down to the disk, where the system and the file system can."""
-    if not _POSIX:  # Windows opens no folders
+    """Flush the names in a folder to the disk, if the system and the file system can."""
+    if not _POSIX:  # Windows cannot open folders
         return
-    with suppress(OSError):  # some network file systems do not
+    with suppress(OSError):  # some network file systems cannot
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -73,11 +73,11 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     for file in folder.glob(".*.partial"):
-        # those of earlier versions have no process in their name
+        # earlier versions have written no process into the name
         known = _OURS.fullmatch(file.name)
         if known is None and not re.fullmatch(r"\.[0-9a-f]{8}\.partial", file.name):
             continue
-        with suppress(OSError):  # gone, or another user's
+        with suppress(OSError):  # removed, or of another user
             here = known is not None and known[3] == _checksum(_machine())
             if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or (
                 here and known is not None and not _is_running(int(known[2]))
@@ -86,19 +86,19 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    if not _POSIX:  # where signal 0 would end it
+    if not _POSIX:  # on Windows signal 0 would end it
         return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # of another user
         return True
     return True
 
 
 def _machine() -> str:
-    """Name what process ids are numbers of: a machine since it was started, or a container of it."""
+    """Return a name for the scope of process ids: a machine since it was started, or a container on it."""
     facts = [platform.node()]
     with suppress(OSError):
         facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
@@ -110,15 +110,15 @@ def _checksum(text: str) -> str:
 
 
 class AtomicSaveMixin(_TorchCheckpointIO):
-    """Puts a checkpoint in its place when it is whole.
+    """Puts a checkpoint in its place when it is complete.
 
-    Lightning's own writes to the system's folder for temporary files. Where that is another file system it then copies,
-    and a process that is killed meanwhile leaves half a file in the place of the checkpoint that was there.
+    Lightning writes to the system's folder for temporary files first. If that is another file system it then copies the
+    file, and a process that is killed meanwhile leaves half a file in the place of the earlier checkpoint.
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: "_PATH", storage_options: Any | None = None) -> None:
-        """Save a checkpoint; on other than local files as Lightning does.
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Save a checkpoint; other than local files are saved by Lightning.
 
         Raises:
             TypeError: If ``storage_options`` is given.
@@ -130,24 +130,15 @@ class AtomicSaveMixin(_TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
 
 
-class AtomicCheckpointsMixin(_Strategy):
-    """Saves by the namespace's ``AtomicCheckpointIO`` where the user chose nothing else."""
-
-    namespace: ClassVar[LightningNamespace]
-
-    @property
-    @override
-    def checkpoint_io(self) -> "CheckpointIO":
-        io: Any = self._checkpoint_io
-        wraps_nothing = getattr(io, "checkpoint_io", io) is None  # such as AsyncCheckpointIO()
-        if wraps_nothing:
-            atomic = importlib.import_module(f"{self.namespace.strategies}.checkpoint_io").AtomicCheckpointIO()
-            if io is None:
-                self._checkpoint_io = io = atomic
-            else:
-                io.checkpoint_io = atomic
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: "CheckpointIO") -> None:
-        self._checkpoint_io = io
+def atomic_io(strategy: "Strategy", namespace: LightningNamespace) -> "CheckpointIO":
+    """Return the checkpoint IO of a strategy: ``AtomicCheckpointIO``, unless the user has chosen another one."""
+    io: Any = chosen_checkpoint_io(strategy)
+    if (
+        getattr(io, "checkpoint_io", io) is None
+    ):  # nothing, or something that wraps nothing, such as AsyncCheckpointIO()
+        atomic = importlib.import_module(namespace.module).AtomicCheckpointIO()
+        if io is None:
+            set_checkpoint_io(strategy, io := atomic)
+        else:
+            io.checkpoint_io = atomic
+    return io

@@ -1,86 +1,70 @@
-"""Keep freed host memory in the process for the next step: :class:`HostMemoryMixin`.
+"""Keep freed host memory in the process for the next step: :class:`RetainedMemory`.
 
-On a CPU torch takes the memory of activations from malloc. glibc maps large blocks when they are asked for and unmaps
-them when they are freed, so that each step of training meets all its pages anew, with a page fault each. Told to keep
-them (``mallopt(3)``: no mapped blocks, no trimming), it does so from the second step on.
+On a CPU torch takes the memory of activations from malloc. glibc maps large blocks when they are requested and unmaps
+them when they are freed, so that each training step touches all its pages for the first time, with a page fault each.
+``mallopt(3)`` can tell it to keep them (no mapped blocks, no trimming); then there are none from the second step on.
 """
 
 import ctypes
 import os
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from typing_extensions import override
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy as _Strategy
-
-    from lightning_ort.compiler.report import CompileReport
-else:
-    _Strategy = object
+import torch
 
 HostMemory = Literal["retain", "default"]
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _RETAIN = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}
-# glibc moves its thresholds as it goes, and no longer once one was set: these are the ones that it comes to at most
+# glibc adapts its thresholds until one of them is set: these are the highest values that it adapts them to
 _DEFAULT = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20, _M_TOP_PAD: 128 << 10, _M_MMAP_THRESHOLD: 32 << 20}
 _VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
-_users = 0  # runs in this process that want it retained
+_users = 0  # runs in this process that want memory to be retained
 _lock = threading.Lock()  # they may be in several threads
 
 
-class HostMemoryMixin(_Strategy):
+class RetainedMemory:
     """Keeps freed memory in the process while a run on the CPU lasts.
 
     Args:
-        host_memory: ``"retain"``, or ``"default"`` for what malloc does by itself.
-        **kwargs: For the strategy.
+        choice: ``"retain"``, or ``"default"`` for what malloc does by itself.
 
     Raises:
-        ValueError: If ``host_memory`` is neither.
+        ValueError: If the choice is neither.
 
     """
 
-    if TYPE_CHECKING:
-        report: CompileReport
+    def __init__(self, choice: HostMemory) -> None:
+        if choice not in get_args(HostMemory):
+            raise ValueError(f"host_memory={choice!r}: choose 'retain' or 'default'.")
+        self.choice = choice
+        self.is_retained = False
 
-    def __init__(self, host_memory: HostMemory = "retain", **kwargs: Any) -> None:
-        if host_memory not in get_args(HostMemory):
-            raise ValueError(f"host_memory={host_memory!r}: choose 'retain' or 'default'.")
-        super().__init__(**kwargs)
-        self._host_memory = host_memory
-        self._retains = False
+    def setup(self, device: torch.device) -> str:
+        """Retain memory if that is chosen and possible, and return what the report says about it."""
+        if self.choice == "default" or device.type != "cpu":
+            return "default"
+        if (reason := unsupported_reason()) is not None:
+            return f"default: {reason}"
+        if not self.is_retained:
+            self.is_retained = True
+            retain()
+        return "retained"
 
-    @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        if self._host_memory == "default" or self.root_device.type != "cpu":
-            self.report.host_memory = "default"
-        elif (obstacle := why_not_retained()) is not None:
-            self.report.host_memory = f"default: {obstacle}"
-        else:
-            self.report.host_memory = "retained"
-            if not self._retains:
-                self._retains = True
-                retain()
-
-    @override
     def teardown(self) -> None:
-        if self._retains:
-            self._retains = False
+        """Undo :meth:`setup`; a second call does nothing."""
+        if self.is_retained:
+            self.is_retained = False
             release()
-        super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_retains": False}  # a copy has asked for nothing yet
+        return {**vars(self), "is_retained": False}  # a copy has requested nothing yet
 
 
-def why_not_retained() -> str | None:
+def unsupported_reason() -> str | None:
     """Return why malloc cannot, or should not, be told to keep memory; ``None`` if it can."""
     if _malloc() is None:
         return "malloc is not glibc's"
@@ -91,7 +75,7 @@ def why_not_retained() -> str | None:
 
 
 def retain() -> None:
-    """Keep freed memory in the process until :func:`release` was called as often as this."""
+    """Keep freed memory in the process until :func:`release` has been called as often as this."""
     global _users
     with _lock:
         _users += 1
@@ -100,7 +84,7 @@ def retain() -> None:
 
 
 def release() -> None:
-    """Undo one :func:`retain`; the last one gives the memory back to the system."""
+    """Undo one :func:`retain`; the last call returns the memory to the system."""
     global _users
     with _lock:
         _users -= 1
@@ -124,8 +108,8 @@ def _malloc() -> ctypes.CDLL | None:
     try:
         libc, process = ctypes.CDLL("libc.so.6"), ctypes.CDLL(None)
         libc.gnu_get_libc_version, libc.mallopt, libc.malloc_trim  # noqa: B018  (AttributeError: another C library)
-    except (OSError, AttributeError, TypeError):  # in turn: no such file, musl, Windows
+    except (OSError, AttributeError, TypeError):  # no such file, musl and Windows, in this order
         return None
-    # jemalloc, tcmalloc and others are loaded in front of it
+    # jemalloc, tcmalloc and others are loaded before it
     own, used = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (libc, process))
     return libc if own == used else None

@@ -1,9 +1,9 @@
-"""The optimizers of a run by another implementation, for any strategy: :class:`SwapOptimizersMixin`."""
+"""Run the optimizers of a fit with another implementation, under any strategy: :func:`swap_optimizers`."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from typing_extensions import override
 
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.swap import OptimizerSwap
@@ -11,70 +11,53 @@ from lightning_ort.precision.bfloat16 import BFloat16Mixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy as _Strategy
-else:
-    _Strategy = object
 
 
-class SwapOptimizersMixin(_Strategy):
-    """Runs the optimizers that the module configured by the implementation that ``optim`` names.
+class OptimizerSettings:
+    """Base of the callback ``ORTOptimizer``, by which the strategies know it.
 
-    Args:
-        optim: One of :data:`~lightning_ort.optim.registry.OptimName`, or a callback
-            :class:`~lightning_ort.callbacks.ORTOptimizer` for its further settings.
-        **kwargs: For the strategy.
-
-    Raises:
-        ValueError: If the name is unknown.
+    Attributes:
+        swap: The implementation and its settings.
 
     """
 
-    if TYPE_CHECKING:
-        report: CompileReport
-
-    def __init__(self, optim: Any = "auto", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._swap: OptimizerSwap = optim.swap if _is_ours(optim) else OptimizerSwap(optim)
-
-    @override
-    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        super().setup_optimizers(trainer)
-        callbacks: list[Any] = [callback for callback in trainer.callbacks if _is_ours(callback)]  # type: ignore[attr-defined]
-        if len(callbacks) > 1:
-            raise ValueError(f"The Trainer has {len(callbacks)} callbacks ORTOptimizer. Choose one.")
-        if callbacks and self._swap.name not in ("auto", callbacks[0].swap.name):
-            raise ValueError(
-                f"The strategy has optim={self._swap.name!r} and the callback ORTOptimizer has"
-                f" {callbacks[0].swap.name!r}. Choose in one place."
-            )
-        # here also for the callback: what comes next may split the optimizers' states
-        swap = callbacks[0].swap if callbacks else self._swap
-        plugin = self.precision_plugin
-        wanted = plugin.optim if isinstance(plugin, BFloat16Mixin) else None
-        if wanted is not None and swap.name == "auto":
-            swap = OptimizerSwap(wanted)
-        elif wanted not in (None, swap.name):
-            raise ValueError(
-                f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, and optim={swap.name!r}"
-                " was chosen. Leave one of them out, or pass master_weights=False."
-            )
-        swap_optimizers(swap, trainer)
+    swap: OptimizerSwap
 
 
-def _is_ours(callback: Any) -> bool:
-    from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback  # which needs this module
+def parse_optim(optim: Any) -> OptimizerSwap:
+    """Return the swap that the argument ``optim`` asks for, by a name or by settings."""
+    return optim.swap if isinstance(optim, OptimizerSettings) else OptimizerSwap(optim)
 
-    return isinstance(callback, SwapOptimizersCallback)
+
+def choose_swap(swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin: Any) -> OptimizerSwap:
+    """Return the one swap that a strategy, the Trainer's callbacks and its precision plugin ask for together.
+
+    Raises:
+        ValueError: If they contradict each other.
+
+    """
+    chosen = [callback.swap for callback in callbacks if isinstance(callback, OptimizerSettings)]
+    if len(chosen) > 1:
+        raise ValueError(f"The Trainer has {len(chosen)} callbacks ORTOptimizer. Choose one.")
+    if chosen and swap.name not in ("auto", chosen[0].name):
+        raise ValueError(
+            f"The strategy has optim={swap.name!r} and the callback ORTOptimizer has {chosen[0].name!r}. Choose in one"
+            " place."
+        )
+    swap = chosen[0] if chosen else swap
+    wanted = precision_plugin.optim if isinstance(precision_plugin, BFloat16Mixin) else None
+    if wanted is not None and swap.name == "auto":
+        return OptimizerSwap(wanted)
+    if wanted not in (None, swap.name):
+        raise ValueError(
+            f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, and optim={swap.name!r} was"
+            " chosen. Leave one of them out, or pass master_weights=False."
+        )
+    return swap
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:
-    """Swap a Trainer's optimizers in place, and say so in the strategy's report, if it has one, and at INFO.
-
-    Args:
-        swap: What to put in place.
-        trainer: Its strategy is set up.
-
-    """
+    """Swap the optimizers of a Trainer in place; log it, and record it if the strategy has a report."""
     strategy = trainer.strategy
     module = strategy.lightning_module
     assert module is not None

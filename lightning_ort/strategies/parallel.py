@@ -1,46 +1,150 @@
-"""What all strategies with several processes have in common: :class:`DataParallelMixin`."""
+"""What all strategies with several processes have in common: :class:`ORTParallelMixin`; DDP: :class:`ORTDDPMixin`."""
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from lightning_ort._arguments import check_keywords
-from lightning_ort.strategies.capture.steps import CompiledStepsMixin
-from lightning_ort.strategies.checkpoints import AtomicCheckpointsMixin
-from lightning_ort.strategies.distributed.fault_tolerance import FaultsMixin
-from lightning_ort.strategies.distributed.relaunch import RelaunchMixin
-from lightning_ort.strategies.distributed.shared_timings import SharedTimingsMixin
-from lightning_ort.strategies.host_memory import HostMemoryMixin
-from lightning_ort.strategies.optimizers import SwapOptimizersMixin
+from lightning_ort.compat.lightning import wrap_start_of_scripts
+from lightning_ort.strategies.distributed import relaunch, watchdog
+from lightning_ort.strategies.distributed.run_store import open_run_store
+from lightning_ort.strategies.distributed.shared_timings import share_timings
+from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
+from lightning_ort.strategies.mixin import ORTMixin
 
-
-class DataParallelMixin(
-    RelaunchMixin,
-    FaultsMixin,
-    HostMemoryMixin,
-    AtomicCheckpointsMixin,
-    SharedTimingsMixin,
-    SwapOptimizersMixin,
-    CompiledStepsMixin,
-):
-    """Compiled steps, placed alike in all processes, with swapped optimizers and without half checkpoints."""
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
+else:
+    _ParallelStrategy = object
 
 
-def check_ddp_keywords(strategy: type, stock: type, given: Iterable[str]) -> None:
-    """Refuse a keyword argument that is neither Lightning's nor torch's, which would be met when the module is wrapped.
+class ORTParallelMixin(ORTMixin, _ParallelStrategy):
+    """Places regions alike in all processes, and ends all of them when one ends.
 
-    Args:
-        strategy: Whose argument it is.
-        stock: Lightning's ``DDPStrategy``.
-        given: The names.
-
-    Raises:
-        TypeError: With the closest one.
-
+    If a process fails or is killed, the others end too, and say which one it was. SIGTERM to any process, which cluster
+    schedulers send before they kill, ends the run in all processes after the same batch. If the Trainer is fitting and
+    has checkpointing enabled, ``sigterm.ckpt`` is saved in its ``default_root_dir``. The process that was started
+    first, or each process if something else than Lightning starts them, then ends with status 143.
     """
-    own = inspect.signature(strategy.__init__).parameters  # type: ignore[misc]
-    kinds = (stock, DistributedDataParallel)
-    theirs = [name for kind in kinds for name in inspect.signature(kind.__init__).parameters]  # type: ignore[misc]
-    allowed = [name for name in dict.fromkeys([*own, *theirs]) if name not in ("self", "kwargs", "module")]
-    check_keywords(strategy.__name__, given, allowed)
+
+    _store: "torch.distributed.Store | None" = None
+    _sigterm: CoordinatedSigterm | None = None
+    _watchdog: watchdog.ParentWatchdog | None = None
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        launcher = super().launcher
+        wrap_start_of_scripts(launcher, _starting)
+        return launcher
+
+    @override
+    def setup_environment(self) -> None:
+        self._watchdog = watchdog.start_watchdog(self.local_rank)
+        super().setup_environment()
+        self._store = open_run_store(self)
+        # a status other than 0 of a process that rank 0 started makes Lightning kill rank 0
+        status = 0 if self.local_rank > 0 and watchdog.is_launched_by_rank_zero(self.local_rank) else STATUS
+        assert self.lightning_module is not None
+        self._sigterm = CoordinatedSigterm(self.lightning_module.trainer, self._store, status)
+        self._sigterm.install()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        if self._capture.backend is not None:
+            self._capture.backend.agree = share_timings(self._store)
+
+    @override
+    def teardown(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.remove()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._capture.backend is not None:
+            self._capture.backend.agree = None
+        self._sigterm = self._watchdog = self._store = None
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._sigterm is not None and self._sigterm.agreed and isinstance(exception, SystemExit):
+            self._sigterm.save_and_exit(exception)
+        elif isinstance(exception, Exception):
+            watchdog.report_lost_processes(exception, self._watchdog, self.local_rank)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._sigterm is not None:
+            self._sigterm.on_train_batch_start()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_step()
+        return super().predict_step(*args, **kwargs)
+
+    def _before_evaluation_step(self) -> None:
+        if self._sigterm is not None and self._sigterm.on_evaluation_step():
+            # not after the batch: Lightning resumes a validation that was left within a batch, and skips the rest of
+            # one that was left between two batches
+            raise self.namespace.submodule("utilities.exceptions").SIGTERMException
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        with self._patience():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._patience():  # the others wait here for the one that saves
+            super().barrier(*args, **kwargs)
+
+    def _patience(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sigterm is None else self._sigterm.patience()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_store": None, "_sigterm": None, "_watchdog": None}
+
+
+@contextmanager
+def _starting(launcher: Any) -> Iterator[None]:
+    with relaunch.as_started(), watchdog.launching(launcher):
+        yield
+
+
+class ORTDDPMixin(ORTParallelMixin):
+    """Registers the names of a strategy on Lightning's ``DDPStrategy``."""
+
+    wrapper: ClassVar[type | None] = DistributedDataParallel
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            for unused, find in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+                strategy_registry.register(
+                    f"{cls.strategy_name}{suffix}{unused}",
+                    cls,
+                    description=f"DDP on ONNX Runtime with `start_method` '{start_method}'",
+                    start_method=start_method,
+                    **find,
+                )

@@ -6,32 +6,20 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_ort.optim.sharded import shard
+from lightning_ort.strategies.parallel import ORTParallelMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
-
-    from lightning_ort.compiler.report import CompileReport
-else:
-    _ParallelStrategy = object
 
 
-class ShardOptimizersMixin(_ParallelStrategy):
-    """Splits the states of the optimizers when they are set up.
-
-    Raises:
-        ValueError: When the fit starts, if an optimizer is not one of torch's own.
-
-    """
-
-    if TYPE_CHECKING:
-        report: CompileReport
+class ShardOptimizersMixin(ORTParallelMixin):
+    """Splits the states of the optimizers, which must be torch's own, when they are set up."""
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             shard(optimizer)
-        self.optimizers = self.optimizers  # Lightning's wrappers imitate the class of what they wrap
+        self.optimizers = self.optimizers  # Lightning's wrappers copy the class of what they wrap
         note = f"states split over {self.world_size} processes"
         self.report.optimizers = [dataclasses.replace(entry, reason=note) for entry in self.report.optimizers]

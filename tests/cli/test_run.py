@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 import lightning_ort
 from lightning_ort.cli import main
-from lightning_ort.strategies.distributed import relaunch as start_again
+from lightning_ort.strategies.distributed import relaunch
 
 PROJECT = Path(__file__).with_name("cli_project.py")
 RUN = ("-m", "lightning_ort", "run")
@@ -53,7 +53,7 @@ def command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Any:
         monkeypatch.setattr(sys, "argv", ["lightning-ort", "run", *arguments])
         monkeypatch.setattr(sys, "path", ["of the command", *sys.path])
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-        monkeypatch.setattr(start_again, "_command", None)
+        monkeypatch.setattr(relaunch, "_command", None)
         main()
 
     return run
@@ -179,7 +179,7 @@ def test_checkpoint_is_for_plain_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [None, ["run", "-m", "package.train"]])
 def test_other_processes_start_the_same_way(command: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_again, "_command", command)
+    monkeypatch.setattr(relaunch, "_command", command)
     monkeypatch.setattr(sys, "argv", argv := ["train.py", "fit", "--help"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     started = []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import backend
+from lightning_ort.compiler import backend, timing
 
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 
@@ -17,16 +17,16 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
 
     """
     failed: list[str] = []
-    link, torch_side = backend.link, backend.ORTBackend._torch_side
+    assemble, measure = backend.assemble, timing.measure
 
     def fail(*args: Any) -> None:
         failed.append(where)
         raise RuntimeError(f"injected into {where}")
 
-    def failing_link(placed: Any) -> Any:
-        names = {node.name for node in placed.parts.gm.graph.find_nodes(op="placeholder")}
+    def failing_assemble(placed: Any) -> Any:
+        names = {node.name for node in placed.gm.graph.find_nodes(op="placeholder")}
         is_backward = any("tangents" in name for name in names)
-        run = link(placed)
+        run = assemble(placed)
         if is_backward != (where == BACKWARD):
             return run
 
@@ -36,13 +36,11 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
 
         return run_and_fail
 
-    def failing_side(self: backend.ORTBackend, region: Any, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(region.module, "forward", fail)
-            return torch_side(self, region, *args)
+    def failing_measure(executor: str, calls: Any, torch_forward: Any, *args: Any) -> Any:
+        return measure(executor, calls, torch_forward and fail, *args)
 
     if where == TRIAL:
-        monkeypatch.setattr(backend.ORTBackend, "_torch_side", failing_side)
+        monkeypatch.setattr(timing, "measure", failing_measure)
     else:
-        monkeypatch.setattr(backend, "link", failing_link)
+        monkeypatch.setattr(backend, "assemble", failing_assemble)
     return failed

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import kernels, session
@@ -289,12 +289,12 @@ def test_small_regions_stay_in_torch():
 
 
 def test_measured_placement_keeps_the_faster(monkeypatch):
-    def slower(sessions, torch_forward, args):
-        timing = original(sessions, torch_forward, args)
-        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] * 2})
+    def slower(*args):
+        measured = original(*args)
+        return dataclasses.replace(measured, ms={**measured.ms, "ort": measured.ms["torch"] * 2})
 
-    original = placement.measure
-    monkeypatch.setattr(placement, "measure", slower)
+    original = timing.measure
+    monkeypatch.setattr(timing, "measure", slower)
     backend = ORTBackend()
     module, x = mlp(), torch.randn(4, 8)
     torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
@@ -306,19 +306,19 @@ def test_measured_placement_keeps_the_faster(monkeypatch):
 
 
 def test_measured_placement_reports_both_times(monkeypatch):
-    def faster(sessions, torch_forward, args):
-        timing = original(sessions, torch_forward, args)
-        return dataclasses.replace(timing, ms={**timing.ms, "ort": timing.ms["torch"] / 2})
+    def faster(*args):
+        measured = original(*args)
+        return dataclasses.replace(measured, ms={**measured.ms, "ort": measured.ms["torch"] / 2})
 
-    original = placement.measure
-    monkeypatch.setattr(placement, "measure", faster)
+    original = timing.measure
+    monkeypatch.setattr(timing, "measure", faster)
     backend = ORTBackend()
     assert_same_training_step(mlp(), (torch.randn(4, 8),), backend)
     assert all(r.ms["ort"] and r.ms["torch"] and r.threads for g in backend.report.graphs for r in g.regions)
 
 
 def test_deterministic_mode_times_nothing(monkeypatch):
-    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed under deterministic mode"))
+    monkeypatch.setattr(timing, "measure", lambda *args: pytest.fail("timed under deterministic mode"))
     torch.use_deterministic_algorithms(True)
     try:
         assert_same_training_step(mlp(), (torch.randn(4, 8),), ORTBackend())

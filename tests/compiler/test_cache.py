@@ -16,8 +16,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cache, cache_folder
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import cache, cache_folder, timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors.ort import session, support
@@ -46,7 +45,7 @@ def regions(backend: ORTBackend) -> list[Any]:
 
 
 def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
+    monkeypatch.setattr(timing, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
     monkeypatch.setattr(session, "convert", lambda *args: pytest.fail("converted in spite of the cache"))
     monkeypatch.setattr(support, "check", lambda *args: pytest.fail("asked in spite of the cache"))
 
@@ -227,7 +226,7 @@ def test_impossible_timings_count_as_absent(kept, tmp_path):
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
     options = {**options, "placement": "measured"}
-    monkeypatch.setattr(placement, "measure", lambda sessions, *args: Timing(MS, next(iter(sessions))))
+    monkeypatch.setattr(timing, "measure", lambda executor, calls, *args: Timing(MS, next(iter(calls))))
     train(ORTBackend(options), module, x)
     for path in tmp_path.glob("region-*.json"):
         change(path, key, value)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import cuda_graphs
 from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
+from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import ReasonType
 
-MEASURE = placement.measure
+MEASURE = timing.measure
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_a_parameter_that_moves(recorded: list[RecordedSession]) -> None:
 
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch, recorded: list[RecordedSession]) -> None:
-    monkeypatch.setattr(placement, "measure", MEASURE)
+    monkeypatch.setattr(timing, "measure", MEASURE)
     monkeypatch.setattr(
         RecordedSession, "__call__", lambda self, *args: (_ for _ in ()).throw(RuntimeError("operation not permitted"))
     )
@@ -145,8 +146,8 @@ def test_sizes_that_vary_are_not_recorded() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = 3
-    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
+    assert not cuda_graphs.can_record(Region("ort", 1, inputs=[x]))
     x.meta["val"] = torch.empty(3)
-    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
+    assert not cuda_graphs.can_record(Region("ort", 1, inputs=[x]))
     x.meta["val"] = torch.empty(3, device="meta")
-    assert not cuda_graphs.can_record(cuda_graphs.Region(1, inputs=[x]))
+    assert not cuda_graphs.can_record(Region("ort", 1, inputs=[x]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ort.optim import swap as hooks
+from lightning_ort.optim import registry
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
 from lightning_ort.optim.swap import OptimizerSwap
 
@@ -485,7 +485,7 @@ def test_cuda_only_and_missing() -> None:
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks.registry, "RequirementCache", lambda name: Missing(name))
+    monkeypatch.setattr(registry, "RequirementCache", lambda name: Missing(name))
     refused("adamw_bnb_8bit", adamw, "pip install bitsandbytes")
 
 

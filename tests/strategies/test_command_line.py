@@ -43,6 +43,9 @@ def test_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ORTStrategy", "ORTDDPStrategy", "ORTNativeZeRO1Strategy", "ORTZeRO1Strategy"])
 def test_each_strategy_round_trips(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     strategy = {"class_path": f"lightning_ort.{name}", "init_args": {"host_memory": "default"}}
+    if name == "ORTZeRO1Strategy":
+        pytest.importorskip("deepspeed")  # now, since its first import writes to stdout
+        capsys.readouterr()
     with pytest.raises(SystemExit):
         cli(config_file(tmp_path, strategy), "--print_config")
     printed = capsys.readouterr().out  # with the defaults of Lightning's arguments, too
@@ -51,7 +54,7 @@ def test_each_strategy_round_trips(name: str, tmp_path: Path, capsys: pytest.Cap
     for arguments in (config_file(tmp_path, strategy), f"--config={tmp_path / 'printed.yaml'}"):
         made = cli(arguments).trainer.strategy
         assert type(made) is getattr(lightning_ort, name)
-        assert made._host_memory == "default"
+        assert made._memory.choice == "default"
 
 
 def test_fit(tmp_path: Path) -> None:

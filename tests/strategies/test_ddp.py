@@ -16,7 +16,7 @@ from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
-from lightning_ort.strategies.distributed import shared_timings as agreed_placement
+from lightning_ort.strategies.distributed.shared_timings import agree
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:
@@ -86,16 +86,16 @@ def test_measured_placement_is_the_same_on_all_ranks(make_trainer: Callable[...,
 def test_first_timing_wins() -> None:
     store = torch.distributed.HashStore()
     first, second = {"ort_ms": 1.0, "threads": 1}, {"ort_ms": None, "threads": 2}
-    assert agreed_placement.agree(store, "region", first) == first
-    assert agreed_placement.agree(store, "region", second) == first
-    assert agreed_placement.agree(store, "other", second) == second
+    assert agree(store, "region", first) == first
+    assert agree(store, "region", second) == first
+    assert agree(store, "other", second) == second
 
 
 def test_a_process_goes_by_nothing_that_it_has_not_got() -> None:
     store = torch.distributed.HashStore()
-    agreed_placement.agree(store, "step", {"ort": 3.0, "torch": 2.0, "inductor": 1.0})
-    assert agreed_placement.agree(store, "step", {"ort": 5.0, "torch": 6.0}) == {"ort": 3.0, "torch": 2.0}
-    assert agreed_placement.agree(store, "step", {"other": 5.0}) == {"other": 5.0}
+    agree(store, "step", {"ort": 3.0, "torch": 2.0, "inductor": 1.0})
+    assert agree(store, "step", {"ort": 5.0, "torch": 6.0}) == {"ort": 3.0, "torch": 2.0}
+    assert agree(store, "step", {"other": 5.0}) == {"other": 5.0}
 
 
 class Long(Recorded):

@@ -12,10 +12,11 @@ from small_modules import Small
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
 from lightning_ort.strategies import host_memory
-from lightning_ort.strategies.host_memory import HostMemoryMixin
+from lightning_ort.strategies.mixin import ORTMixin
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or host_memory.why_not_retained() is not None, reason="needs glibc's malloc, not configured"
+    sys.platform != "linux" or host_memory.unsupported_reason() is not None,
+    reason="needs glibc's malloc, not configured",
 )
 
 
@@ -97,7 +98,7 @@ def test_two_runs_at_once_and_a_copy():
     host_memory.release()
     assert keeps_pages(by_default)
     running = ORTStrategy(accelerator=CPUAccelerator())
-    running._retains = True
+    running._memory.is_retained = True
     copy.deepcopy(running).teardown()
     assert keeps_pages(by_default)
     host_memory.release()
@@ -117,6 +118,6 @@ def test_restored_after_an_error(make_trainer):
 
 @pytest.mark.parametrize("kind", [ORTStrategy, ORTDDPStrategy])
 def test_unknown_choice(kind):
-    assert issubclass(kind, HostMemoryMixin)
+    assert issubclass(kind, ORTMixin)
     with pytest.raises(ValueError, match="host_memory='keep': choose 'retain' or 'default'"):
         kind(host_memory="keep")

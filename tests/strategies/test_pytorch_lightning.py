@@ -39,7 +39,7 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Any:
 
 
 def test_trains_like_the_stock_strategy() -> None:
-    from lightning_ort.pytorch_lightning.strategies import ORTStrategy
+    from lightning_ort.pytorch_lightning import ORTStrategy
 
     losses = []
     for strategy in ("auto", ORTStrategy(config={"placement": "always"})):
@@ -53,7 +53,7 @@ def test_trains_like_the_stock_strategy() -> None:
 
 
 def test_optimizer_callback() -> None:
-    from lightning_ort.pytorch_lightning.callbacks import ORTOptimizer
+    from lightning_ort.pytorch_lightning import ORTOptimizer
 
     module = make_module()
     trainer = make_trainer("auto", callbacks=ORTOptimizer("auto"))
@@ -63,7 +63,7 @@ def test_optimizer_callback() -> None:
 
 
 def test_name_and_devices() -> None:
-    from lightning_ort.pytorch_lightning.strategies import ORTStrategy
+    from lightning_ort.pytorch_lightning import ORTStrategy
 
     assert type(make_trainer("ort").strategy) is ORTStrategy
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="ort_ddp"):
@@ -74,15 +74,15 @@ def test_the_other_lightning_is_refused(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
 
     from lightning_ort import ORTMixedPrecision, ORTStrategy
-    from lightning_ort.pytorch_lightning import precision
-    from lightning_ort.pytorch_lightning.strategies import ORTStrategy as OtherStrategy
+    from lightning_ort.pytorch_lightning import ORTMixedPrecision as OtherPrecision
+    from lightning_ort.pytorch_lightning import ORTStrategy as OtherStrategy
 
     with pytest.raises(ValueError, match=r"instance of `lightning\.pytorch\.strategies\.Strategy`"):
         lightning.Trainer(strategy=OtherStrategy(), accelerator="cpu")
     with pytest.raises(ValueError, match=r"instance of `pytorch_lightning\.strategies\.Strategy`"):
         make_trainer(ORTStrategy())
     errors = MisconfigurationException, pl.utilities.exceptions.MisconfigurationException
-    for trainer, plugin in ((pl.Trainer, ORTMixedPrecision), (lightning.Trainer, precision.ORTMixedPrecision)):
+    for trainer, plugin in ((pl.Trainer, ORTMixedPrecision), (lightning.Trainer, OtherPrecision)):
         with pytest.raises(errors, match="invalid type"):
             trainer(strategy="ort", accelerator="cpu", plugins=plugin("bf16-mixed", "cpu"))
     with pytest.raises(TypeError, match="`model` must be a `LightningModule`"):

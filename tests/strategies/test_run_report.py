@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
-from lightning_ort.strategies import run_report as give_report
+from lightning_ort.strategies import run_report
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -116,7 +116,7 @@ def test_steps_per_second_are_of_this_run(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100, 10))
-    monkeypatch.setattr(give_report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(run_report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     logger = CSVLogger(tmp_path)
     strategy = ORTStrategy(config={"capture": "off", "report": "log"})
     trainer = make_trainer(strategy=strategy, max_epochs=1, logger=logger)

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
-from lightning_ort.strategies.distributed import sigterm as agreed_stop
-from lightning_ort.strategies.distributed.fault_tolerance import SIGTERM_CHECKPOINT, STATUS
+from lightning_ort.lightning import AtomicCheckpointIO
+from lightning_ort.strategies.distributed import sigterm
+from lightning_ort.strategies.distributed.sigterm import SIGTERM_CHECKPOINT, STATUS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 STEPS = 40
@@ -170,7 +170,7 @@ class Stuck(Slow):
 def test_a_rank_that_is_stuck(
     rank: int, start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreed_stop, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(sigterm, "PATIENCE_SECONDS", 2.0)
     run = start(lambda: train(Stuck(tmp_path)))
     ranks = run.wait_for_step(3)
     time.sleep(0.5)

@@ -1,1 +1,1 @@
-"""Who can run a region: ONNX Runtime, torch."""
+"""What runs regions of a graph: :mod:`.base` says what an executor is, :mod:`.registry` lists them."""

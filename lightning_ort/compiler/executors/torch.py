@@ -1,29 +1,41 @@
-"""Torch as an executor: it runs every op, and whatever no other executor runs."""
+"""Torch as an executor: it supports every op, and runs what no other executor runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, ops
+from typing_extensions import override
 
 from lightning_ort.compiler import mask_prefetcher as masks
+from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.nodes import is_random, is_static
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.regions import TORCH, Region, Support, Variant
 
 aten = ops.aten
 
 
+class TorchExecutor(Executor):
+    """Runs regions in torch."""
+
+    name = TORCH
+    title = "torch"
+
+    @override
+    def supports(self, node: fx.Node) -> Support:
+        return Support(True)
+
+    @override
+    def build(self, region: Region, artifact: bytes = b"", variant: Variant | None = None) -> Callable[..., Any]:
+        return TorchRegion(region)
+
+
 class TorchRegion:
-    """A torch region as the compiled graph calls it.
-
-    Args:
-        region: The region.
-
-    """
+    """A torch region as the compiled graph calls it."""
 
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        self._masks = _draw_together(region.module.graph)
+        self._masks = _take_out_masks(region.module.graph)
         self._module = region.module
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -31,12 +43,11 @@ class TorchRegion:
         return self._module.forward(*args) if self._masks is None else self._module.forward(*args, *self._masks())
 
 
-def _draw_together(graph: fx.Graph) -> masks.MaskPrefetcher | None:
-    """Have the masks of a region drawn by our own functions.
+def _take_out_masks(graph: fx.Graph) -> masks.MaskPrefetcher | None:
+    """Have dropout masks drawn by our own functions.
 
-    Returns:
-        What draws them, if the region has come to take them as inputs after its own; else the region does.
-
+    If all random ops of a region are masks, the masks become additional inputs, and what draws them is returned.
+    Otherwise each mask is drawn in its place.
     """
     random = [node for node in graph.nodes if is_random(node)]
     draws = [node for node in random if node.target is aten.bernoulli.p and "generator" not in node.kwargs]

@@ -1,4 +1,4 @@
-"""Time a step on one engine against another, in turns, on the run's own batches: :class:`StepAutotuner`."""
+"""Time a step on each engine, alternately, on the run's own batches: :class:`StepAutotuner`."""
 
 import statistics
 import time
@@ -8,17 +8,17 @@ from typing import Literal
 
 Engine = Literal["ort", "torch", "inductor"]
 
-ROUNDS = 5  # of each; one more of each goes before, which allocates
-MAX_ROUNDS = 3 * ROUNDS  # where the fastest two are close
+ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
+MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
 _CLOSE = 1.1
 
 
 class StepAutotuner:
-    """Decides which engine keeps a step.
+    """Decides which engine runs a step.
 
-    Regions are timed alone, on made-up inputs and with the processor to themselves. What counts is the whole step, with
-    capture's own cost, beside the rest of the program: so steps are done on each engine in turns, and timed with their
-    backward passes.
+    Regions are timed alone, on made-up inputs, with the processor to themselves. What matters is the whole step, with
+    the cost of capture, beside the rest of the program: so steps run on each engine alternately, and are timed with
+    their backward passes.
 
     Args:
         engines: To choose from.
@@ -29,36 +29,36 @@ class StepAutotuner:
     def __init__(self, engines: Sequence[Engine], synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
         self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}
-        self._turn = 0
+        self._index = 0
         self._seconds = 0.0
         self._counts = False
         self._timing = False
 
-    def next(self) -> Engine:
-        """Close the last step's sample, and return which engine is to run the next step."""
+    def next_engine(self) -> Engine:
+        """Add the last step's sample, and return the engine for the next step."""
         if self._counts:
             self._samples[self._engine].append(self._seconds)
-            self._turn = (self._turn + 1) % len(self._samples)
+            self._index = (self._index + 1) % len(self._samples)
         self._seconds, self._counts = 0.0, True
         return self._engine
 
     @property
     def _engine(self) -> Engine:
-        return list(self._samples)[self._turn]
+        return list(self._samples)[self._index]
 
-    def spoil(self) -> None:
-        """Leave out the step that is running, and do the next one alike: something was compiled in it."""
+    def discard_sample(self) -> None:
+        """Do not count the current step, because something compiled in it; the next one runs on the same engine."""
         self._counts = False
 
     def drop(self, engine: Engine) -> None:
-        """Go on without an engine, which cannot run the step that is running."""
+        """Stop timing an engine, which cannot run the current step."""
         del self._samples[engine]
-        self._turn %= len(self._samples)
+        self._index %= len(self._samples)
         self._counts = False
 
     @contextmanager
-    def clock(self) -> Iterator[None]:
-        """Add the block's time to the step that is running; a block inside another one counts once."""
+    def timed(self) -> Iterator[None]:
+        """Add the block's time to the current step; a block inside another one counts once."""
         if self._timing:
             yield
             return
@@ -73,7 +73,7 @@ class StepAutotuner:
             self._timing = False
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether there are enough samples."""
         rounds = min(map(len, self._samples.values())) - 1
         if rounds < ROUNDS:

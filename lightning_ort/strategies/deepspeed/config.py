@@ -1,7 +1,7 @@
-"""A user's DeepSpeed configuration beside what the Trainer says.
+"""Reads a user's DeepSpeed configuration and compares it with the Trainer's arguments.
 
-The functions that find a contradiction return what to tell the user, both values included, or ``None``. The keys are
-those of `DeepSpeed's configuration <https://www.deepspeed.ai/docs/config-json/>`_.
+The functions that find a contradiction return a message with both values, or ``None``. The keys are those of
+`DeepSpeed's configuration <https://www.deepspeed.ai/docs/config-json/>`_.
 """
 
 import json
@@ -12,19 +12,25 @@ from typing import Any
 from lightning_ort._arguments import passed
 
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
-
-
-# the keys that have keys below them, as far as they are looked at here or by Lightning
-_SECTIONS = ("zero_optimization", "activation_checkpointing", "bf16", "bfloat16", "fp16", "optimizer", "scheduler")
+# the keys with a dict that are read here or by Lightning -> an example
+_SECTIONS = {
+    "zero_optimization": "{'stage': 1}",
+    "activation_checkpointing": "{}",
+    "bf16": "{'enabled': True}",
+    "bfloat16": "{}",
+    "fp16": "{'enabled': True}",
+    "optimizer": "{'type': 'AdamW', 'params': {'lr': 1e-3}}",
+    "scheduler": "{}",
+}
 
 
 def read(config: Any) -> dict[str, Any] | None:
-    """Return a configuration that was passed as it is or as a file.
+    """Return a configuration that was passed as a mapping or as the path of a JSON file.
 
     Raises:
-        TypeError: If it is neither, or something in it is of another type.
+        TypeError: If it is neither, or a section is of another type.
         FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be read, or has something else in it.
+        ValueError: If the file cannot be read, or is not JSON.
 
     """
     if config is None:
@@ -40,31 +46,19 @@ def read(config: Any) -> dict[str, Any] | None:
             raise ValueError(f"{shown}: this is no file with JSON: {reason}. Pass a path of one, or a dict.") from None
     if not isinstance(config, Mapping):
         raise TypeError(f"{shown}: pass DeepSpeed's configuration as a dict, or the path of a JSON file with one.")
-    for key in _SECTIONS:
-        if not isinstance(section := config.get(key, {}), Mapping) and section != "auto":
-            raise TypeError(f"{name} has {passed(key, section)}: pass a dict, such as {_EXAMPLES.get(key, '{}')}.")
     zero = config.get("zero_optimization", {})
-    offload = zero.get("offload_optimizer", {}) if isinstance(zero, Mapping) else {}
-    if not isinstance(offload, Mapping) and offload != "auto":
-        raise TypeError(f"{name} has {passed('offload_optimizer', offload)}: pass a dict, such as {{'device': 'cpu'}}.")
+    offload = {"offload_optimizer": zero.get("offload_optimizer", {})} if isinstance(zero, Mapping) else {}
+    for section, key, example in (
+        *((config, key, example) for key, example in _SECTIONS.items()),
+        (offload, "offload_optimizer", "{'device': 'cpu'}"),
+    ):
+        if not isinstance(value := section.get(key, {}), Mapping) and value != "auto":
+            raise TypeError(f"{name} has {passed(key, value)}: pass a dict, such as {example}.")
     return dict(config)
 
 
-_EXAMPLES = {
-    "zero_optimization": "{'stage': 1}",
-    "bf16": "{'enabled': True}",
-    "fp16": "{'enabled': True}",
-    "optimizer": "{'type': 'AdamW', 'params': {'lr': 1e-3}}",
-}
-
-
 def check_stage(stage: Any) -> None:
-    """Refuse another stage than 1.
-
-    Raises:
-        ValueError: If it is.
-
-    """
+    """Raise ``ValueError`` for another stage than 1."""
     if stage != 1 or isinstance(stage, bool):
         raise ValueError(
             f"This is ZeRO stage 1, and the DeepSpeed configuration has stage={stage!r}. Leave it out; Lightning's"
@@ -72,11 +66,11 @@ def check_stage(stage: Any) -> None:
         )
 
 
-def stage_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration as it is for ZeRO stage 1, without what it leaves to the Trainer by ``"auto"``.
+def stage_one(config: dict[str, Any], offload_optimizer: bool) -> dict[str, Any]:
+    """Return the configuration for ZeRO stage 1, without what is ``"auto"``, which the Trainer decides.
 
     Raises:
-        ValueError: If it asks for another stage, or for what goes with other stages only.
+        ValueError: If it asks for another stage, or has options of other stages.
 
     """
     config = _without_auto(config)
@@ -88,6 +82,8 @@ def stage_one(config: dict[str, Any]) -> dict[str, Any]:
             " steps. Leave it out, or use Lightning's DeepSpeedStrategy(stage=2)."
         )
     zero.update(stage=1, overlap_comm=False)
+    if offload_optimizer:
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
     return config
 
 
@@ -99,51 +95,35 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def offloads(config: dict[str, Any]) -> bool:
+    """Return whether the optimizer's states are on another device than the parameters."""
+    return config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
+
+
 def precision_conflict(config: dict[str, Any], precision: str) -> str | None:
-    """Compare with the Trainer's precision.
-
-    Args:
-        config: DeepSpeed's.
-        precision: Such as ``"bf16-mixed"``.
-
-    """
+    """Compare the configuration with the Trainer's precision, such as ``"bf16-mixed"``."""
     for key, names in _PRECISIONS.items():
         if key in config and config[key].get("enabled", True) != (precision in names):
             return _contradiction(f"{key}={config[key]}", f"precision={precision!r}")
     return None
 
 
-def take_trainer_arguments(
-    config: dict[str, Any],
-    *,
-    accumulate_grad_batches: int,
-    gradient_clip_val: float | None,
-    batch_size: int | None,
-    world_size: int,
-) -> str | None:
-    """Compare with the Trainer's arguments, and drop from the configuration what is the Trainer's to do.
-
-    Args:
-        config: DeepSpeed's; changed.
-        accumulate_grad_batches: The Trainer's.
-        gradient_clip_val: The Trainer's.
-        batch_size: Of the training data, where it is known.
-        world_size: Number of processes.
-
-    """
-    accumulate = config.pop("gradient_accumulation_steps", accumulate_grad_batches)
-    if accumulate != accumulate_grad_batches:
-        return _contradiction(
-            f"gradient_accumulation_steps={accumulate}", f"accumulate_grad_batches={accumulate_grad_batches}"
-        )
-    clipping = config.get("gradient_clipping", gradient_clip_val)
-    if gradient_clip_val is not None and clipping != gradient_clip_val:
-        return _contradiction(f"gradient_clipping={clipping}", f"gradient_clip_val={gradient_clip_val}")
+def trainer_conflict(config: dict[str, Any], trainer: Any, batch_size: int | None, world_size: int) -> str | None:
+    """Compare the configuration with the Trainer's arguments and the training data, if its batch size is known."""
+    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    accumulation = config.get("gradient_accumulation_steps", accumulate)
+    if accumulation != accumulate:
+        return _contradiction(f"gradient_accumulation_steps={accumulation}", f"accumulate_grad_batches={accumulate}")
+    clipping = config.get("gradient_clipping", clip)
+    if clip is not None and clipping != clip:
+        return _contradiction(f"gradient_clipping={clipping}", f"gradient_clip_val={clip}")
+    if batch_size is None:
+        return None
     micro = config.get("train_micro_batch_size_per_gpu", batch_size)
-    if batch_size is not None and micro != batch_size:
+    if micro != batch_size:
         return _contradiction(f"train_micro_batch_size_per_gpu={micro}", f"batches of {batch_size} samples")
-    total = config.pop("train_batch_size", None)
-    if total is not None and batch_size is not None and total != batch_size * accumulate * world_size:
+    total = config.get("train_batch_size")
+    if total is not None and total != batch_size * accumulate * world_size:
         return _contradiction(
             f"train_batch_size={total}",
             f"{batch_size} samples a batch x {accumulate} batches accumulated x {world_size} processes",

@@ -1,10 +1,9 @@
-"""DeepSpeed's ZeRO stage 1 with compiled steps, on CPU too, with plain checkpoints: :class:`DeepSpeedZeRO1Mixin`."""
+"""DeepSpeed's ZeRO stage 1 with compiled steps, on CPUs too, with plain checkpoints: :class:`DeepSpeedZeRO1Mixin`."""
 
 import copy
 import dataclasses
-import functools
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -15,12 +14,11 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_integer
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.optim.registry import runs
+from lightning_ort.compat import deepspeed as compat
+from lightning_ort.compat.lightning import deepspeed_dtype, has_training_data
 from lightning_ort.optim.shard_files import NotTrusted
-from lightning_ort.strategies.capture.shims import MISSING, put_back
 from lightning_ort.strategies.deepspeed import config as settings
-from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, FlatShards, read_directory, why_not_flat
+from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, DeepSpeedStates, check_optimizer, read_directory
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,10 +31,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.report import CompileReport
+    from lightning_ort.optim.swap import OptimizerSwap
 else:
     _DeepSpeedStrategy = object
 
-# earlier ones count accumulated gradients themselves
+# earlier versions count accumulated gradients themselves
 _DEEPSPEED = RequirementCache("deepspeed>=0.19")
 
 CheckpointForm = Literal["file", "directory"]
@@ -44,34 +43,38 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
-    """Lifts limits of Lightning's ``DeepSpeedStrategy`` that ZeRO stage 1 need not have.
+    """Removes limits of Lightning's ``DeepSpeedStrategy`` that do not apply to ZeRO stage 1.
 
-    It runs on CPUs, saves and loads plain checkpoints, keeps the hooks of the module in evaluation, and counts
-    accumulated gradients once (Lightning 2.6 and DeepSpeed both divide by their number).
+    It runs on CPUs, saves and loads plain checkpoints, keeps the hooks of the module in evaluation, and divides the
+    gradients by the number of accumulated batches once (with Lightning 2.6 both Lightning and DeepSpeed do so).
 
     Args:
-        deepspeed_config: DeepSpeed's configuration, or the path of a JSON file with it. What the Trainer says too must
-            be the same there, or ``"auto"``.
+        deepspeed_config: DeepSpeed's configuration, or the path of a JSON file with it. An entry that the Trainer has
+            an argument for must have the same value, or ``"auto"``.
         offload_optimizer: Keep the optimizer's states, and its step, on the CPU.
-        checkpoint: ``"file"``: plain, as a stock Trainer's; ``"directory"``: DeepSpeed's, each process its part.
+        checkpoint: ``"file"`` saves checkpoints like a stock Trainer's; ``"directory"`` saves DeepSpeed's, to which
+            each process writes its part.
         start_method: How processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        stage: Of ZeRO.
-        overlap_comm: As for Lightning's strategy.
-        contiguous_gradients: As there; ``None`` for what suits the device.
-        reduce_bucket_size: As there, in elements; ``None`` for what suits the device.
-        **kwargs: For the strategy.
+        stage: Must be 1.
+        overlap_comm: Must be false, which is not the default of Lightning's ``DeepSpeedStrategy``.
+        contiguous_gradients: As in ``DeepSpeedStrategy``. ``None`` is true on GPUs and false on CPUs, where that is
+            several times faster.
+        reduce_bucket_size: As in ``DeepSpeedStrategy``, in elements. ``None`` is 200 million on GPUs and 5 million on
+            CPUs.
+        **kwargs: Further arguments of ``DeepSpeedStrategy``, such as ``process_group_backend`` and ``timeout``.
 
     Raises:
-        ValueError: If the configuration asks for another stage than 1, or for what this strategy does not do.
+        ValueError: If the configuration has another stage than 1, or options that this strategy does not support.
 
     """
 
     namespace: ClassVar[LightningNamespace]
-    stock: ClassVar[type]  # the namespace's own strategy; its parent class is DDPStrategy
 
     if TYPE_CHECKING:
+        config: dict[str, Any]
+        lightning_module: pl.LightningModule  # type: ignore[assignment]
         report: CompileReport
-        _swap: Any
+        _swap: OptimizerSwap
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         offload_optimizer: bool = False,
         checkpoint: CheckpointForm = "file",
         start_method: StartMethod = "popen",
-        # here and not in `kwargs`: command lines pass on the defaults of what they find in Lightning's signature
+        # not in `kwargs`: command lines pass on the defaults that they find in Lightning's signature
         stage: Literal[1] = 1,
         overlap_comm: bool = False,
         contiguous_gradients: bool | None = None,
@@ -89,64 +92,52 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if checkpoint not in get_args(CheckpointForm):
             raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
         check_choice("start_method", start_method, get_args(StartMethod))
-        for name, value in {"offload_optimizer": offload_optimizer, "overlap_comm": overlap_comm}.items():
-            check_choice(name, value, (True, False))
+        check_choice("offload_optimizer", offload_optimizer, (True, False))
+        check_choice("overlap_comm", overlap_comm, (True, False))
         check_choice("contiguous_gradients", contiguous_gradients, (True, False, None))
-        if reduce_bucket_size is not None:
-            reduce_bucket_size = check_integer("reduce_bucket_size", reduce_bucket_size, 1)
         settings.check_stage(stage)
+        if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
+            raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
+        # the defaults for CPUs are several times faster there: no copy of each gradient, and buckets that fit the cache
+        has_gpu = torch.cuda.is_available()
+        if reduce_bucket_size is None:
+            reduce_bucket_size = 200_000_000 if has_gpu else 5_000_000
         try:
             deepspeed_config = settings.read(deepspeed_config)
         except FileNotFoundError as error:
             raise self.namespace.misconfiguration(str(error)) from None
-        if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
-            raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
-        # several times faster on CPUs: no copy of each gradient, and buckets that fit the cache
-        suits = (True, 200_000_000) if torch.cuda.is_available() else (False, 5_000_000)
-        with kernels.spare_deepspeed_the_search():
+        with compat.without_gpu_search():
             super().__init__(
                 config=deepspeed_config,
                 stage=1,
                 offload_optimizer=offload_optimizer,
                 overlap_comm=overlap_comm,
-                contiguous_gradients=suits[0] if contiguous_gradients is None else contiguous_gradients,
-                reduce_bucket_size=suits[1] if reduce_bucket_size is None else reduce_bucket_size,
+                contiguous_gradients=has_gpu if contiguous_gradients is None else contiguous_gradients,
+                reduce_bucket_size=check_integer("reduce_bucket_size", reduce_bucket_size, 1),
                 **kwargs,
             )
         if not _DEEPSPEED:
             raise self.namespace.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
-        self._put_back: list[Callable[[], None]] = []
+        self._process_settings = ExitStack()
         self._start_method = start_method
         self._checkpoint_form = checkpoint
-        self._shards: FlatShards | None = None
-        assert isinstance(self.config, dict)
-        self.config = settings.stage_one(self.config)
-        if offload_optimizer:
-            self.config["zero_optimization"].setdefault("offload_optimizer", {"device": "cpu"})
+        self._states: DeepSpeedStates | None = None  # of a fit
+        self.config = settings.stage_one(self.config, offload_optimizer)
         self._given_config = copy.deepcopy(self.config)
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: "_StrategyRegistry") -> None:
-        name = cls.strategy_name
-        strategy_registry.register(name, cls, description="DeepSpeed's ZeRO stage 1 on ONNX Runtime")
-        strategy_registry.register(
-            f"{name}_offload",
-            cls,
-            description="DeepSpeed's ZeRO stage 1 on ONNX Runtime, optimizer states on the CPU",
-            offload_optimizer=True,
-        )
+        name, description = cls.strategy_name, "DeepSpeed's ZeRO stage 1 on ONNX Runtime"
+        strategy_registry.register(name, cls, description=description)
+        description += ", optimizer states on the CPU"
+        strategy_registry.register(f"{name}_offload", cls, description=description, offload_optimizer=True)
 
     @property
     def _ddp(self) -> "DDPStrategy":
-        """The methods that Lightning's ``DeepSpeedStrategy`` inherits, and overrides with what is not for here."""
-        return super(self.stock, self)  # type: ignore[return-value]
-
-    @property
-    def _offloads(self) -> bool:
-        assert isinstance(self.config, dict)
-        device = self.config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-        return device != "none"
+        """The methods that Lightning's ``DeepSpeedStrategy`` overrides in ways that do not fit here."""
+        stock = next(base for base in type(self).__mro__ if base.__name__ == "DeepSpeedStrategy")
+        return super(stock, self)  # type: ignore[return-value]
 
     # processes and devices
 
@@ -161,26 +152,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
-        self._use_deepspeed_on_cpu()
+        self._process_settings.enter_context(compat.on_cpu())
         self._ddp.setup_environment()
-
-    def _use_deepspeed_on_cpu(self) -> None:
-        """Set what DeepSpeed keeps for the whole process, until the teardown of this run."""
-        import deepspeed
-        from deepspeed.accelerator import real_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        operations = deepspeed.ops.__compatible_ops__
-        settings_of_process: tuple[tuple[dict[str, Any], str, Any], ...] = (
-            # also on a machine with a GPU that this run does not use
-            (vars(real_accelerator), "ds_accelerator", CPU_Accelerator()),
-            # a collective of its inference engine, which would be compiled here and now
-            (operations, "deepspeed_shm_comm", False),
-        )
-        for holder, name, value in settings_of_process:
-            before = holder.get(name, MISSING)
-            holder[name] = value
-            self._put_back.append(functools.partial(put_back, holder, name, before))
 
     @override
     def setup_distributed(self) -> None:
@@ -202,8 +175,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: "Precision | None") -> None:
-        deepspeeds = importlib.import_module(f"{self.namespace.package}.plugins.precision").DeepSpeedPrecision
-        if plugin is not None and not isinstance(plugin, deepspeeds):
+        kind = self.namespace.submodule("plugins.precision").DeepSpeedPrecision
+        if plugin is not None and not isinstance(plugin, kind):
             raise self.namespace.misconfiguration(
                 f"DeepSpeed scales losses and clips gradients itself, and works with no precision plugin but"
                 f" DeepSpeedPrecision; got {type(plugin).__name__}. Use Trainer(precision='bf16-mixed')."
@@ -212,7 +185,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def _format_config(self) -> None:
-        assert isinstance(self.config, dict)
         if reason := settings.precision_conflict(self.config, self.precision_plugin.precision):
             raise self.namespace.misconfiguration(reason)
         if self.precision_plugin.precision.startswith("16") and self.root_device.type == "cpu":
@@ -224,22 +196,16 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        assert isinstance(self.config, dict)
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
-        fits = trainer.fit_loop._data_source.is_defined()
-        reason = settings.take_trainer_arguments(
-            self.config,
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
-            gradient_clip_val=trainer.gradient_clip_val,
-            batch_size=self._auto_select_batch_size() if fits else None,
-            world_size=self.world_size,
-        )
-        if reason:
+        batch_size = self._auto_select_batch_size() if has_training_data(trainer) else None
+        if reason := settings.trainer_conflict(self.config, trainer, batch_size, self.world_size):
             raise self.namespace.misconfiguration(reason)
+        for key in ("gradient_accumulation_steps", "train_batch_size"):  # the same as the Trainer's
+            self.config.pop(key, None)
         super()._format_batch_size_and_grad_accum_config()
-        # Lightning calls for a step when it is due, and has divided the loss by then
+        # Lightning asks for a step when it is due, and has divided the loss by the number of batches
         self.config["gradient_accumulation_steps"] = 1
         self.config["managed_gradient_accumulation"] = False
 
@@ -259,7 +225,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        assert isinstance(self.config, dict)
         if "optimizer" not in self.config:
             self._ddp.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or len(self.lr_scheduler_configs) > 1:
@@ -267,49 +232,26 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                     "DeepSpeed drives one optimizer and at most one scheduler; `configure_optimizers` returned"
                     f" {len(self.optimizers)} and {len(self.lr_scheduler_configs)}. Use strategy='ort_zero1_native'."
                 )
-            self._check_groups(self.optimizers[0])
-            return
-        if self._swap.name not in ("auto", "keep"):
+        elif self._swap.name in ("auto", "keep"):
+            super().setup_optimizers(trainer)
+        else:
             raise ValueError(
                 f"optim={self._swap.name!r} changes what `configure_optimizers` returns, and the DeepSpeed"
                 f" configuration has an optimizer of its own, {self.config['optimizer']}. Choose in one place."
             )
-        super().setup_optimizers(trainer)
-
-    @staticmethod
-    def _check_groups(optimizer: "Optimizer") -> None:
-        for index, group in enumerate(optimizer.param_groups):
-            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            if not trained:
-                raise ValueError(
-                    f"Parameter group {index} has no parameter that requires a gradient, and DeepSpeed cannot flatten"
-                    " none. Leave the group out."
-                )
-            if len(dtypes := {str(parameter.dtype) for parameter in trained}) > 1:
-                raise ValueError(
-                    f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, and DeepSpeed flattens"
-                    " them into one tensor. Make a group for each dtype."
-                )
 
     @override
     def _init_optimizers(self) -> tuple["Optimizer", Any]:
-        (optimizer,) = self.optimizers
-        if reason := why_not_flat(optimizer):
-            raise ValueError(
-                f"DeepSpeed gives the optimizer one flat piece of each parameter group, and {runs(optimizer)} {reason}."
-                " Use torch's Adam, AdamW or SGD, or the strategy 'ort_ddp'."
-            )
-        return optimizer, self.lr_scheduler_configs[0] if self.lr_scheduler_configs else None
+        check_optimizer(self.optimizers[0])
+        return self.optimizers[0], next(iter(self.lr_scheduler_configs), None)
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        assert isinstance(self.config, dict)
         groups = [list(group["params"]) for group in self.optimizers[0].param_groups] if self.optimizers else None
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
         super()._initialize_deepspeed_train(model)
-        zero = self.optimizers[0]
-        self._shards = FlatShards(zero, groups or zero.round_robin_bit16_groups)  # type: ignore[attr-defined]
-        where = ", on the CPU" if self._offloads else ""
+        self._states = DeepSpeedStates(self.optimizers[0], groups)
+        where = ", on the CPU" if settings.offloads(self.config) else ""
         note = f"states split over {self.world_size} processes by DeepSpeed{where}"
         self.report.optimizers = [
             dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))
@@ -318,16 +260,15 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        # without gradients there is nothing to split, and an engine would take the user's hooks off the module
+        # no engine: it would remove the user's hooks from the module, and without gradients there is nothing to split
         if self.precision_plugin.precision.startswith(("bf16", "16")):
-            model.to(self.precision_plugin._desired_dtype)  # type: ignore[attr-defined]
+            model.to(deepspeed_dtype(self.precision_plugin))
         self.model = model
         self.model_to_device()
 
     def wrapper_hooks(self) -> list["RemovableHandle"]:
-        """The hooks that DeepSpeed put on the module, for itself and not for the user."""
-        handles = (getattr(self.model, f"module_forward_{when}_hook", None) for when in ("pre", "post"))
-        return [handle for handle in handles if handle is not None]
+        """Return the hooks that DeepSpeed, not the user, has registered on the module."""
+        return compat.forward_hooks(self.model)
 
     # checkpoints
 
@@ -338,22 +279,17 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
 
     @override
     def optimizer_state(self, optimizer: "Optimizer") -> dict[str, Tensor]:
-        """The whole states on rank 0, and nothing on the others."""
-        if self._checkpoint_form == "directory" or self._shards is None:
-            return {}
-        return self._shards.state_dict()
+        """Return the states of all parameters on rank 0, and nothing on the others."""
+        return self._states.state_dict() if self._states and self._checkpoint_form == "file" else {}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's, with the weights that the optimizer keeps in float32 in place of their rounded copies."""
+        """Return the module's state, with the optimizer's float32 weights instead of the module's rounded copies."""
         state_dict = super().lightning_module_state_dict()
         rounded = self.precision_plugin.precision != "32-true"
-        if self._shards is None or self._checkpoint_form == "directory" or not rounded:
+        weights = self._states.master_weights() if self._states and self._checkpoint_form == "file" and rounded else {}
+        if not weights:
             return state_dict
-        weights = self._shards.master_weights()
-        if weights is None:
-            return state_dict
-        assert self.lightning_module is not None
         names = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         return {name: weights.get(id(names.get(name)), value) for name, value in state_dict.items()}
 
@@ -364,15 +300,14 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         if self._checkpoint_form == "file":
             self._ddp.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        assert self.lightning_module is not None
-        assert self._shards is not None
+        assert self._states is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        groups = [[names[id(parameter)] for parameter in group] for group in self._shards.groups]
+        groups = [[names[id(parameter)] for parameter in group] for group in self._states.groups]
         super().save_checkpoint({**checkpoint, PARAMETER_NAMES: groups}, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: "_PATH", weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a plain checkpoint, or DeepSpeed's directory; both for any number of processes."""
+        """Load a plain checkpoint or DeepSpeed's directory, which may be of any number of processes."""
         if Path(checkpoint_path).is_dir():
             try:
                 return read_directory(Path(checkpoint_path), trust=weights_only is False)
@@ -384,24 +319,20 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._ddp.load_model_state_dict(checkpoint, strict)
-        if self._shards is None:
-            return
-        assert self.lightning_module is not None
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        weights = checkpoint["state_dict"]
-        self._shards.load_master_weights(lambda parameter: weights.get(names.get(id(parameter))))
+        if self._states is not None:
+            weights, parameters = checkpoint["state_dict"], self.lightning_module.named_parameters()
+            self._states.load_master_weights({id(p): weights[name] for name, p in parameters if name in weights})
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._shards is not None
+        assert self._states is not None
         (saved,) = checkpoint["optimizer_states"]
-        self._shards.load_state_dict(saved)
+        self._states.load_state_dict(saved)
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        while self._put_back:
-            self._put_back.pop()()
-        # the states stay, for `trainer.save_checkpoint` after the fit; the configuration does not, since what the next
-        # Trainer says may differ
+        self._process_settings.close()
+        # The states stay, for `trainer.save_checkpoint` after the fit. The configuration is reset, because the next
+        # Trainer may have other arguments.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False

@@ -1,44 +1,24 @@
-"""What the processes of one run tell each other without waiting: :class:`RunStoreMixin`."""
+"""A key-value store for one run, by which its processes exchange facts without waiting: :func:`open_run_store`."""
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from typing_extensions import override
+
+from lightning_ort.compat.torch import default_store
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
+    from lightning.pytorch.strategies import ParallelStrategy
 
 
-class RunStoreMixin(_DDPStrategy):
-    """Gives each run of the Trainer a part of its own in the store of the process group.
+def open_run_store(strategy: "ParallelStrategy") -> "torch.distributed.Store | None":
+    """Return a part of the process group's store for one run of the Trainer; ``None`` for a single process.
 
-    The process group and its store outlive a run. A name that all processes draw anew for each run keeps what an
-    earlier one has written, with another model or another configuration, out of this one.
-
-    Attributes:
-        run_store: That part; ``None`` for a single process, and between runs.
-
+    The process group and its store outlive a run. All processes agree on a new random prefix for each run, so that
+    values of an earlier run, with another model or configuration, are not seen. Call it in all processes.
     """
-
-    run_store: "torch.distributed.Store | None" = None
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self.world_size == 1 or not torch.distributed.is_initialized():
-            return
-        name = self.broadcast(uuid.uuid4().hex)
-        store = torch.distributed.distributed_c10d._get_default_store()
-        if store is not None:  # MPI has none
-            self.run_store = torch.distributed.PrefixStore(f"lightning_ort/{name}", store)
-
-    @override
-    def teardown(self) -> None:
-        self.run_store = None
-        super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "run_store": None}
+    if strategy.world_size == 1 or not torch.distributed.is_initialized():
+        return None
+    name = strategy.broadcast(uuid.uuid4().hex)
+    store = default_store()
+    return None if store is None else torch.distributed.PrefixStore(f"lightning_ort/{name}", store)

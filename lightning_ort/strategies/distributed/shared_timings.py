@@ -1,54 +1,40 @@
-"""The same placement in every process: :class:`SharedTimingsMixin`."""
+"""The same placement in every process of a run: :func:`share_timings`.
+
+Processes that compute the same thing with different kernels drift apart in the last bits. The process that has timed a
+region first publishes its timings, and the others use them instead of their own. No process waits for another: one that
+compiles a graph which the others never see, such as that of its smaller last batch, does not hang.
+"""
 
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from lightning_ort.strategies.distributed.run_store import RunStoreMixin
-
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import torch
-
-    from lightning_ort.compiler.backend import ORTBackend
 
 log = logging.getLogger(__name__)
 
+Agree = Callable[[str, dict[str, Any]], dict[str, Any]]
 
-class SharedTimingsMixin(RunStoreMixin):
-    """Lets the processes of a run share their timings, so that all of them place a region alike.
 
-    Processes that compute the same thing by different kernels drift apart in the last bits. The one that has timed a
-    region first publishes what it measured, and the others go by that. Nobody waits for anybody: a process that
-    compiles a graph which the others never see, such as that of its smaller last batch, is not left hanging.
-    """
-
-    if TYPE_CHECKING:
-        _backend: ORTBackend | None
-
-    @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        if self._backend is not None:
-            self._backend.agree = self._agree if self.run_store is not None else None
-
-    def _agree(self, key: str, measured: dict[str, Any]) -> dict[str, Any]:
-        return measured if self.run_store is None else agree(self.run_store, key, measured)
+def share_timings(store: "torch.distributed.Store | None") -> Agree | None:
+    """Return the function by which a backend shares timings through the store of a run."""
+    return None if store is None else partial(agree, store)
 
 
 def agree(store: "torch.distributed.Store", key: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """Publish what was measured, or take what another process of the run has published.
+    """Publish timings, or return those that another process of the run has published.
 
     Args:
-        store: Of the run.
-        key: Of the region or step; the same in all processes.
-        measured: Here, in plain types.
+        store: The store of the run.
+        key: The region or step; the same in all processes.
+        measured: The timings of this process, in plain types.
 
     Returns:
-        What was published first, of that which was measured here too: a process does not go by what it has not got,
-        such as an engine that failed in it.
+        The part of what was published first that was measured here too. A process must not use timings of something
+        that it does not have, such as an engine that failed in it.
 
     """
     published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))

@@ -1,4 +1,4 @@
-"""All processes of a run end after the same batch when one of them is told to: :class:`AgreedStop`."""
+"""SIGTERM to any process of a run ends all of them after the same batch: :class:`CoordinatedSigterm`."""
 
 import logging
 import os
@@ -9,43 +9,54 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
+
+from lightning_ort.compat.lightning import (
+    end_after_this_batch,
+    is_sigterm_handler,
+    reset_sigterm_handler,
+    set_sigterm_handler,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-# how long a process that is told to end goes on without coming to its next batch, at least
+SIGTERM_CHECKPOINT = "sigterm.ckpt"
+STATUS = 128 + signal.SIGTERM
+# a process that is to end may take at least this long to reach its next batch
 PATIENCE_SECONDS = 60.0
-# the same while it, or another one, saves a checkpoint
+# the same while it, or another process, saves a checkpoint
 SAVING_SECONDS = 1800.0
 _LISTEN_SECONDS = 0.3
 _POSIX = os.name == "posix"
 
 
-class AgreedStop:
-    """Lets all processes stop after the same batch.
+class CoordinatedSigterm:
+    """Lets all processes of a run stop after the same batch, and save a checkpoint, when one of them gets SIGTERM.
 
-    Lightning's own answer to SIGTERM starts a collective wherever the signal meets a process, which may be in the
-    middle of another one, and has rank 0 alone heard. This one sets a mark, and a thread of each process tells the
-    others by way of the run's store. Each process gives a vote when its next batch begins, and when rank 0 has seen all
-    votes it names the batch after which to stop. No process can be past that one, since Lightning has them wait for
-    rank 0 at the start of each batch of training; and in evaluation they are not further apart than their collectives
-    let them, which are all that has to match. A step of a run that is not told to end pays nothing.
+    Lightning itself starts a collective wherever the signal meets a process, perhaps in the middle of another
+    collective, and only rank 0 is heard. Here the signal sets a flag, and a thread of each process tells the others
+    through the store of the run. Each process votes when its next batch begins. When rank 0 has seen all votes, it
+    chooses the batch after which to stop. No process can be past that batch, because Lightning makes all processes wait
+    for rank 0 at the start of each training batch. In evaluation they are not further apart than their collectives
+    allow, and only those have to match. A step costs nothing extra unless the run is told to end.
 
-    Where the vote comes to nothing, since a process is stuck, each process ends by itself, without a checkpoint.
+    If the vote does not succeed because a process is stuck, each process ends by itself, without a checkpoint.
 
     Args:
-        trainer: Of the run.
-        store: Of the run; ``None`` for a single process.
-        status: To end with in that case.
+        trainer: The Trainer of the run.
+        store: The store of the run; ``None`` for a single process.
+        status: The exit status of this process.
 
     Attributes:
-        agreed: Whether this process is at the batch after which to stop.
+        agreed: Whether this process has reached the batch after which to stop.
 
     """
 
@@ -56,7 +67,7 @@ class AgreedStop:
         self._trainer = trainer
         self._store = store
         self._voted = False
-        # batches of training, and of the evaluation since
+        # training batches, and steps of the evaluation since then
         self._position = (0, 0)
         self._listener: _Listener | None = None
         self._progress = time.monotonic()
@@ -64,20 +75,20 @@ class AgreedStop:
         self._saving = 0
 
     def install(self) -> None:
-        """Take the place of Lightning's answer to SIGTERM; handlers that were there before are called as ever."""
-        self._trainer._signal_connector._sigterm_notifier_fn = self._mark  # type: ignore[method-assign, assignment]
+        """Replace Lightning's reaction to SIGTERM; handlers that the user installed still run."""
+        set_sigterm_handler(self._trainer, self._mark)
         if self._store is not None:
             self._listener = _Listener(self, self._store)
             self._listener.start()
 
     @property
-    def _answers(self) -> bool:
-        """Whether this is what answers SIGTERM now: Lightning has its handlers in place in the loops alone."""
-        return self._mark in getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
+    def is_installed(self) -> bool:
+        """Whether this handles SIGTERM now: Lightning has its handlers in place only in its loops."""
+        return is_sigterm_handler(self._mark)
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        reset_sigterm_handler(self._trainer)
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -86,18 +97,18 @@ class AgreedStop:
         self.tell()
 
     def tell(self) -> None:
-        """Have this process vote from now on; a second call changes nothing."""
+        """Let this process vote from now on; a second call does nothing."""
         if not self.told:
             self._progress = time.monotonic()
             self.told = True
 
     def on_train_batch_start(self) -> None:
-        """Vote, and see whether all have: Lightning's loops end after this batch, and save their progress."""
+        """Vote; if this is the batch to stop after, Lightning's loops end after it and save their progress."""
         if self._at((self._position[0] + 1, 0)):
-            self._trainer._signal_connector.received_sigterm = True
+            end_after_this_batch(self._trainer)
 
     def on_evaluation_step(self) -> bool:
-        """Vote, and see whether all have; if so, this is where to end."""
+        """Vote, and return whether to end here."""
         return not self._trainer.sanity_checking and self._at((self._position[0], self._position[1] + 1))
 
     def _at(self, position: tuple[int, int]) -> bool:
@@ -113,51 +124,60 @@ class AgreedStop:
         self._voted = True
         batches, steps = self._position
         if self._trainer.is_global_zero and votes == self._trainer.world_size and not store.check(["stop/at"]):
-            # the next batch of training but, if an evaluation comes first, its second one: the first of them may have
-            # begun elsewhere
+            # the next training batch; if an evaluation comes first, its second batch, because another process may have
+            # begun the first one already
             store.set("stop/at", f"{batches},{steps + 2}")
         if not store.check(["stop/at"]):
             return False
         at, step = store.get("stop/at").decode().split(",")
         return self._position >= (int(at), int(step))
 
-    @staticmethod
     @contextmanager
-    def patience(stop: "AgreedStop | None") -> Iterator[None]:
+    def patience(self) -> Iterator[None]:
         """Allow for the time that saving takes."""
-        if stop is None:
-            yield
-            return
-        stop._saving += 1
+        self._saving += 1
         try:
             yield
         finally:
-            stop._saving -= 1
-            stop._progress = time.monotonic()
+            self._saving -= 1
+            self._progress = time.monotonic()
+
+    def save_and_exit(self, exit_: SystemExit) -> None:
+        """Save a checkpoint to go on from, if the Trainer saves any, and set the status of the exit."""
+        with self.patience():
+            self._save()
+        exit_.code = self.status
+
+    def _save(self) -> None:
+        trainer = self._trainer
+        if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
+            if trainer.state.fn == "fit":
+                rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+            # the store may end with rank 0, and the others still have to read from it where to end
+            trainer.strategy.barrier()
+            return
+        path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
+        trainer.save_checkpoint(path)
+        rank_zero_info("lightning-ort: SIGTERM: saved %s; go on with `trainer.fit(..., ckpt_path=%r)`", path, str(path))
 
     @property
     def overdue(self) -> float | None:
-        """For how many seconds this process has come to no batch, if that is too long since it was told to end."""
+        """The seconds since this process has last reached a batch, if it is to end and that is too long."""
         waited = time.monotonic() - self._progress
         allowed = SAVING_SECONDS if self._saving else max(PATIENCE_SECONDS, 3 * self._longest)
         return waited if self.told and waited > allowed else None
 
 
 class _Listener(threading.Thread):
-    """Hears of a signal to any process of the run, and does not wait for ever.
+    """Learns of a signal to any process of the run, and ends this process if the vote takes too long.
 
-    Python calls a handler when the main thread is back from what it does in C, which may be to wait for a process that
-    is stuck. Of the signal itself it writes to a file at once, and that is what this thread reads.
-
-    Args:
-        stop: To be told.
-        store: Of the run.
-
+    Python calls a signal handler only when the main thread returns from C code, where it may wait for a process that is
+    stuck. But it writes the signal's number to the wakeup file at once, and this thread reads that.
     """
 
-    def __init__(self, stop: AgreedStop, store: "torch.distributed.Store") -> None:
+    def __init__(self, sigterm: CoordinatedSigterm, store: "torch.distributed.Store") -> None:
         super().__init__(daemon=True, name="lightning-ort-listener")
-        self._agreed_stop = stop
+        self._sigterm = sigterm
         self._store: torch.distributed.Store | None = store
         self._stopped = False
         self._passed_on = False
@@ -171,44 +191,43 @@ class _Listener(threading.Thread):
 
     @override
     def run(self) -> None:
-        stop = self._agreed_stop
         while not self._stopped:
-            self._hear_of_signals(stop)
+            self._read_signals()
             try:
-                self._hear_of_others(stop)
-            except RuntimeError:  # the store is gone, with the process that had it: nobody is left to be told
+                self._read_store()
+            except RuntimeError:  # the process that hosts the store is gone: nobody is left to be told
                 self._store = None
-            if (waited := stop.overdue) is not None:
+            if (waited := self._sigterm.overdue) is not None:
                 log.error(
-                    "lightning-ort: SIGTERM: the processes do not come to a batch to stop after, in %.0f s; this one"
-                    " ends without a checkpoint.",
+                    "lightning-ort: SIGTERM: the processes have reached no batch to stop after in %.0f s; this one ends"
+                    " without a checkpoint.",
                     waited,
                 )
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(stop.status)
+                os._exit(self._sigterm.status)
 
-    def _hear_of_signals(self, stop: AgreedStop) -> None:
-        if not _POSIX:  # where pipes cannot be waited for, nor be told of signals
+    def _read_signals(self) -> None:
+        if not _POSIX:  # Windows can neither select() a pipe nor write signals to it
             time.sleep(_LISTEN_SECONDS)
             return
         if not select.select([self._read], [], [], _LISTEN_SECONDS)[0]:
             return
         signals = os.read(self._read, 4096)
-        if signal.SIGTERM in signals and stop._answers:
-            stop.tell()
+        if signal.SIGTERM in signals and self._sigterm.is_installed:
+            self._sigterm.tell()
         if self._before >= 0 and (others := signals.strip(b"\0")):
             os.write(self._before, others)
 
-    def _hear_of_others(self, stop: AgreedStop) -> None:
+    def _read_store(self) -> None:
         if self._store is None or self._passed_on:
             return
-        if stop.told:
+        if self._sigterm.told:
             self._store.set("stop/told", "1")
             self._passed_on = True
         elif self._store.check(["stop/told"]):
             self._passed_on = True
-            stop.tell()
+            self._sigterm.tell()
 
     def stop(self) -> None:
         """End the thread."""
@@ -216,7 +235,7 @@ class _Listener(threading.Thread):
         if self._wakes and threading.current_thread() is threading.main_thread():
             _wakeups.discard(self._write)
             now = signal.set_wakeup_fd(self._before)
-            if now != self._write:  # another's, since
+            if now != self._write:  # somebody else has set another one since
                 signal.set_wakeup_fd(now)
         os.write(self._write, b"\0")
         self.join(10.0)
@@ -225,11 +244,11 @@ class _Listener(threading.Thread):
             os.close(self._write)
 
 
-_wakeups: set[int] = set()  # of the runs of this process
+_wakeups: set[int] = set()  # the wakeup files of the runs in this process
 
 
 def _leave_to_parent() -> None:
-    """A forked process has the same file, and what it is told is not for the run."""
+    """Forget the wakeup file in a forked process: signals to that process do not concern the run."""
     if _wakeups:
         _wakeups.clear()
         signal.set_wakeup_fd(-1)

@@ -14,7 +14,7 @@ from torch import fx, nn
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
 from lightning_ort.compiler import openmp
-from lightning_ort.compiler.executors.ort.conversion.graph import dtype_of, element_type, input_dtype
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.output_shapes import output_shapes_fn

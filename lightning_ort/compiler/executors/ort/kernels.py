@@ -3,9 +3,7 @@
 import functools
 import importlib.metadata
 import logging
-import os
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import onnx_ir as ir
@@ -34,20 +32,6 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
 }
 
 _load_errors: dict[Hashable, str | None] = {}
-
-
-@contextmanager
-def spare_deepspeed_the_search() -> Iterator[None]:
-    """Tell DeepSpeed, while it is imported, that there is no GPU, if so: by itself it looks for one, and warns."""
-    name = "DS_ACCELERATOR"
-    if torch.cuda.is_available() or name in os.environ:
-        yield
-        return
-    os.environ[name] = "cpu"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def unavailable() -> Reason | None:

@@ -5,16 +5,17 @@ builds a session for what the converter emits.
 """
 
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload
-from lightning_ort.compiler.executors.ort.conversion.graph import DTYPES, GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.nodes import is_random, values_of
+from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.regions import Support
 from lightning_ort.compiler.report import Reason, ReasonType
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,37 +29,12 @@ _BETTER_IN_TORCH = {
 }
 
 
-@dataclass(frozen=True)
-class Support:
-    """The answer for one node.
-
-    Args:
-        ok: Whether ONNX Runtime can run it.
-        reason: Why not; ``None`` if it can.
-
-    """
-
-    ok: bool
-    reason: Reason | None = None
-
-
-def check(node: fx.Node, kernels: Kernels, torch_ops: frozenset[str]) -> Support:
-    """Decide whether ONNX Runtime can run a node by converting it alone.
-
-    Args:
-        node: A ``call_function`` node with ``meta["val"]``.
-        kernels: What the installed onnxruntime has.
-        torch_ops: Names of ops that the user keeps in torch, with or without overload.
-
-    """
+def check(node: fx.Node, kernels: Kernels) -> Support:
+    """Decide whether ONNX Runtime can run a ``call_function`` node by converting it alone."""
     if node.target is operator.getitem:  # goes where the op that made the tuple goes
         return Support(False, Reason(ReasonType.NO_CONVERTER, "tuple access"))
     if not isinstance(node.target, OpOverload):
         return Support(False, Reason(ReasonType.NO_CONVERTER, str(node.target)))
-    if torch_ops and {str(node.target), str(node.target).rpartition(".")[0]} & torch_ops:
-        return Support(False, Reason(ReasonType.USER, str(node.target)))
-    if is_random(node):
-        return Support(False, Reason(ReasonType.RANDOM, str(node.target)))
     if node.target in _BETTER_IN_TORCH:
         return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):

@@ -1,16 +1,25 @@
-"""One ONNX graph under construction: what converters write to."""
+"""One ONNX graph under construction, and its values, which converters compute with."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, FORMS, Unsupported
-from lightning_ort.compiler.nodes import ANY_BYTE
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
+    DTYPES,
+    Arg,
+    dtype_of,
+    input_dtype,
+    onnx_shape,
+    shape_of,
+    static,
+)
+from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
@@ -20,100 +29,127 @@ if TYPE_CHECKING:
 OPSET = 18
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
-# in the meta of an FX node: the form that it was found to be fastest in
-FORM = "onnx_form"
 
-Scalar = bool | int | float
-Arg = fx.Node | Scalar
+# the dtype of a result is that of the first input, except for these
+_BOOLEAN = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+_INTEGER = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size"}
+_LIKE_SECOND_INPUT = {"DequantizeLinear", "Where"}
 
-DTYPES: dict[torch.dtype, ir.DataType] = {
-    torch.float32: ir.DataType.FLOAT,
-    torch.float64: ir.DataType.DOUBLE,
-    torch.float16: ir.DataType.FLOAT16,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.int64: ir.DataType.INT64,
-    torch.int32: ir.DataType.INT32,
-    torch.int16: ir.DataType.INT16,
-    torch.int8: ir.DataType.INT8,
-    torch.uint8: ir.DataType.UINT8,
-    torch.bool: ir.DataType.BOOL,
-}
+Operand = Union["Value", Arg]
 
 
-def element_type(dtype: torch.dtype) -> Any:
-    """What onnxruntime's IO binding takes for a dtype: numpy's, or ONNX's number for bfloat16, which numpy lacks."""
-    data_type = DTYPES[dtype]
-    return int(data_type) if data_type is ir.DataType.BFLOAT16 else data_type.numpy()
+def _operator(op_type: str, reflected: bool = False) -> Callable[["Value", Operand], "Value"]:
+    """A binary operator, elementwise; reflected: the value is the second input."""
+
+    def apply(self: "Value", other: Operand) -> "Value":
+        if isinstance(other, Value) and other.dtype != self.dtype:
+            raise TypeError(f"{op_type} of {self.dtype} and {other.dtype}")
+        if isinstance(other, float) and not self.dtype.is_floating_point and not other.is_integer():
+            raise Unsupported(f"{op_type} of {self.dtype} and {other}")
+        value = self.ctx.value(other, self.dtype)
+        return value.op(op_type, self) if reflected else self.op(op_type, value)
+
+    return apply
 
 
-def dtype_of(arg: Arg) -> torch.dtype:
-    """The dtype of an argument's value; an integer counts as int64, a float as float32, a symbolic one as float64."""
-    if isinstance(arg, fx.Node):
-        val = arg.meta["val"]
-        if isinstance(val, torch.Tensor):
-            return val.dtype
-        return {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}.get(type(val), torch.int64)
-    if isinstance(arg, bool):
-        return torch.bool
-    return torch.int64 if isinstance(arg, int) else torch.float32
+class Value:
+    """A value of the ONNX graph, with operators: ``grad * (1 - y * y)`` emits two ``Mul`` and a ``Sub``.
+
+    The other operand may be a Python scalar or an FX node, which are taken in this value's dtype. Between two values
+    of different dtypes an operator raises ``TypeError``: use :meth:`cast`. ``==`` and ``!=`` are operators too, so test
+    for identity with ``is``.
+    """
+
+    __slots__ = ("ctx", "dtype", "ir")
+    __hash__ = object.__hash__
+
+    def __init__(self, ctx: "GraphBuilder", value: ir.Value, dtype: torch.dtype) -> None:
+        self.ctx = ctx
+        self.ir = value
+        self.dtype = dtype
+
+    def op(self, op_type: str, *others: Any, **attrs: Any) -> "Value":
+        """An ONNX operator with this value as its first input; see :meth:`GraphBuilder.op`."""
+        return self.ctx.op(op_type, self, *others, **attrs)
+
+    __add__, __radd__ = _operator("Add"), _operator("Add", reflected=True)
+    __sub__, __rsub__ = _operator("Sub"), _operator("Sub", reflected=True)
+    __mul__, __rmul__ = _operator("Mul"), _operator("Mul", reflected=True)
+    __truediv__, __rtruediv__ = _operator("Div"), _operator("Div", reflected=True)
+    __pow__, __rpow__ = _operator("Pow"), _operator("Pow", reflected=True)
+    __lt__, __le__ = _operator("Less"), _operator("LessOrEqual")
+    __gt__, __ge__ = _operator("Greater"), _operator("GreaterOrEqual")
+    __eq__ = _operator("Equal")  # type: ignore[assignment]
+    __and__, __or__ = _operator("And"), _operator("Or")
+    min, max = _operator("Min"), _operator("Max")
+
+    def __ne__(self, other: Operand) -> "Value":  # type: ignore[override]
+        return ~(self == other)
+
+    def __invert__(self) -> "Value":
+        return self.op("Not")
+
+    def __neg__(self) -> "Value":
+        return self.op("Neg")
+
+    def __abs__(self) -> "Value":
+        return self.op("Abs")
+
+    def __bool__(self) -> bool:
+        raise TypeError("a value of the graph is not known while the graph is built")
+
+    def is_nan(self) -> "Value":
+        """Where it is NaN."""
+        return self.op("IsNaN")
+
+    def cast(self, dtype: torch.dtype) -> "Value":
+        """The value in another dtype; the same cast is emitted once."""
+        return self if dtype == self.dtype else self.ctx.cast(self, dtype)
+
+    def reshape(self, shape: "Value | Sequence[int]") -> "Value":
+        """``Reshape``, in which 0 copies a size and -1 infers one."""
+        return self.op("Reshape", shape)
+
+    def expand(self, shape: "Value | Sequence[int]") -> "Value":
+        """Broadcast to a shape."""
+        return self.op("Expand", shape)
+
+    def unsqueeze(self, *dims: int) -> "Value":
+        """Insert dimensions of size 1."""
+        return self.op("Unsqueeze", dims)
+
+    def squeeze(self, *dims: int) -> "Value":
+        """Remove dimensions of size 1."""
+        return self.op("Squeeze", dims)
+
+    def transpose(self, perm: Sequence[int]) -> "Value":
+        """Permute the dimensions."""
+        # not even a Transpose that leaves them: onnxruntime 1.19 folds any before a Gemm into it, as a swap
+        return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
 
 
-def input_dtype(node: fx.Node) -> torch.dtype:
-    """What a region's input is declared as and bound as: its dtype, or bytes for booleans that may be any byte."""
-    return torch.uint8 if node.meta.get(ANY_BYTE) else dtype_of(node)
+def where(condition: Value, x: Operand, y: Operand, dtype: torch.dtype | None = None) -> Value:
+    """``x`` where the condition holds, else ``y``: in ``dtype``, or that of the one that is a value."""
+    dtype = dtype or next(arg.dtype for arg in (x, y) if isinstance(arg, Value))
+    return condition.op("Where", condition.ctx.value(x, dtype), condition.ctx.value(y, dtype))
 
 
-def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
-    """The sizes of a tensor node; symbolic ones are ``torch.SymInt``."""
-    return tuple(node.meta["val"].shape)
-
-
-def rank_of(node: fx.Node) -> int:
-    """The number of dimensions of a tensor node."""
-    return int(node.meta["val"].dim())
-
-
-def onnx_shape(sizes: Sequence[Any]) -> ir.Shape:
-    """Sizes as ONNX has them: a symbolic one becomes a named dimension."""
-    return ir.Shape([size if isinstance(size, int) else str(size) for size in sizes])
-
-
-def static(sizes: Sequence[Any]) -> bool:
-    """Whether no size is symbolic."""
-    return all(isinstance(size, int) for size in sizes)
-
-
-def same_shape(x: fx.Node, y: fx.Node) -> bool:
-    """Whether two tensor nodes surely have the same shape; unlike ``==`` on symbolic sizes this installs no guard."""
-    pairs = list(zip(shape_of(x), shape_of(y), strict=False))
-    return rank_of(x) == rank_of(y) and all(_expression(a) == _expression(b) for a, b in pairs)
-
-
-def forms_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
-    """The forms that a node's op can be written in with these kernels, the usual one first; none: there is but one."""
-    forms = FORMS.get(node.target, ())  # type: ignore[call-overload]
-    return tuple(form for form in forms if form == EXPANDED or kernels.has_training(form))
-
-
-def _expression(size: int | torch.SymInt) -> Any:
-    return size if isinstance(size, int) else size.node.expr
+def variants_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
+    """The variants that a node's op can be written in with these kernels, the default first; empty if there is one."""
+    variants = VARIANTS.get(node.target, ())  # type: ignore[call-overload]
+    return tuple(name for name in variants if name == EXPANDED or kernels.has_training(name))
 
 
 class GraphBuilder:
-    """Collects the ONNX nodes of one region.
-
-    Args:
-        kernels: What the installed onnxruntime has; ``None`` means no training kernels.
-
-    """
+    """Collects the ONNX nodes of one region, for the kernels of the installed onnxruntime."""
 
     def __init__(self, kernels: "Kernels") -> None:
         self.kernels = kernels
         self.inputs: list[ir.Value] = []
         self.nodes: list[ir.Node] = []
         self.values: dict[fx.Node, Any] = {}
-        self._initializers: dict[tuple[Any, ...], ir.Value] = {}
-        self._casts: dict[tuple[ir.Value, torch.dtype], ir.Value] = {}
+        self._constants: dict[tuple[Any, ...], Value] = {}
+        self._casts: dict[tuple[ir.Value, torch.dtype], Value] = {}
         self._count = 0
 
     @property
@@ -129,13 +165,14 @@ class GraphBuilder:
         if isinstance(val, torch.Tensor):
             if val.dtype not in DTYPES:
                 raise Unsupported(f"{val.dtype} has no ONNX counterpart here", ReasonType.DTYPE)
-            value = ir.Value(name=name, type=ir.TensorType(DTYPES[input_dtype(node)]), shape=onnx_shape(val.shape))
+            dtype, shape = input_dtype(node), onnx_shape(val.shape)
         elif isinstance(val, (int, torch.SymInt, torch.SymFloat)):
-            value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype_of(node)]), shape=ir.Shape([]))
+            dtype, shape = dtype_of(node), ir.Shape([])
         else:
             raise Unsupported(f"an input of type {type(val).__name__}", ReasonType.DTYPE)
-        self.inputs.append(value)
-        self.values[node] = self.cast(value, torch.bool) if node.meta.get(ANY_BYTE) else value
+        value = Value(self, ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=shape), dtype)
+        self.inputs.append(value.ir)
+        self.values[node] = value.cast(torch.bool) if node.meta.get(ANY_BYTE) else value
 
     def convert(self, node: fx.Node) -> None:
         """Emit one FX node.
@@ -150,7 +187,7 @@ class GraphBuilder:
         self.values[node] = converter(self, node, *node.args, **node.kwargs)
 
     def model(self, outputs: Sequence[fx.Node], name: str) -> ir.Model:
-        """Close the graph.
+        """Finish the graph.
 
         Args:
             outputs: The FX nodes whose values are the graph's outputs, in order; named ``o0``, ``o1``, ... A node with
@@ -158,25 +195,25 @@ class GraphBuilder:
             name: Name of the graph.
 
         """
-        closed: list[ir.Value] = []
+        results: list[ir.Value] = []
         for node in outputs:
             val, value = node.meta["val"], self.values[node]
             pairs = zip(val, value, strict=True) if isinstance(val, (tuple, list)) else [(val, value)]
             for tensor, result in pairs:
-                if result is None:  # what output_mask left out
+                if result is None:  # left out by output_mask
                     continue
                 # a graph output must not be an input or an initializer, nor be listed twice; an Identity copies
-                made_here = result.producer() is not None and not any(result is other for other in closed)
-                output = result if made_here else self.op("Identity", result)
-                output.name = f"o{len(closed)}"
+                made_here = result.ir.producer() is not None and not any(result.ir is other for other in results)
+                output = (result if made_here else result.op("Identity")).ir
+                output.name = f"o{len(results)}"
                 output.type = ir.TensorType(DTYPES[tensor.dtype])
                 output.shape = onnx_shape(tensor.shape)
-                closed.append(output)
+                results.append(output)
         graph = ir.Graph(
             self.inputs,
-            closed,
-            nodes=_live(self.nodes, closed),
-            initializers=list(self._initializers.values()),
+            results,
+            nodes=_live(self.nodes, results),
+            initializers=[constant.ir for constant in self._constants.values()],
             opset_imports={"": OPSET, MICROSOFT: 1},
             name=name,
         )
@@ -184,26 +221,39 @@ class GraphBuilder:
 
     # what converters call
 
-    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attrs: Any) -> Any:
+    def op(
+        self,
+        op_type: str,
+        *inputs: Any,
+        outputs: int = 1,
+        domain: str = "",
+        dtype: torch.dtype | None = None,
+        **attrs: Any,
+    ) -> Any:
         """Emit an ONNX node.
 
         Args:
             op_type: The ONNX operator.
-            *inputs: Its inputs; ``None`` for an optional one left out.
-            outputs: How many outputs to name.
+            *inputs: Its inputs: values; FX nodes; sequences of integers, which become int64 constants; ``None`` for an
+                optional one left out.
+            outputs: How many outputs it has.
             domain: ``""`` for ONNX, :data:`MICROSOFT` for ONNX Runtime's contributed operators.
+            dtype: The dtype of the (first) output, where it follows neither from the operator nor from its inputs.
             **attrs: Attributes; those that are ``None`` are left out.
 
         Returns:
-            The output, or a tuple of them where there are several.
+            The output, or a tuple of them if there are several.
 
         """
-        given = list(inputs)
-        while given and given[-1] is None:  # onnxruntime 1.19 takes an empty name at the end of Squeeze for an input
-            given.pop()
+        values = [
+            None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)
+            for arg in inputs
+        ]
+        while values and values[-1] is None:  # onnxruntime 1.19 takes an empty name at the end of Squeeze for an input
+            values.pop()
         node = ir.node(
             op_type,
-            given,
+            [None if value is None else value.ir for value in values],
             {name: value for name, value in attrs.items() if value is not None},
             domain=domain,
             num_outputs=outputs,
@@ -213,13 +263,16 @@ class GraphBuilder:
             self._count += 1
         node.name = f"{op_type}_{len(self.nodes)}"
         self.nodes.append(node)
-        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+        first = dtype or _result_dtype(op_type, values)
+        second = torch.int64 if op_type in ("MaxPool", "TopK") else first  # indices
+        results = tuple(Value(self, output, second if index else first) for index, output in enumerate(node.outputs))
+        return results[0] if outputs == 1 else results
 
-    def ms(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attrs: Any) -> Any:
+    def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:
         """Emit a node of ONNX Runtime's contributed operators (``com.microsoft``, version 1)."""
-        return self.op(op_type, *inputs, outputs=outputs, domain=MICROSOFT, **attrs)
+        return self.op(op_type, *inputs, domain=MICROSOFT, **options)
 
-    def const(self, value: Any, dtype: torch.dtype) -> ir.Value:
+    def const(self, value: Any, dtype: torch.dtype) -> Value:
         """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
         if isinstance(value, fx.Node):
             raise Unsupported(f"a symbolic number where a constant is needed: {value}")
@@ -230,64 +283,50 @@ class GraphBuilder:
         except (OverflowError, ValueError) as error:  # -1 as uint8, an infinity as int64
             raise Unsupported(f"{value} as {dtype}") from error
         key = (dtype, array.shape, array.tobytes())
-        if key not in self._initializers:
-            name = f"c{len(self._initializers)}"
-            self._initializers[key] = ir.Value(
+        if key not in self._constants:
+            name = f"c{len(self._constants)}"
+            constant = ir.Value(
                 name=name,
                 type=ir.TensorType(DTYPES[dtype]),
                 shape=ir.Shape(array.shape),
                 const_value=ir.tensor(array, name=name),
             )
-        return self._initializers[key]
+            self._constants[key] = Value(self, constant, dtype)
+        return self._constants[key]
 
-    def ints(self, values: int | Sequence[int]) -> ir.Value:
+    def ints(self, values: int | Sequence[int]) -> Value:
         """An int64 constant, 1-D for a sequence: axes, split sizes and such."""
         return self.const(values, torch.int64)
 
-    def value(self, arg: Arg, dtype: torch.dtype | None = None) -> ir.Value:
-        """The ONNX value of an argument.
-
-        Args:
-            arg: An FX node, or a Python scalar, which becomes a constant.
-            dtype: Cast to this dtype where the argument has another; a scalar without it gets its natural dtype.
-
-        """
-        if not isinstance(arg, fx.Node):
+    def value(self, arg: Operand, dtype: torch.dtype | None = None) -> Value:
+        """The value of an FX node, or a constant for a Python scalar; cast to ``dtype`` if that is given."""
+        if isinstance(arg, (bool, int, float)):
             return self.const(arg, dtype or dtype_of(arg))
-        value = self.values[arg]
-        return value if dtype is None or dtype_of(arg) == dtype else self.cast(value, dtype)
+        value = arg if isinstance(arg, Value) else self.values[arg]
+        return value if dtype is None else value.cast(dtype)
 
-    def product(self, dtype: torch.dtype, *args: Arg) -> ir.Value:
-        """The product of scalars: a constant, but for symbolic ones."""
-        numbers = [arg for arg in args if not isinstance(arg, fx.Node)]
-        result = self.const(math.prod(numbers), dtype)
+    def product(self, dtype: torch.dtype, *args: Arg) -> Value:
+        """The product of scalars: a constant, unless one is symbolic."""
+        result = self.const(math.prod(arg for arg in args if not isinstance(arg, fx.Node)), dtype)
         for arg in args:
             if isinstance(arg, fx.Node):
-                result = self.op("Mul", result, self.value(arg, dtype))
+                result = result * arg
         return result
 
-    def cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
         """A value in another dtype; the same cast is emitted once."""
         if dtype not in DTYPES:
             raise Unsupported(f"a cast to {dtype}", ReasonType.DTYPE)
-        key = (value, dtype)
+        key = (value.ir, dtype)
         if key not in self._casts:
-            self._casts[key] = self.op("Cast", value, to=int(DTYPES[dtype]))
+            self._casts[key] = self.op("Cast", value, dtype=dtype, to=int(DTYPES[dtype]))
         return self._casts[key]
 
-    def scaled_mask(self, mask: fx.Node, scale: float, dtype: torch.dtype) -> ir.Value:
-        """Booleans as 0 and ``scale``."""
-        if dtype is torch.float32 and 0 < scale < math.inf:
-            # one pass over memory for Cast and Mul, in half the time; exact, since the mask is 0 or 1
-            return self.op("DequantizeLinear", self.value(mask, torch.uint8), self.const(scale, dtype))
-        return self.op("Mul", self.value(mask, dtype), self.const(scale, dtype))
-
-    def transpose(self, value: ir.Value, perm: Sequence[int]) -> ir.Value:
+    def transpose(self, value: Value, perm: Sequence[int]) -> Value:
         """Permute the dimensions."""
-        # not even a Transpose that leaves them: onnxruntime 1.19 folds any before a Gemm into it, as a swap
-        return value if list(perm) == list(range(len(perm))) else self.op("Transpose", value, perm=list(perm))
+        return value.transpose(perm)
 
-    def sizes(self, sizes: Sequence[int | fx.Node]) -> ir.Value:
+    def sizes(self, sizes: Sequence[int | fx.Node]) -> Value:
         """A shape as a 1-D int64 value; symbolic entries are read from their int64 scalars."""
         if all(isinstance(size, int) for size in sizes):
             return self.ints(list(sizes))  # type: ignore[arg-type]
@@ -297,7 +336,7 @@ class GraphBuilder:
         ]
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
-    def reshape_like(self, value: ir.Value, node: fx.Node, sizes: Sequence[int | fx.Node]) -> ir.Value:
+    def reshape_like(self, value: Value, node: fx.Node, sizes: Sequence[int | fx.Node]) -> Value:
         """Reshape to ``sizes``, the sizes of ``node``; one symbolic size is left to ONNX as -1."""
         known = [size if isinstance(size, int) else None for size in shape_of(node)]
         if known.count(None) <= 1 and 0 not in known:
@@ -305,17 +344,27 @@ class GraphBuilder:
         # allowzero: a 0 is an empty dimension here, not "copy from the input"
         return self.op("Reshape", value, self.sizes(sizes), allowzero=1 if 0 in known else None)
 
-    def shape_tensor(self, node: fx.Node) -> ir.Value:
+    def shape_tensor(self, node: fx.Node) -> Value:
         """The run-time shape of a tensor node as a 1-D int64 value; a constant where it is static."""
         sizes = shape_of(node)
         if static(sizes):
             return self.ints([int(size) for size in sizes])
         return self.op("Shape", self.values[node])
 
-    def form(self, node: fx.Node) -> str:
-        """Which of its op's forms a node is to be written in: what was chosen for it, else the first there is."""
-        forms, chosen = forms_of(node, self.kernels), node.meta.get(FORM)
-        return chosen if chosen in forms else forms[0]
+    def variant(self, node: fx.Node) -> str:
+        """The variant of its op that a node is written in: the one that was chosen for it, or else the default."""
+        variants, chosen = variants_of(node, self.kernels), node.meta.get(VARIANT)
+        return chosen if chosen in variants else variants[0]
+
+
+def _result_dtype(op_type: str, inputs: Sequence[Value | None]) -> torch.dtype:
+    if op_type in _BOOLEAN:
+        return torch.bool
+    if op_type in _INTEGER:
+        return torch.int64
+    value = inputs[op_type in _LIKE_SECOND_INPUT]
+    assert value is not None
+    return value.dtype
 
 
 def _live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:

@@ -1,16 +1,17 @@
-"""Elementwise ops: arithmetic, comparison, logic, casts."""
+"""Elementwise ops: arithmetic, elementary functions, casts."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import Arg, GraphBuilder, Scalar, dtype_of, same_shape
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -25,62 +26,62 @@ def result_dtype(*args: Arg) -> torch.dtype:
     return elementwise_dtypes(*samples, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
 
 
-def binary(ctx: GraphBuilder, onnx_op: str, x: Arg, y: Arg, dtype: torch.dtype | None = None) -> ir.Value:
-    """One ONNX op on two arguments, cast to ``dtype``, or promoted as torch does."""
-    dtype = dtype or result_dtype(x, y)
-    return ctx.op(onnx_op, ctx.value(x, dtype), ctx.value(y, dtype))
-
-
 # arithmetic
 
 
 @converts(aten.add.Tensor, aten.add.Scalar)
-def add(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def add(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     if dtype_of(node) is torch.bool:
-        return ctx.op("Or", ctx.value(x), ctx.value(y))
-    return _add_scaled(ctx, node, "Add", x, y, alpha)
+        return ctx.value(x) | y
+    return ctx.value(x, dtype_of(node)) + _scaled(ctx, node, y, alpha)
 
 
 @converts(aten.sub.Tensor, aten.sub.Scalar)
-def sub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def sub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
-    return _add_scaled(ctx, node, "Sub", x, y, alpha)
+    return ctx.value(x, dtype_of(node)) - _scaled(ctx, node, y, alpha)
 
 
 @converts(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> ir.Value:
+def rsub(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, alpha: Scalar = 1) -> Value:
     """rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor"""
-    return _add_scaled(ctx, node, "Sub", y, x, alpha)
+    return sub(ctx, node, y, x, alpha)
 
 
-def _add_scaled(ctx: GraphBuilder, node: fx.Node, onnx_op: str, x: Arg, y: Arg, alpha: Scalar) -> ir.Value:
-    dtype = dtype_of(node)
-    scaled = ctx.value(y, dtype) if alpha == 1 else ctx.op("Mul", ctx.value(y, dtype), ctx.value(alpha, dtype))
-    return ctx.op(onnx_op, ctx.value(x, dtype), scaled)
+def _scaled(ctx: GraphBuilder, node: fx.Node, y: Arg, alpha: Scalar) -> Value:
+    value = ctx.value(y, dtype_of(node))
+    return value if alpha == 1 else value * alpha
 
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
-def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
     """mul.Tensor(Tensor self, Tensor other) -> Tensor"""
     if dtype_of(node) is torch.bool:
-        return ctx.op("And", ctx.value(x), ctx.value(y))
+        return ctx.value(x) & y
     if isinstance(x, fx.Node) and isinstance(y, float) and dtype_of(x) is torch.bool:
-        return ctx.scaled_mask(x, y, dtype_of(node))
-    return binary(ctx, "Mul", x, y)
+        return scaled_mask(ctx, x, y, dtype_of(node))
+    return ctx.value(x, dtype_of(node)) * y
+
+
+def scaled_mask(ctx: GraphBuilder, mask: fx.Node, scale: float, dtype: torch.dtype) -> Value:
+    """Booleans as 0 and ``scale``."""
+    if dtype is torch.float32 and 0 < scale < math.inf:
+        # one pass over memory for Cast and Mul, in half the time; exact, since the mask is 0 or 1
+        return ctx.value(mask, torch.uint8).op("DequantizeLinear", ctx.const(scale, dtype))
+    return ctx.value(mask, dtype) * scale
 
 
 @converts(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
-def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> ir.Value:
+def div(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
     """div.Tensor(Tensor self, Tensor other) -> Tensor"""
     # true_divide, its old name, and prims.convert_element_type come from torch 2.13's pass that makes tensors of what
     # is computed from sizes, such as the number of elements in the gradient of a mean over batches that vary
-    dtype = dtype_of(node)
-    return ctx.op("Div", ctx.value(x, dtype), ctx.value(y, dtype))
+    return ctx.value(x, dtype_of(node)) / y
 
 
 @converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: str | None = None) -> ir.Value:
+def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode: str | None = None) -> Value:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode is None:
         return div(ctx, node, x, y)
@@ -89,12 +90,11 @@ def div_mode(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg, *, rounding_mode:
         return _divide_integers(ctx, x, y, dtype)[rounding_mode]
     dividend, divisor = ctx.value(x, dtype), ctx.value(y, dtype)
     if rounding_mode == "floor":
-        return elementary.floor_divide(ctx, dividend, divisor, dtype)
-    quotient = ctx.op("Div", dividend, divisor)
-    return ctx.op("Mul", ctx.op("Sign", quotient), ctx.op("Floor", ctx.op("Abs", quotient)))
+        return elementary.floor_divide(dividend, divisor)
+    return elementary.truncate(dividend / divisor)
 
 
-def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, ir.Value]:
+def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> dict[str, Value]:
     """The quotients and rests of an integer division, rounded towards zero (``trunc``, ``fmod``) and down."""
     x, y = wrapped(x, dtype), wrapped(y, dtype)
     always_positive = _is_positive(y) if isinstance(y, fx.Node) else y > 0
@@ -104,16 +104,11 @@ def _divide_integers(ctx: GraphBuilder, x: Arg, y: Arg, dtype: torch.dtype) -> d
     work = torch.int32 if dtype in NARROW else dtype
     dividend, divisor = ctx.value(x, work), ctx.value(y, work)
     # the smallest integer divided by -1 ends the process too
-    trunc = ctx.op("Neg", dividend) if y == -1 else ctx.op("Div", dividend, divisor)
-    rest = ctx.op("Sub", dividend, ctx.op("Mul", trunc, divisor))  # not Mod: with fmod=1 it computes in float64
-    opposed = ctx.cast(ctx.op("Less" if always_positive else "Greater", rest, ctx.const(0, work)), work)
-    results = {
-        "trunc": trunc,
-        "fmod": rest,
-        "floor": ctx.op("Sub", trunc, opposed),
-        "remainder": ctx.op("Add", rest, ctx.op("Mul", opposed, divisor)),
-    }
-    return results if work == dtype else {name: ctx.cast(value, dtype) for name, value in results.items()}
+    trunc = -dividend if y == -1 else dividend / divisor
+    rest = dividend - trunc * divisor  # not Mod: with fmod=1 it computes in float64
+    opposed = (rest < 0 if always_positive else rest > 0).cast(work)
+    results = {"trunc": trunc, "fmod": rest, "floor": trunc - opposed, "remainder": rest + opposed * divisor}
+    return {name: value.cast(dtype) for name, value in results.items()}
 
 
 def wrapped(arg: Arg, dtype: torch.dtype) -> Arg:
@@ -131,291 +126,165 @@ def _is_positive(node: fx.Node) -> bool:
 
 
 @converts(aten.fmod.Scalar, aten.fmod.Tensor)
-def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
     if not dtype.is_floating_point:
         return _divide_integers(ctx, x, y, dtype)["fmod"]
-    return ctx.op("Mod", ctx.value(x, dtype), ctx.value(y, dtype), fmod=1)
+    return ctx.value(x, dtype).op("Mod", ctx.value(y, dtype), fmod=1)
 
 
 @converts(aten.remainder.Scalar, aten.remainder.Tensor)
-def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> ir.Value:
+def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
     dtype = dtype_of(node)
     if not dtype.is_floating_point:
         return _divide_integers(ctx, x, y, dtype)["remainder"]
-    a, b = ctx.value(x, dtype), ctx.value(y, dtype)
-    rest = ctx.op("Mod", a, b, fmod=1)  # the sign of the dividend
-    opposed = ctx.op("Less", ctx.op("Mul", ctx.op("Sign", rest), ctx.op("Sign", b)), ctx.const(0, dtype))
-    return ctx.op("Where", opposed, ctx.op("Add", rest, b), rest)
+    divisor = ctx.value(y, dtype)
+    rest = ctx.value(x, dtype).op("Mod", divisor, fmod=1)  # the sign of the dividend
+    return where(elementary.opposed_signs(rest, divisor), rest + divisor, rest)
 
 
 @converts(aten.pow.Tensor_Scalar)
-def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -> ir.Value:
+def pow_scalar(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: Scalar) -> Value:
     """pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor"""
-    dtype = dtype_of(node)
-    value = ctx.value(x, dtype)
+    value = ctx.value(x, dtype_of(node))
     if exponent == 2:
-        return ctx.op("Mul", value, value)
+        return value * value
     if exponent == 3:
-        return ctx.op("Mul", ctx.op("Mul", value, value), value)
-    if exponent == 0.5 and dtype.is_floating_point:
-        return elementary.sqrt(ctx, value, dtype)
-    if exponent == -0.5 and dtype.is_floating_point:
-        return elementary.rsqrt(ctx, value, dtype)
-    _refuse_integer_power(dtype)
-    return ctx.op("Pow", value, ctx.value(exponent, dtype))
+        return value * value * value
+    if value.dtype.is_floating_point and exponent in (0.5, -0.5):
+        return elementary.sqrt(value) if exponent > 0 else elementary.rsqrt(value)
+    return _power(ctx, node, x, exponent)
 
 
-def _refuse_integer_power(dtype: torch.dtype) -> None:
-    """onnxruntime 1.19 computes it in float64, which has no room for every int64."""
-    if not dtype.is_floating_point:
-        raise Unsupported(f"a power of {dtype}")
-
-
-@converts(aten.pow.Tensor_Tensor)
-def pow_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, exponent: fx.Node) -> ir.Value:
+@converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _power(ctx: GraphBuilder, node: fx.Node, x: Arg, exponent: Arg) -> Value:
     """pow.Tensor_Tensor(Tensor self, Tensor exponent) -> Tensor"""
-    _refuse_integer_power(dtype_of(node))
-    return binary(ctx, "Pow", x, exponent)
-
-
-@converts(aten.pow.Scalar)
-def pow_base(ctx: GraphBuilder, node: fx.Node, base: Scalar, exponent: fx.Node) -> ir.Value:
-    """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
-    _refuse_integer_power(dtype_of(node))
-    return binary(ctx, "Pow", base, exponent)
+    if not dtype_of(node).is_floating_point:  # onnxruntime 1.19 computes it in float64, which cannot hold every int64
+        raise Unsupported(f"a power of {dtype_of(node)}")
+    return ctx.value(x, dtype_of(node)) ** exponent
 
 
 @converts(aten.maximum.default)
-def maximum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def maximum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """maximum(Tensor self, Tensor other) -> Tensor"""
-    return binary(ctx, "Max", x, y)
+    return ctx.value(x, dtype_of(node)).max(y)
 
 
 @converts(aten.minimum.default)
-def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> ir.Value:
+def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """minimum(Tensor self, Tensor other) -> Tensor"""
-    return binary(ctx, "Min", x, y)
+    return ctx.value(x, dtype_of(node)).min(y)
 
 
-@converts(aten.clamp.default)
-def clamp(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar | None = None, max: Scalar | None = None
-) -> ir.Value:
+@converts(aten.clamp.default, aten.clamp.Tensor)
+def clamp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Arg | None = None, max: Arg | None = None) -> Value:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
-    dtype = dtype_of(node)
-    value = ctx.value(x, dtype)
     # not Clip: with min > max torch gives max, ONNX Clip of opset 18 leaves it open
+    value = ctx.value(x, dtype_of(node))
     if min is not None:
-        value = ctx.op("Max", value, ctx.value(min, dtype))
-    if max is not None:
-        value = ctx.op("Min", value, ctx.value(max, dtype))
-    return value
+        value = value.max(min)
+    return value if max is None else value.min(max)
 
 
-@converts(aten.clamp_min.default)
-def clamp_min(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Scalar) -> ir.Value:
+@converts(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Arg) -> Value:
     """clamp_min(Tensor self, Scalar min) -> Tensor"""
     return clamp(ctx, node, x, min)
 
 
-@converts(aten.clamp_max.default)
-def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Scalar) -> ir.Value:
+@converts(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Arg) -> Value:
     """clamp_max(Tensor self, Scalar max) -> Tensor"""
     return clamp(ctx, node, x, None, max)
 
 
-@converts(aten.clamp.Tensor)
-def clamp_tensor(
-    ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node | None = None, max: fx.Node | None = None
-) -> ir.Value:
-    """clamp.Tensor(Tensor self, Tensor? min=None, Tensor? max=None) -> Tensor"""
-    dtype = dtype_of(node)
-    value = ctx.value(x, dtype)
-    if min is not None:
-        value = ctx.op("Max", value, ctx.value(min, dtype))
-    return value if max is None else ctx.op("Min", value, ctx.value(max, dtype))
+# unary functions
 
 
-@converts(aten.clamp_min.Tensor)
-def clamp_min_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: fx.Node) -> ir.Value:
-    """clamp_min.Tensor(Tensor self, Tensor min) -> Tensor"""
-    return clamp_tensor(ctx, node, x, min)
+def _unary(name: str, function: Callable[[Value], Value]) -> None:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
+        return function(ctx.value(x, dtype_of(node)))
+
+    convert.__doc__ = f"{name}(Tensor self) -> Tensor"
+    convert.__qualname__ = name
+    converts(getattr(aten, name).default)(convert)
 
 
-@converts(aten.clamp_max.Tensor)
-def clamp_max_tensor(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: fx.Node) -> ir.Value:
-    """clamp_max.Tensor(Tensor self, Tensor max) -> Tensor"""
-    return clamp_tensor(ctx, node, x, None, max)
+def _rounding(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
+    return lambda x: function(x) if x.dtype.is_floating_point else x
 
 
-# unary functions that ONNX has under the same meaning
-
-
-def _unary(onnx_op: str) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-        if onnx_op in ("Ceil", "Floor", "Round") and not dtype_of(node).is_floating_point:
-            return ctx.value(x)
-        return ctx.op(onnx_op, ctx.value(x, dtype_of(node)))
-
-    convert.__doc__ = f"{onnx_op.lower()}(Tensor self) -> Tensor"
-    convert.__qualname__ = f"unary_{onnx_op.lower()}"
-    return convert
-
-
-for _overload, _onnx_op in {
-    aten.abs.default: "Abs",
-    aten.acos.default: "Acos",
-    aten.acosh.default: "Acosh",
-    aten.asin.default: "Asin",
-    aten.asinh.default: "Asinh",
-    aten.atan.default: "Atan",
-    aten.atanh.default: "Atanh",
-    aten.ceil.default: "Ceil",
-    aten.cos.default: "Cos",
-    aten.cosh.default: "Cosh",
-    aten.floor.default: "Floor",
-    aten.neg.default: "Neg",
-    aten.reciprocal.default: "Reciprocal",
-    aten.round.default: "Round",
-    aten.sin.default: "Sin",
-    aten.sinh.default: "Sinh",
-    aten.tan.default: "Tan",
-    aten.tanh.default: "Tanh",
-    aten.relu.default: "Relu",
-}.items():
-    converts(_overload)(_unary(_onnx_op))
-
-
-@converts(aten.sign.default)
-def sign(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """sign(Tensor self) -> Tensor"""
-    value, dtype = ctx.value(x), dtype_of(x)
-    if not dtype.is_floating_point:
-        return ctx.op("Sign", value)
+def _sign(x: Value) -> Value:
     # to torch a NaN has the sign 0
-    return ctx.op("Where", ctx.op("IsNaN", value), ctx.const(0, dtype), ctx.op("Sign", value))
+    return where(x.is_nan(), 0, x.op("Sign")) if x.dtype.is_floating_point else x.op("Sign")
 
 
-# those that take care at the edges
-
-
-def _elementary(function: Callable[[GraphBuilder, ir.Value, torch.dtype], ir.Value]) -> Callable[..., ir.Value]:
-    def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-        dtype = dtype_of(node)
-        return function(ctx, ctx.value(x, dtype), dtype)
-
-    convert.__doc__ = f"{function.__name__}(Tensor self) -> Tensor"
-    convert.__qualname__ = f"elementary_{function.__name__}"
-    return convert
-
-
-converts(aten.exp.default)(_elementary(elementary.exp))
-converts(aten.expm1.default)(_elementary(elementary.expm1))
-converts(aten.log.default)(_elementary(elementary.log))
-converts(aten.log1p.default)(_elementary(elementary.log1p))
-converts(aten.sqrt.default)(_elementary(elementary.sqrt))
-converts(aten.rsqrt.default)(_elementary(elementary.rsqrt))
-
-
-@converts(aten.erf.default)
-def erf(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """erf(Tensor self) -> Tensor"""
-    return elementary.erf(ctx, ctx.value(x, dtype_of(node)))
-
-
-@converts(aten.exp2.default)
-def exp2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """exp2(Tensor self) -> Tensor"""
-    dtype = dtype_of(node)
-    return ctx.op("Pow", ctx.const(2, dtype), ctx.value(x, dtype))
-
-
-@converts(aten.trunc.default)
-def trunc(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """trunc(Tensor self) -> Tensor"""
-    value = ctx.value(x)
-    if not dtype_of(node).is_floating_point:
-        return value
-    return ctx.op("Mul", ctx.op("Sign", value), ctx.op("Floor", ctx.op("Abs", value)))
-
-
-@converts(aten.log2.default)
-def log2(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """log2(Tensor self) -> Tensor"""
-    return _log(ctx, node, x, 2)
-
-
-@converts(aten.log10.default)
-def log10(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> ir.Value:
-    """log10(Tensor self) -> Tensor"""
-    return _log(ctx, node, x, 10)
-
-
-def _log(ctx: GraphBuilder, node: fx.Node, x: fx.Node, base: int) -> ir.Value:
-    dtype = dtype_of(node)
-    return ctx.op("Mul", elementary.log(ctx, ctx.value(x, dtype), dtype), ctx.const(1 / math.log(base), dtype))
+# those that ONNX has under the same name and meaning
+_SAME = "abs acos acosh asin asinh atan atanh cos cosh neg reciprocal sin sinh tan tanh relu"
+for _name in _SAME.split():
+    _unary(_name, operator.methodcaller("op", _name.capitalize()))
+for _name in ("ceil", "floor", "round"):
+    _unary(_name, _rounding(operator.methodcaller("op", _name.capitalize())))
+for _name in ("exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "erf"):
+    _unary(_name, getattr(elementary, _name))
+_unary("trunc", _rounding(elementary.truncate))
+_unary("sign", _sign)
+_unary("exp2", lambda x: 2**x)
+_unary("log2", lambda x: elementary.log(x) * (1 / math.log(2)))
+_unary("log10", lambda x: elementary.log(x) * (1 / math.log(10)))
 
 
 @converts(aten.atan2.default)
-def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> ir.Value:
+def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> Value:
     """atan2(Tensor self, Tensor other) -> Tensor"""
     # ONNX has none. atan of the smaller magnitude over the larger, then the octant
-    dtype = dtype_of(node)
-    a, b = ctx.value(y, dtype), ctx.value(x, dtype)
-    pi, zero = ctx.const(math.pi, dtype), ctx.const(0, dtype)
-    size_a, size_b = ctx.op("Abs", a), ctx.op("Abs", b)
-    large, small = ctx.op("Max", size_a, size_b), ctx.op("Min", size_a, size_b)
+    a, b = ctx.value(y, dtype_of(node)), ctx.value(x, dtype_of(node))
+    size_a, size_b = abs(a), abs(b)
+    large, small = size_a.max(size_b), size_a.min(size_b)
     # equal ones have the ratio 1, be they 0 (the angle is 0 then, see below) or infinite
-    ratio = ctx.op("Where", ctx.op("Equal", large, small), ctx.const(1, dtype), ctx.op("Div", small, large))
-    angle = ctx.op("Atan", ratio)
-    angle = ctx.op("Where", ctx.op("Equal", size_a, zero), zero, angle)
-    steep = ctx.op("Greater", size_a, size_b)
-    angle = ctx.op("Where", steep, ctx.op("Sub", ctx.const(math.pi / 2, dtype), angle), angle)
+    angle = where(large == small, 1, small / large).op("Atan")
+    angle = where(size_a == 0, 0, angle)
+    angle = where(size_a > size_b, math.pi / 2 - angle, angle)
     # the sign of a zero counts: 1 / -0 is -inf
-    angle = ctx.op("Where", _is_negative(ctx, b, dtype), ctx.op("Sub", pi, angle), angle)
-    angle = ctx.op("Where", _is_negative(ctx, a, dtype), ctx.op("Neg", angle), angle)
-    total = ctx.op("Add", a, b)
-    unordered = ctx.op("Or", ctx.op("IsNaN", a), ctx.op("IsNaN", b))
-    return ctx.op("Where", unordered, total, angle)
+    angle = where(_is_negative(b), math.pi - angle, angle)
+    angle = where(_is_negative(a), -angle, angle)
+    return where(a.is_nan() | b.is_nan(), a + b, angle)
 
 
-def _is_negative(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+def _is_negative(value: Value) -> Value:
     """Whether the sign bit is set."""
-    zero = ctx.const(0, dtype)
-    reciprocal = ctx.op("Less", ctx.op("Reciprocal", value), zero)
-    return ctx.op("Or", ctx.op("Less", value, zero), ctx.op("And", ctx.op("Equal", value, zero), reciprocal))
+    return (value < 0) | ((value == 0) & (value.op("Reciprocal") < 0))
 
 
 # copies and casts
 
 
 @converts(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-def clone(ctx: GraphBuilder, node: fx.Node, x: fx.Node, memory_format: Any = None) -> ir.Value:
+def clone(ctx: GraphBuilder, node: fx.Node, x: fx.Node, memory_format: Any = None) -> Value:
     """clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"""
     # values are immutable inside a region: no copy is needed
     return ctx.value(x)
 
 
 @converts(aten.copy.default)
-def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> ir.Value:
+def copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, non_blocking: bool = False) -> Value:
     """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
     if src.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")
     value = ctx.value(src, dtype_of(x))
-    return value if same_shape(x, src) else ctx.op("Expand", value, ctx.shape_tensor(x))
+    return value if same_shape(x, src) else value.expand(ctx.shape_tensor(x))
 
 
 @converts(torch.ops.prims.convert_element_type.default)
-def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> ir.Value:
+def convert_element_type(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> Value:
     """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
     return to_copy(ctx, node, x)
 
 
 @converts(aten._to_copy.default)
-def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> ir.Value:
+def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, **kwargs: Any) -> Value:
     """_to_copy(Tensor self, *, dtype?, layout?, device?, pin_memory?, bool non_blocking, memory_format?) -> Tensor"""
     if node.meta["val"].device != x.meta["val"].device:
         raise Unsupported("a copy between devices")

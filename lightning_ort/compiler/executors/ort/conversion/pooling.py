@@ -2,38 +2,49 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.executors.ort.conversion.nn import spread, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
 
 
-def _window(
-    x: fx.Node, spatial: int, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int] | int
-) -> tuple[list[int], list[int], list[int]]:
-    """Kernel, stride and padding with one entry per spatial dimension."""
+class _Window(NamedTuple):
+    """Kernel size, stride and padding with one entry per spatial dimension."""
+
+    kernel: list[int]
+    strides: list[int]
+    pads: list[int]
+
+
+def _check(x: fx.Node, spatial: int) -> None:
     if rank_of(x) != spatial + 2:
         raise Unsupported("pooling without batch dimension")
-    kernel = spread(kernel_size, spatial, "a kernel")
-    paddings = [padding] if isinstance(padding, int) else padding
-    return kernel, spread(stride, spatial, "a stride") if stride else kernel, spread(paddings, spatial, "a padding")
+    if not dtype_of(x).is_floating_point:
+        raise Unsupported(f"pooling of {dtype_of(x)}")
 
 
-def _spatial(node: fx.Node, spatial: int) -> list[int]:
-    return static_sizes(shape_of(node)[-spatial:], "pooling")
+def _window(x: fx.Node, spatial: int, kernel_size: Any, stride: Any = (), padding: Any = 0) -> _Window:
+    _check(x, spatial)
+    kernel = per_dimension(kernel_size, spatial, "a kernel")
+    strides = per_dimension(stride, spatial, "a stride") if stride else kernel
+    return _Window(kernel, strides, per_dimension(padding, spatial, "a padding"))
 
 
-def _flat(ctx: GraphBuilder, value: ir.Value, sizes: Sequence[int]) -> ir.Value:
+def _spatial(shape: Sequence[Any], spatial: int) -> list[int]:
+    return static_sizes(shape[-spatial:], "pooling")
+
+
+def _flat(value: Value, sizes: Sequence[int]) -> Value:
     """Reshape [N, C, spatial...] to [N, C, all of it]."""
-    return ctx.op("Reshape", value, ctx.ints([0, 0, math.prod(sizes)]))
+    return value.reshape([0, 0, math.prod(sizes)])
 
 
 # maximum
@@ -49,195 +60,139 @@ def max_pool_with_indices(
     padding: Sequence[int] | int = 0,
     dilation: Sequence[int] | int = 1,
     ceil_mode: bool = False,
-) -> tuple[ir.Value, ir.Value]:
+) -> tuple[Value, Value]:
     """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"""  # noqa: E501
-    dtype, spatial = dtype_of(x), len(kernel_size)
-    kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
-    dilations = spread([dilation] if isinstance(dilation, int) else dilation, spatial, "a dilation")
-    sizes, pooled_sizes = _spatial(x, spatial), static_sizes(node.meta["val"][0].shape[-spatial:], "pooling")
+    spatial = len(kernel_size)
+    window = _window(x, spatial, kernel_size, stride, padding)
+    dilations = per_dimension(dilation, spatial, "a dilation")
+    sizes, pooled = _spatial(shape_of(x), spatial), _spatial(node.meta["val"][0].shape, spatial)
     # torch and onnxruntime do not agree on which window is the last under ceil_mode: pad for as many as torch has
     after = [
         max((out - 1) * step + stretch * (width - 1) + 1 - size - before, 0)
-        for out, step, stretch, width, size, before in zip(
-            pooled_sizes, strides, dilations, kernel, sizes, pads, strict=True
-        )
+        for width, step, before, size, stretch, out in zip(*window, sizes, dilations, pooled, strict=True)
     ]
-    if not dtype.is_floating_point or any(pad >= width for pad, width in zip(after, kernel, strict=True)):
-        raise Unsupported("max pooling of integers, or padded by a whole window")
+    if any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
+        raise Unsupported("max pooling that is padded by a whole window")
     # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
     # find where the maximum is among numbers that it handles, and read the values there.
     value = ctx.value(x)
     _, indices = ctx.op(
         "MaxPool",
-        _ranked(ctx, value, dtype, sizes),
-        kernel_shape=kernel,
-        strides=strides,
-        pads=pads + after,
+        _ranked(ctx, value, sizes),
+        kernel_shape=window.kernel,
+        strides=window.strides,
+        pads=window.pads + after,
         dilations=dilations,
         outputs=2,
     )
     # ONNX counts over the whole tensor, torch within a plane
-    flat = _flat(ctx, ctx.op("Mod", indices, ctx.ints(math.prod(sizes))), pooled_sizes)
-    result = ctx.op("GatherElements", _flat(ctx, value, sizes), flat, axis=2)
-    shape = ctx.ints([0, 0, *pooled_sizes])
-    return ctx.op("Reshape", result, shape), ctx.op("Reshape", flat, shape)
+    flat = _flat(indices.op("Mod", math.prod(sizes)), pooled)
+    result = _flat(value, sizes).op("GatherElements", flat, axis=2)
+    return result.reshape([0, 0, *pooled]), flat.reshape([0, 0, *pooled])
 
 
-def _ranked(ctx: GraphBuilder, value: ir.Value, dtype: torch.dtype, sizes: Sequence[int]) -> ir.Value:
+def _ranked(ctx: GraphBuilder, value: Value, sizes: Sequence[int]) -> Value:
     """Finite numbers that rank as torch's max pooling ranks the values: a NaN beyond all, the last one first."""
-    work, largest = torch.float64, torch.finfo(torch.float64).max
+    largest, total = torch.finfo(torch.float64).max, math.prod(sizes)
     # there is room beyond the largest float32 number, and beyond half the largest float64 one
-    wide = ctx.op("Mul", value, ctx.const(0.5, work)) if dtype is work else ctx.cast(value, work)
-    bound = ctx.const(0.6 * largest, work)
-    finite = ctx.op("Max", ctx.op("Min", wide, bound), ctx.op("Neg", bound))
-    total = math.prod(sizes)
-    places = ctx.cast(ctx.op("Range", ctx.ints(0), ctx.ints(total), ctx.ints(1)), work)
-    beyond = ctx.op(
-        "Add", ctx.op("Mul", places, ctx.const(0.2 * largest / total, work)), ctx.const(0.7 * largest, work)
-    )
-    return ctx.op("Where", ctx.op("IsNaN", value), ctx.op("Reshape", beyond, ctx.ints(sizes)), finite)
+    wide = value * 0.5 if value.dtype is torch.float64 else value.cast(torch.float64)
+    bound = ctx.const(0.6 * largest, torch.float64)
+    places = ctx.op("Range", 0, total, 1).cast(torch.float64)
+    beyond = places * (0.2 * largest / total) + 0.7 * largest
+    return where(value.is_nan(), beyond.reshape(sizes), wide.min(bound).max(-bound))
 
 
 @converts(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
-def max_pool_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: fx.Node,
-) -> ir.Value:
+def max_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Value:
     """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode, Tensor indices) -> Tensor"""  # noqa: E501
-    _window(x, len(kernel_size), kernel_size, stride, padding)
-    sizes, pooled = _spatial(x, len(kernel_size)), _spatial(grad, len(kernel_size))
-    flat = ctx.ints([0, 0, math.prod(sizes)])
-    zeros = ctx.op("Reshape", ctx.op("Expand", ctx.const(0, dtype_of(x)), ctx.shape_tensor(x)), flat)
-    result = ctx.op(
-        "ScatterElements",
-        zeros,
-        _flat(ctx, ctx.value(indices), pooled),
-        _flat(ctx, ctx.value(grad), pooled),
-        axis=2,
-        reduction="add",
-    )
-    return ctx.op("Reshape", result, ctx.ints([0, 0, *sizes]))
+    kernel_size, *_, indices = args
+    _check(x, len(kernel_size))
+    sizes, pooled = (_spatial(shape_of(tensor), len(kernel_size)) for tensor in (x, grad))
+    zeros = _flat(ctx.const(0, dtype_of(x)).expand(ctx.shape_tensor(x)), sizes)
+    places, grads = _flat(ctx.value(indices), pooled), _flat(ctx.value(grad), pooled)
+    return zeros.op("ScatterElements", places, grads, axis=2, reduction="add").reshape([0, 0, *sizes])
 
 
 # average
 
+_SPATIAL = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
 
-def _average(
+
+@converts(*_SPATIAL)
+def avg_pool(
     ctx: GraphBuilder,
+    node: fx.Node,
     x: fx.Node,
-    spatial: int,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
     padding: Sequence[int] | int = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> ir.Value:
-    kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
-    _refuse_partial_windows(x, spatial, kernel, strides, pads, ceil_mode)
-    result = ctx.op(
-        "AveragePool",
-        ctx.value(x),
-        kernel_shape=kernel,
-        strides=strides,
-        pads=pads + pads,
-        count_include_pad=int(count_include_pad or divisor_override is not None),
-    )
+) -> Value:
+    """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
+    window = _window(x, _SPATIAL[node.target], kernel_size, stride, padding)  # type: ignore[index]
+    _refuse_partial_windows(x, window, ceil_mode)
     if divisor_override is None:
-        return result
-    return ctx.op("Mul", result, ctx.const(math.prod(kernel) / divisor_override, dtype_of(x)))
+        return _average(ctx.value(x), window, count_include_pad)
+    return _average(ctx.value(x), window, True) * (math.prod(window.kernel) / divisor_override)
 
 
-def _refuse_partial_windows(
-    x: fx.Node, spatial: int, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], ceil_mode: bool
-) -> None:
+def _average(value: Value, window: _Window, count_include_pad: bool) -> Value:
+    return value.op(
+        "AveragePool",
+        kernel_shape=window.kernel,
+        strides=window.strides,
+        pads=window.pads * 2,
+        count_include_pad=int(count_include_pad),
+    )
+
+
+def _refuse_partial_windows(x: fx.Node, window: _Window, ceil_mode: bool) -> None:
     """A window that hangs over the edge is averaged differently by torch and onnxruntime."""
-    steps = zip(_spatial(x, spatial), kernel, strides, pads, strict=True) if ceil_mode else ()
-    if any((size + 2 * pad - width) % step for size, width, step, pad in steps):
+    steps = zip(*window, _spatial(shape_of(x), len(window.kernel)), strict=True) if ceil_mode else ()
+    if any((size + 2 * pad - width) % step for width, step, pad, size in steps):
         raise Unsupported("average pooling with ceil_mode where a window is cut off")
 
 
-@converts(aten.avg_pool1d.default)
-def avg_pool1d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
-    """avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool count_include_pad=True) -> Tensor"""  # noqa: E501
-    return _average(ctx, x, 1, *args, **kwargs)
-
-
-@converts(aten.avg_pool2d.default)
-def avg_pool2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
-    """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
-    return _average(ctx, x, 2, *args, **kwargs)
-
-
-@converts(aten.avg_pool3d.default)
-def avg_pool3d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: Any) -> ir.Value:
-    """avg_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
-    return _average(ctx, x, 3, *args, **kwargs)
-
-
 @converts(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
-def avg_pool_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> ir.Value:
+def avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Value:
     """avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode, bool count_include_pad, int? divisor_override) -> Tensor"""  # noqa: E501
-    spatial = len(kernel_size)
-    kernel, strides, pads = _window(x, spatial, kernel_size, stride, padding)
-    _refuse_partial_windows(x, spatial, kernel, strides, pads, ceil_mode)
-    if kernel != strides or any(pads):
+    kernel_size, stride, padding, ceil_mode, _, divisor_override = args
+    window = _window(x, len(kernel_size), kernel_size, stride, padding)
+    _refuse_partial_windows(x, window, ceil_mode)
+    if window.kernel != window.strides or any(window.pads):
         raise Unsupported("the gradient of average pooling with overlapping or padded windows")
-    return _share(ctx, grad, x, kernel, divisor_override or math.prod(kernel))
+    return _share(ctx, grad, x, window.kernel, divisor_override or math.prod(window.kernel))
 
 
-def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: Sequence[int], divisor: int) -> ir.Value:
+def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: list[int], divisor: int) -> Value:
     """Give each entry of a window its share of the window's gradient."""
-    pooled, sizes = _spatial(grad, len(kernel)), _spatial(x, len(kernel))
-    shares = ctx.op("Mul", ctx.value(grad), ctx.const(1 / divisor, dtype_of(grad)))
-    value = _enlarge(ctx, shares, pooled, kernel)
-    after = [size - out * width for size, out, width in zip(sizes, pooled, kernel, strict=True)]
+    spatial = len(kernel)
+    sizes, pooled = (_spatial(shape_of(tensor), spatial) for tensor in (x, grad))
+    covered = [out * width for out, width in zip(pooled, kernel, strict=True)]
+    shares = ctx.value(grad) * (1 / divisor)
+    # repeat every entry along each spatial dimension
+    blocks = shares.unsqueeze(*range(3, 3 + 2 * spatial, 2))
+    value = blocks.expand([1, 1] + [part for width in kernel for part in (1, width)]).reshape([0, 0, *covered])
+    after = [size - length for size, length in zip(sizes, covered, strict=True)]
     if not any(after):
         return value
-    # what no window covers
-    return ctx.op("Pad", value, ctx.ints([0] * (len(kernel) + 2) + [0, 0] + after))
-
-
-def _enlarge(ctx: GraphBuilder, value: ir.Value, sizes: Sequence[int], factors: Sequence[int]) -> ir.Value:
-    """Repeat every entry of [N, C, spatial...] along each spatial dimension."""
-    spatial = len(sizes)
-    value = ctx.op("Unsqueeze", value, ctx.ints([3 + 2 * dim for dim in range(spatial)]))
-    blocks = [1, 1] + [part for factor in factors for part in (1, factor)]
-    larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
-    return ctx.op("Reshape", ctx.op("Expand", value, ctx.ints(blocks)), ctx.ints([0, 0, *larger]))
+    return value.op("Pad", [0] * (spatial + 4) + after)  # what no window covers
 
 
 @converts(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
-def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size: Sequence[Any]) -> ir.Value:
+def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size: Sequence[Any]) -> Value:
     """_adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor"""
     spatial = len(output_size)
     kernel = _adaptive_kernel(x, node, spatial)
-    if set(_spatial(node, spatial)) == {1}:
+    if set(_spatial(shape_of(node), spatial)) == {1}:
         return reduce(ctx, "ReduceMean", x, ctx.value(x), list(range(-spatial, 0)), keepdim=True)
-    return _average(ctx, x, spatial, kernel)
+    return _average(ctx.value(x), _window(x, spatial, kernel), True)
 
 
 @converts(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> ir.Value:
+def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """_adaptive_avg_pool2d_backward(Tensor grad_output, Tensor self) -> Tensor"""
     spatial = 3 if node.target is aten._adaptive_avg_pool3d_backward.default else 2
     kernel = _adaptive_kernel(x, grad, spatial)
@@ -245,10 +200,9 @@ def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, 
 
 
 def _adaptive_kernel(x: fx.Node, pooled: fx.Node, spatial: int) -> list[int]:
-    """The windows of adaptive pooling where all are of one size."""
-    if rank_of(x) != spatial + 2:
-        raise Unsupported("pooling without batch dimension")
-    sizes = list(zip(_spatial(x, spatial), _spatial(pooled, spatial), strict=True))
+    """The windows of adaptive pooling if all have one size."""
+    _check(x, spatial)
+    sizes = list(zip(_spatial(shape_of(x), spatial), _spatial(shape_of(pooled), spatial), strict=True))
     if any(size % out for size, out in sizes):
         raise Unsupported("adaptive pooling to a size that does not divide the input's")
     return [size // out for size, out in sizes]

@@ -5,8 +5,8 @@ nodes for tensors (and for symbolic integers), plain Python values for the rest.
 returns one value, or a tuple of them for an op with several results. What it cannot express it refuses by raising
 :class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen schema.
 
-Some ops can be written in several forms: a contributed kernel, or an expansion into ONNX's own ops. Their converters
-list them, ask ``ctx.form(node)`` which to write, and :mod:`~lightning_ort.compiler.autotune` times them.
+Some ops can be written in several variants: a contributed kernel, or an expansion into ONNX's own ops. Their converters
+list them, ask ``ctx.variant(node)`` which to write, and :mod:`~lightning_ort.compiler.autotune` times them.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lightning_ort.compiler.report import Reason, ReasonType
 Converter = Callable[..., Any]
 
 CONVERTERS: dict[OpOverload, Converter] = {}
-FORMS: dict[OpOverload, tuple[str, ...]] = {}
+VARIANTS: dict[OpOverload, tuple[str, ...]] = {}
 
 EXPANDED = "expanded"
 
@@ -38,12 +38,12 @@ class Unsupported(Exception):
         self.reason = Reason(type, text)
 
 
-def converts(*overloads: OpOverload, forms: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
+def converts(*overloads: OpOverload, variants: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
     """Register a converter for exact ATen overloads.
 
     Args:
         *overloads: The overloads.
-        forms: What it can write, the usual one first: names of training kernels, and :data:`EXPANDED`. An op with any
+        variants: What it can write, the default first: names of training kernels, and :data:`EXPANDED`. An op with any
             is timed by itself, against torch's kernel too.
 
     Raises:
@@ -60,8 +60,8 @@ def converts(*overloads: OpOverload, forms: tuple[str, ...] = ()) -> Callable[[C
             if overload in CONVERTERS:
                 raise ValueError(f"converts({overload}): already converted by {CONVERTERS[overload].__qualname__}")
             CONVERTERS[overload] = converter
-            if forms:
-                FORMS[overload] = forms
+            if variants:
+                VARIANTS[overload] = variants
         return converter
 
     return register

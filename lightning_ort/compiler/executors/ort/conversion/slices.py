@@ -3,36 +3,44 @@
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, dtype_of, rank_of, shape_of, static
-from lightning_ort.compiler.executors.ort.conversion.indexing import inverse, write_rows, zeros_of
+from lightning_ort.compiler.executors.ort.conversion.checks import (
+    front,
+    inverse,
+    refuse_scalars,
+    static_axis,
+    static_sizes,
+)
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.indexing import write_rows
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.executors.ort.conversion.shape import filled
 
 aten = torch.ops.aten
 
-
-def _clamp_bound(bound: Any, size: int, default: int) -> int:
-    """A slice bound as torch reads it: from the end if negative, then within the dimension."""
-    if bound is None:
-        return default
-    return min(max(bound + size if bound < 0 else bound, 0), size)
+WRITTEN = "writing to a slice"
 
 
-def _static_slice(sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> tuple[int, int, int, int]:
-    """The dimension as a positive number, its size, and the bounds of the slice."""
-    axis = dim % len(sizes)
-    if not static([sizes[axis], step, *(bound for bound in (start, end) if bound is not None)]):
-        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    size = sizes[axis]
-    first = _clamp_bound(start, size, 0)
-    return axis, size, first, max(_clamp_bound(end, size, size), first)
+def _slice(x: fx.Node, dim: int, start: Any, end: Any, step: Any) -> tuple[int, int, int, int]:
+    """The dimension as a positive number, its size, and the bounds of the slice as torch reads them."""
+    axis, size = static_axis(x, dim, WRITTEN)
+    bounds = [0 if start is None else start, size if end is None else end]
+    # from the end if negative, then within the dimension
+    *bounds, _ = static_sizes([*bounds, step], WRITTEN)
+    first, last = (min(max(bound + size if bound < 0 else bound, 0), size) for bound in bounds)
+    return axis, size, first, max(last, first)
 
 
-def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, after: int) -> ir.Value:
+def _entry(x: fx.Node, dim: int, index: Any) -> tuple[int, int, int]:
+    """The dimension as a positive number, its size, and the index as a positive number."""
+    axis, size = static_axis(x, dim, "writing to an entry")
+    return axis, size, static_sizes([index], "writing to an entry")[0] % size
+
+
+def _pad(value: Value, rank: int, axis: int, before: int, after: int) -> Value:
     """Add zeros along one dimension."""
     if before == 0 and after == 0:
         return value
@@ -40,60 +48,40 @@ def _pad(ctx: GraphBuilder, value: ir.Value, rank: int, axis: int, before: int, 
     # all there ("indices element out of data bounds"); without a value it pads with zeros
     pads = [0] * (2 * rank)
     pads[axis], pads[rank + axis] = before, after
-    return ctx.op("Pad", value, ctx.ints(pads))
+    return value.op("Pad", pads)
 
 
 @converts(aten.slice_backward.default)
 def slice_backward(
-    ctx: GraphBuilder,
-    node: fx.Node,
-    grad: fx.Node,
-    input_sizes: Sequence[Any],
-    dim: int,
-    start: Any,
-    end: Any,
-    step: Any,
-) -> ir.Value:
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Any, dim: int, start: Any, end: Any, step: Any
+) -> Value:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
-    axis, size, first, _ = _static_slice(shape_of(node), dim, start, end, step)
+    axis, size, first, _ = _slice(node, dim, start, end, step)
     value, rank = ctx.value(grad), rank_of(grad)
-    length = shape_of(grad)[axis]
+    _, length = static_axis(grad, axis, WRITTEN)
     if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
-        value = _pad(ctx, ctx.op("Unsqueeze", value, ctx.ints([axis + 1])), rank + 1, axis + 1, 0, step - 1)
-        if not static(shape_of(grad)):
-            raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-        spread = list(shape_of(grad))
+        spread = static_sizes(shape_of(grad), WRITTEN)
         spread[axis] = length * step
-        value = ctx.op("Reshape", value, ctx.ints(spread))  # type: ignore[arg-type]
         length = min(length * step, size - first)
-        value = ctx.op("Slice", value, ctx.ints([0]), ctx.ints([length]), ctx.ints([axis]))
-    if not isinstance(length, int):
-        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    return _pad(ctx, value, rank, axis, first, size - first - length)
+        value = _pad(value.unsqueeze(axis + 1), rank + 1, axis + 1, 0, step - 1)
+        value = value.reshape(spread).op("Slice", [0], [length], [axis])
+    return _pad(value, rank, axis, first, size - first - length)
 
 
 @converts(aten.select_backward.default)
 def select_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
-) -> ir.Value:
+) -> Value:
     """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
-    axis = dim % rank_of(node)
-    size = shape_of(node)[axis]
-    if not isinstance(size, int) or not isinstance(index, int):
-        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    position = index % size
-    value = ctx.op("Unsqueeze", ctx.value(grad), ctx.ints([axis]))
-    return _pad(ctx, value, rank_of(node), axis, position, size - position - 1)
+    axis, size, position = _entry(node, dim, index)
+    return _pad(ctx.value(grad).unsqueeze(axis), rank_of(node), axis, position, size - position - 1)
 
 
-def _replace(ctx: GraphBuilder, x: ir.Value, source: ir.Value, axis: int, size: int, first: int, last: int) -> ir.Value:
-    """``x`` with what lies between two positions of a dimension replaced."""
-    parts = [source]
-    if first > 0:
-        parts.insert(0, ctx.op("Slice", x, ctx.ints([0]), ctx.ints([first]), ctx.ints([axis])))
-    if last < size:
-        parts.append(ctx.op("Slice", x, ctx.ints([last]), ctx.ints([size]), ctx.ints([axis])))
-    return source if len(parts) == 1 else ctx.op("Concat", *parts, axis=axis)
+def _replace(x: Value, source: Value, axis: int, size: int, first: int, last: int) -> Value:
+    """``x`` with the entries from ``first`` to ``last`` of a dimension replaced."""
+    before = [x.op("Slice", [0], [first], [axis])] if first > 0 else []
+    after = [x.op("Slice", [last], [size], [axis])] if last < size else []
+    return x.ctx.op("Concat", *before, source, *after, axis=axis) if before or after else source
 
 
 @converts(aten.slice_scatter.default)
@@ -106,109 +94,87 @@ def slice_scatter(
     start: Any = None,
     end: Any = None,
     step: Any = 1,
-) -> ir.Value:
+) -> Value:
     """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
-    axis, size, first, last = _static_slice(shape_of(x), dim, start, end, step)
-    if step != 1:
-        rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
-        return write_rows(ctx, ctx.value(x), rows, ctx.value(src, dtype_of(x)), axis, rank_of(x), None)
-    return _replace(ctx, ctx.value(x), ctx.value(src, dtype_of(x)), axis, size, first, last)
+    axis, size, first, last = _slice(x, dim, start, end, step)
+    value, source = ctx.value(x), ctx.value(src, dtype_of(x))
+    if step == 1:
+        return _replace(value, source, axis, size, first, last)
+    rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
+    return write_rows(value, rows, source, axis, rank_of(x), None)
 
 
 @converts(aten.select_scatter.default)
-def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> ir.Value:
+def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> Value:
     """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
-    axis = dim % rank_of(x)
-    size = shape_of(x)[axis]
-    if not isinstance(size, int) or not isinstance(index, int):
-        raise Unsupported("writing to an entry of a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    position = index % size
-    source = ctx.op("Unsqueeze", ctx.value(src, dtype_of(x)), ctx.ints([axis]))
-    return _replace(ctx, ctx.value(x), source, axis, size, position, position + 1)
+    axis, size, position = _entry(x, dim, index)
+    return _replace(ctx.value(x), ctx.value(src, dtype_of(x)).unsqueeze(axis), axis, size, position, position + 1)
 
 
 # diagonals and triangles
 
 
-def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[list[int], list[int], int]:
-    """The permutation that brings both dimensions to the end, where the diagonal is in their product, and its size."""
-    rank = rank_of(x)
-    axes = [dim1 % rank, dim2 % rank]
-    height, width = (shape_of(x)[axis] for axis in axes)
-    if not isinstance(height, int) or not isinstance(width, int):
-        raise Unsupported("a diagonal of symbolic size", ReasonType.DYNAMIC_SHAPE)
+def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[list[int], list[int], list[int]]:
+    """How to bring both dimensions to the end, the shape with the two as one, and the places of the diagonal in it."""
+    (row_axis, height), (column_axis, width) = (static_axis(x, dim, "a diagonal") for dim in (dim1, dim2))
     places = [row * width + row + offset for row in range(height) if 0 <= row + offset < width]
     if not places:
         raise Unsupported("a diagonal outside of its matrix")
-    return [*(dim for dim in range(rank) if dim not in axes), *axes], places, height * width
+    others = [dim for dim in range(rank_of(x)) if dim not in (row_axis, column_axis)]
+    return [*others, row_axis, column_axis], [0] * len(others) + [height * width], places
 
 
 @converts(aten.diagonal.default)
-def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
-    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    flat = ctx.op("Reshape", ctx.transpose(ctx.value(x), perm), ctx.ints([0] * (len(perm) - 2) + [size]))
-    return ctx.op("Gather", flat, ctx.ints(places), axis=-1)
+    perm, flat, places = _diagonal_places(x, offset, dim1, dim2)
+    return ctx.value(x).transpose(perm).reshape(flat).op("Gather", places, axis=-1)
 
 
 @converts(aten.diagonal_scatter.default)
 def diagonal_scatter(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> ir.Value:
+) -> Value:
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
-    perm, places, size = _diagonal_places(x, offset, dim1, dim2)
-    moved = ctx.transpose(ctx.value(x), perm)
-    flat = ctx.op("Reshape", moved, ctx.ints([0] * (len(perm) - 2) + [size]))
-    rows = ctx.const([[place] for place in places], torch.int64)
-    written = write_rows(ctx, flat, rows, ctx.value(src, dtype_of(x)), len(perm) - 2, len(perm) - 1, None)
-    return ctx.transpose(ctx.op("Reshape", written, ctx.op("Shape", moved)), inverse(perm))
+    perm, flat, places = _diagonal_places(x, offset, dim1, dim2)
+    moved, rows = ctx.value(x).transpose(perm), ctx.const([[place] for place in places], torch.int64)
+    written = write_rows(moved.reshape(flat), rows, ctx.value(src, dtype_of(x)), len(flat) - 1, len(flat), None)
+    return written.reshape(moved.op("Shape")).transpose(inverse(perm))
 
 
-@converts(aten.tril.default)
-def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
+@converts(aten.tril.default, aten.triu.default)
+def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> Value:
     """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
-    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=0)
-
-
-@converts(aten.triu.default)
-def triu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> ir.Value:
-    """triu(Tensor self, SymInt diagonal=0) -> Tensor"""
-    return ctx.op("Trilu", ctx.value(x), ctx.value(diagonal, torch.int64), upper=1)
+    return ctx.value(x).op("Trilu", ctx.value(diagonal, torch.int64), upper=int(node.target is aten.triu.default))
 
 
 # windows
 
 
-def _windows(size: Any, width: int, step: int) -> list[list[int]]:
-    """The positions of each window along a dimension."""
-    if not isinstance(size, int):
-        raise Unsupported("windows over a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    return [list(range(first, first + width)) for first in range(0, size - width + 1, step)]
+def _windows(x: fx.Node, dim: int, width: int, step: int) -> tuple[int, list[list[int]]]:
+    """The dimension as a positive number, and the positions of each window along it."""
+    refuse_scalars("windows", x)
+    axis, size = static_axis(x, dim, "windows")
+    return axis, [list(range(first, first + width)) for first in range(0, size - width + 1, step)]
 
 
 @converts(aten.unfold.default)
-def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> ir.Value:
+def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> Value:
     """unfold(Tensor(a) self, int dimension, int size, int step) -> Tensor(a)"""
-    if rank_of(x) == 0:
-        raise Unsupported("windows over a scalar")
-    axis, rank = dimension % rank_of(x), rank_of(x)
-    places = ctx.const(_windows(shape_of(x)[axis], size, step), torch.int64)
-    gathered = ctx.op("Gather", ctx.value(x), places, axis=axis)  # the windows' entries right behind the windows
-    return ctx.transpose(gathered, [dim for dim in range(rank + 1) if dim != axis + 1] + [axis + 1])
+    axis, windows = _windows(x, dimension, size, step)
+    gathered = ctx.value(x).op("Gather", windows, axis=axis)  # the windows' entries right behind the windows
+    return gathered.transpose([dim for dim in range(rank_of(x) + 1) if dim != axis + 1] + [axis + 1])
 
 
 @converts(aten.unfold_backward.default)
 def unfold_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, size: int, step: int
-) -> ir.Value:
+) -> Value:
     """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
-    sizes, rank = shape_of(node), rank_of(node)
-    if not static(sizes) or rank == 0:
-        raise Unsupported("the gradient of windows over a symbolic size", ReasonType.DYNAMIC_SHAPE)
-    axis = dim % rank
-    front = [axis, *(other for other in range(rank) if other != axis)]
-    rows = ctx.const([[[place] for place in window] for window in _windows(sizes[axis], size, step)], torch.int64)
-    zeros = zeros_of(ctx, ctx.ints([int(sizes[other]) for other in front]), dtype_of(node))
+    axis, windows = _windows(node, dim, size, step)
+    sizes, perm = static_sizes(shape_of(node), "the gradient of windows"), front([axis], rank_of(node))
+    rows = ctx.const([[[place] for place in window] for window in windows], torch.int64)
     # from [..., windows, ..., entries] to [windows, entries, ...]
-    updates = ctx.transpose(ctx.value(grad), [axis, rank, *front[1:]])
-    return ctx.transpose(ctx.op("ScatterND", zeros, rows, updates, reduction="add"), inverse(front))
+    updates = ctx.value(grad).transpose([axis, rank_of(node), *perm[1:]])
+    zeros = filled(ctx, ctx.ints([sizes[dim] for dim in perm]), 0, dtype_of(node))
+    return zeros.op("ScatterND", rows, updates, reduction="add").transpose(inverse(perm))

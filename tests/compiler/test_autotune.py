@@ -1,4 +1,4 @@
-"""Ops that can be run in several ways: each way is right, timing chooses, and the choice is kept."""
+"""Ops that can be run in several ways: each variant is right, timing chooses, and the choice is kept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ort.compiler import autotune as forms
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.ort.conversion.graph import forms_of
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, FORMS
+from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
+from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, VARIANTS
 from lightning_ort.compiler.executors.ort.kernels import Kernels
+from lightning_ort.compiler.regions import TORCH
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import ORTConfig
 
@@ -32,21 +32,21 @@ FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-def prefer(monkeypatch: pytest.MonkeyPatch, form: str) -> list[dict[str, float]]:
-    """Have every race won by a form, or by torch; return the results that were given out."""
+def prefer(monkeypatch: pytest.MonkeyPatch, variant: str) -> list[dict[str, float]]:
+    """Have every race won by a variant, or by torch; return the results that were given out."""
     races: list[dict[str, float]] = []
 
     def race(candidates: dict[Any, Any], args: Any, before: Any = None) -> dict[Any, float]:
         for call in candidates.values():
             call(*args)
-        times = {name: 1.0 if name == form else 10.0 for name in candidates}
-        if forms.TORCH in candidates and before is None:  # of a whole region
+        times = {name: 1.0 if name == variant else 10.0 for name in candidates}
+        if TORCH in candidates and before is None:  # of a whole region
             times = {name: 10.0 if name == "torch" else 1.0 for name in candidates}
         else:
             races.append(times)
         return times
 
-    monkeypatch.setattr(placement, "race", race)
+    monkeypatch.setattr(timing, "race", race)
     return races
 
 
@@ -58,23 +58,23 @@ def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 CASES = [
-    pytest.param(op, form, id=f"{op.name()}-{form}")
+    pytest.param(op, variant, id=f"{op.name()}-{variant}")
     for op in FUNCTIONS
-    for form in (*forms_of(torch.fx.Graph().call_function(op), KERNELS), forms.TORCH)
-    if form != "FastGeluGrad"  # of the tanh form
+    for variant in (*variants_of(torch.fx.Graph().call_function(op), KERNELS), TORCH)
+    if variant != "FastGeluGrad"  # of the tanh form
 ]
 
 
-@pytest.mark.parametrize(("op", "form"), CASES)
-def test_each_form_is_right(op: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefer(monkeypatch, form)
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_each_variant_is_right(op: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, variant)
     backend = ORTBackend(ORTConfig(cache_dir=None, min_region_nodes=1))
     got = gradient(torch.compile(FUNCTIONS[op], backend=backend), X)
     assert backend.report.ort_runs > 0
     assert not backend.report.fallbacks
     expected = gradient(FUNCTIONS[op], X.double())
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-5)
-    if form == forms.TORCH:
+    if variant == TORCH:
         reasons = [
             r for graph in backend.report.graphs for region in graph.regions for r in region.node_reasons.values()
         ]
@@ -136,7 +136,7 @@ def test_the_processes_of_a_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(aten.gelu_backward.default) in ops["torch"]
 
 
-def test_forms_are_kernels_that_are_known() -> None:
-    for listed in FORMS.values():
-        for form in listed:
-            assert form == EXPANDED or isinstance(KERNELS.has_training(form), bool)  # KeyError: nobody knows it
+def test_variants_are_kernels_that_are_known() -> None:
+    for listed in VARIANTS.values():
+        for variant in listed:
+            assert variant == EXPANDED or isinstance(KERNELS.has_training(variant), bool)  # KeyError: nobody knows it

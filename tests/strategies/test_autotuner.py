@@ -14,18 +14,18 @@ import torch._inductor.compile_fx
 from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import placer as placement
+from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import autotuner as step_trial
+from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture.autotuner import MAX_ROUNDS, ROUNDS, StepAutotuner
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
 
 class Long(Small):
-    """Enough batches for a trial and more."""
+    """Enough batches to time each engine and more."""
 
     def train_dataloader(self) -> Any:
         return loader(8 * 30)
@@ -34,13 +34,13 @@ class Long(Small):
 @pytest.fixture
 def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions go to ONNX Runtime, however small: it is the steps that are timed here."""
-    measure = placement.measure
+    measure = timing.measure
 
     def favourably(*args: Any) -> Any:
-        timing = measure(*args)
-        return dataclasses.replace(timing, ms={**timing.ms, "ort": 0.0})
+        measured = measure(*args)
+        return dataclasses.replace(measured, ms={**measured.ms, "ort": 0.0})
 
-    monkeypatch.setattr(placement, "measure", favourably)
+    monkeypatch.setattr(timing, "measure", favourably)
 
 
 def fit(module: Small, make_trainer: Callable[..., Any], strategy: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def test_a_slower_captured_step_is_left_as_it_is(
     assert "left as it is" in note.reason.text
     assert str(step) in report.to_text(width=200)
     assert report.to_dict()["steps"][0]["engine"] == "torch"
-    # two graphs: compiling, one more, and those of the trial; none after it
+    # two graphs: compiling, one more, and those of the timing; none after it
     runs = {region.runs for graph in report.graphs for region in graph.regions}
     assert max(runs) < 30 - ROUNDS
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
@@ -110,28 +110,28 @@ def test_nothing_is_tried_where_timing_does_not_decide(
 
 def script(monkeypatch: pytest.MonkeyPatch, captured: float, own: float, spoiled: int) -> StepAutotuner:
     now = 0.0
-    monkeypatch.setattr(step_trial.time, "perf_counter", lambda: now)
-    trial = StepAutotuner(("ort", "torch"), lambda: None)
+    monkeypatch.setattr(autotuner.time, "perf_counter", lambda: now)
+    tuner = StepAutotuner(("ort", "torch"), lambda: None)
     for index in range(100):
-        engine = trial.next()
-        if trial.over:
+        engine = tuner.next_engine()
+        if tuner.done:
             break
-        with trial.clock(), trial.clock():  # a backward pass inside a step, as in manual optimization
+        with tuner.timed(), tuner.timed():  # a backward pass inside a step, as in manual optimization
             now += captured if engine == "ort" else own
         if index < spoiled:
             assert engine == "ort"  # until nothing is compiled
-            trial.spoil()
-        with trial.clock():  # the backward pass after it
+            tuner.discard_sample()
+        with tuner.timed():  # the backward pass after it
             now += 1.0
-    return trial
+    return tuner
 
 
 def test_medians_are_of_steps_and_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = script(monkeypatch, captured=2.0, own=3.0, spoiled=4)
-    assert trial.milliseconds == {"ort": 3000.0, "torch": 4000.0}
+    tuner = script(monkeypatch, captured=2.0, own=3.0, spoiled=4)
+    assert tuner.milliseconds == {"ort": 3000.0, "torch": 4000.0}
 
 
-def test_a_close_trial_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_engines_are_timed_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     clear, close = (script(monkeypatch, captured=2.0, own=own, spoiled=0) for own in (3.0, 2.1))
     # the first of each does not count
     assert {len(samples) - 1 for samples in clear._samples.values()} == {ROUNDS}
@@ -139,24 +139,24 @@ def test_a_close_trial_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = StepAutotuner(("ort", "torch"), lambda: None)
-    trial.next()
-    with suppress(ValueError), trial.clock():
+    tuner = StepAutotuner(("ort", "torch"), lambda: None)
+    tuner.next_engine()
+    with suppress(ValueError), tuner.timed():
         raise ValueError
-    with trial.clock():
+    with tuner.timed():
         pass
-    assert not trial.over
+    assert not tuner.done
 
 
 def test_an_engine_that_is_dropped_does_not_count() -> None:
-    trial = StepAutotuner(("ort", "torch", "inductor"), lambda: None)
-    assert [trial.next() for _ in range(4)] == ["ort", "torch", "inductor", "ort"]
-    assert [trial.next() for _ in range(2)] == ["torch", "inductor"]
-    trial.drop("inductor")
-    assert [trial.next() for _ in range(3)] == ["ort", "torch", "ort"]
-    while not trial.over:
-        trial.next()
-    assert trial.milliseconds.keys() == {"ort", "torch"}
+    tuner = StepAutotuner(("ort", "torch", "inductor"), lambda: None)
+    assert [tuner.next_engine() for _ in range(4)] == ["ort", "torch", "inductor", "ort"]
+    assert [tuner.next_engine() for _ in range(2)] == ["torch", "inductor"]
+    tuner.drop("inductor")
+    assert [tuner.next_engine() for _ in range(3)] == ["ort", "torch", "ort"]
+    while not tuner.done:
+        tuner.next_engine()
+    assert tuner.milliseconds.keys() == {"ort", "torch"}
 
 
 class SlowInPython(Long):

@@ -17,8 +17,8 @@ from fault_runs import Run, Slow, train
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
-from lightning_ort.strategies import checkpoints as atomic_checkpoints
-from lightning_ort.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_ort.lightning import AtomicCheckpointIO
+from lightning_ort.strategies import checkpoints
 from lightning_ort.strategies.checkpoints import save_atomically
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
@@ -106,7 +106,7 @@ def test_killed_while_it_saves(kills: int, tmp_path: Path) -> None:
 
 
 def test_what_is_being_written_elsewhere_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = atomic_checkpoints._checksum(atomic_checkpoints._machine())
+    here = checkpoints._checksum(checkpoints._machine())
     writing = tmp_path / f".00000000.{os.getppid()}.{here}.partial"
     elsewhere = tmp_path / ".00000000.999999999.00000000.partial"
     earlier = tmp_path / ".00000000.partial"  # of a version that had no process in the name
@@ -116,7 +116,7 @@ def test_what_is_being_written_elsewhere_stays(tmp_path: Path, monkeypatch: pyte
     save_atomically({}, tmp_path / "last.ckpt")
     assert names(tmp_path) == {"last.ckpt", writing.name, elsewhere.name, earlier.name, foreign.name}
     now = time.time()
-    monkeypatch.setattr(atomic_checkpoints.time, "time", lambda: now + 2 * 24 * 3600)
+    monkeypatch.setattr(checkpoints.time, "time", lambda: now + 2 * 24 * 3600)
     save_atomically({}, tmp_path / "last.ckpt")
     assert names(tmp_path) == {"last.ckpt", foreign.name}
 
@@ -127,8 +127,8 @@ def test_where_folders_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monk
 
     for name in ("posix", "nt"):
         with monkeypatch.context() as patch:
-            patch.setattr(atomic_checkpoints.os, "open", refuse)
-            patch.setattr(atomic_checkpoints, "_POSIX", name == "posix")
+            patch.setattr(checkpoints.os, "open", refuse)
+            patch.setattr(checkpoints, "_POSIX", name == "posix")
             save_atomically({"number": 1}, tmp_path / "last.ckpt")
         assert torch.load(tmp_path / "last.ckpt", weights_only=True) == {"number": 1}
 

@@ -1,0 +1,87 @@
+"""Private names of Lightning."""
+
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.strategies import Strategy
+
+
+def chosen_checkpoint_io(strategy: "Strategy") -> "CheckpointIO | None":
+    """Return the checkpoint IO that a strategy was given, without Lightning's default (2.6)."""
+    return strategy._checkpoint_io
+
+
+def set_checkpoint_io(strategy: "Strategy", io: "CheckpointIO | None") -> None:
+    """Do what Lightning's setter of ``checkpoint_io`` does, for a class that overrides the property (2.6)."""
+    strategy._checkpoint_io = io
+
+
+def wrap_start_of_scripts(launcher: Any, context: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Enter a context while a launcher starts the script once per device; others, and a wrapped one, stay (2.6)."""
+    start = getattr(launcher, "_call_children_scripts", None)  # a launcher that forks or spawns has none
+    if start is None or "_call_children_scripts" in vars(launcher):
+        return
+
+    def start_in_context() -> None:
+        with context(launcher):
+            start()
+
+    launcher._call_children_scripts = start_in_context
+
+
+def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:
+    """Replace what Lightning itself does at SIGTERM; handlers that the user installed still run (2.6)."""
+    trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
+
+
+def reset_sigterm_handler(trainer: "pl.Trainer") -> None:
+    """Undo :func:`set_sigterm_handler`."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+
+def is_sigterm_handler(handler: Callable[[int, Any], None]) -> bool:
+    """Return whether Lightning calls this handler at SIGTERM now, which it does within its loops alone (2.6)."""
+    return handler in getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
+
+
+def end_after_this_batch(trainer: "pl.Trainer") -> None:
+    """Let the fit loop save its progress and raise ``SIGTERMException`` after the running batch (2.6)."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
+    """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
+    trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too
+
+
+# DeepSpeed
+
+
+def has_training_data(trainer: Any) -> bool:
+    """Return whether the Trainer has a training dataloader, or a module or datamodule with one (Lightning 2.6)."""
+    return trainer.fit_loop._data_source.is_defined()
+
+
+def deepspeed_dtype(plugin: Any) -> torch.dtype:
+    """Return the dtype in which DeepSpeed trains under a ``DeepSpeedPrecision`` (Lightning 2.6)."""
+    return plugin._desired_dtype
+
+
+# captured steps
+
+
+def lightning_optimizers(strategy: "Strategy") -> list[Any]:
+    """Return a strategy's wrapped optimizers: a new list whenever the optimizers are replaced (2.6)."""
+    return strategy._lightning_optimizers
+
+
+def is_compiled_by_lightning(module: Any) -> bool:
+    """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
+    return getattr(module, "_compiler_ctx", None) is not None

@@ -1,0 +1,73 @@
+"""What the compiler asks of an executor."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compiler.regions import Region, Support, Variant
+from lightning_ort.compiler.report import Reason
+from lightning_ort.config import ORTConfig
+
+
+class Executor(ABC):
+    """Runs regions of graphs on one device.
+
+    An executor needs names, :meth:`supports` and :meth:`build`, and a line in
+    :mod:`~lightning_ort.compiler.executors.registry`.
+    """
+
+    name: ClassVar[str]  # in the report and in the names of regions, such as "ort"
+    title: ClassVar[str]  # for people, such as "ONNX Runtime"
+
+    def __init__(self, config: ORTConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+
+    @classmethod
+    def whole_ops(cls) -> frozenset[OpOverload]:
+        """Return the ops to leave whole that torch could decompose into simpler ones."""
+        return frozenset()
+
+    @property
+    def cache_key(self) -> tuple[str, ...]:
+        """What its answers, artifacts and times depend on besides the graph, the config and installed versions."""
+        return (self.name,)
+
+    def unsupported_reason(self) -> Reason | None:
+        """Return why it can run nothing on its device, or ``None``."""
+        return None
+
+    def ineffective_options(self) -> Mapping[str, Reason]:
+        """Return the options of the config that have no effect on its device, and why."""
+        return {}
+
+    @abstractmethod
+    def supports(self, node: fx.Node) -> Support:
+        """Return whether it can run a ``call_function`` node that is neither random nor in ``torch_ops``."""
+
+    def op_variants(self, node: fx.Node) -> Sequence[str]:
+        """Return the ways of running a node alone, of which :mod:`~lightning_ort.compiler.autotune` chooses one."""
+        return ()
+
+    def variants(self, region: Region) -> Sequence[Variant]:
+        """Return the ways of building a region that are worth timing; the first is used where nothing is timed."""
+        return (Variant(),)
+
+    def convert(self, region: Region) -> bytes:
+        """Return what all variants of a region are built from, which is kept in the cache; may reject the region."""
+        return b""
+
+    def untrusted_reason(self, artifact: bytes) -> str | None:
+        """Return why a cached artifact cannot have been written by :meth:`convert`, or ``None``."""
+        return None
+
+    def save(self, artifact: bytes, name: str) -> None:  # noqa: B027  (most executors have no such option)
+        """Write the artifact of a region to a file for the user, if the config says so."""
+
+    @abstractmethod
+    def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
+        """Return a function that takes the region's inputs and returns its outputs; may reject the region."""

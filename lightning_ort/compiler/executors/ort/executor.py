@@ -1,0 +1,114 @@
+"""ONNX Runtime as an executor."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from typing_extensions import override
+
+from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compiler.executors.base import Executor
+from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
+from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
+from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
+from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
+from lightning_ort.compiler.regions import Region, Support, Variant, count_flops
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.config import ORTConfig
+
+# below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us
+ONE_THREAD_FLOPS = 2e6
+# above this many, one thread need not be tried
+ALL_THREADS_FLOPS = 2e8
+# above this many per thread, ending torch's threads for the run pays, which takes about 0.1 ms for each
+PAUSE_OPENMP_FLOPS = 1e7
+
+
+class OrtExecutor(Executor):
+    """Converts regions to ONNX models and runs them in sessions."""
+
+    name = "ort"
+    title = "ONNX Runtime"
+
+    def __init__(self, config: ORTConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.providers = config.providers or kernels.providers_for(device) or ()
+
+    @classmethod
+    @override
+    def whole_ops(cls) -> frozenset[OpOverload]:
+        return frozenset(CONVERTERS)
+
+    @functools.cached_property
+    def kernels(self) -> kernels.Kernels:
+        """What the installed onnxruntime has for the device."""
+        return kernels.Kernels(self.config.kernels, self.providers)
+
+    @property
+    @override
+    def cache_key(self) -> tuple[str, ...]:
+        return (self.name, *self.providers)
+
+    @override
+    def unsupported_reason(self) -> Reason | None:
+        if self.providers:
+            return None
+        return Reason(ReasonType.DEVICE, f"no execution provider for {self.device} in this onnxruntime")
+
+    @override
+    def ineffective_options(self) -> Mapping[str, Reason]:
+        if self.config.cuda_graphs and (reason := cuda_graphs.unsupported_reason(self.device)) is not None:
+            return {"cuda_graphs": Reason(ReasonType.NOT_RECORDED, reason)}
+        return {}
+
+    @override
+    def supports(self, node: fx.Node) -> Support:
+        return support.check(node, self.kernels)
+
+    @override
+    def op_variants(self, node: fx.Node) -> Sequence[str]:
+        return variants_of(node, self.kernels)
+
+    @override
+    def variants(self, region: Region) -> Sequence[Variant]:
+        variants = [Variant(threads) for threads in self._thread_counts(region)]
+        if self.config.cuda_graphs and cuda_graphs.can_record(region):
+            variants.append(Variant(variants[0].threads, cuda_graph=True))
+        return variants
+
+    def _thread_counts(self, region: Region) -> list[int]:
+        if self.config.intra_op_threads is not None:
+            return [self.config.intra_op_threads]
+        available = torch.get_num_threads()
+        if available == 1:
+            return [1]
+        flops = count_flops(region)
+        if torch.are_deterministic_algorithms_enabled():
+            return [1 if flops < ONE_THREAD_FLOPS else available]
+        return [available] if flops > ALL_THREADS_FLOPS else [1, available]
+
+    @override
+    def convert(self, region: Region) -> bytes:
+        return session.convert(region, self.kernels, region.name).SerializeToString()
+
+    @override
+    def untrusted_reason(self, artifact: bytes) -> str | None:
+        return session.untrusted_reason(artifact)
+
+    @override
+    def save(self, artifact: bytes, name: str) -> None:
+        if self.config.save_onnx_dir is not None:
+            session.save(artifact, self.config.save_onnx_dir, name)
+
+    @override
+    def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
+        stream = cuda_graphs.stream_of(self.device) if variant.cuda_graph else None
+        built = session.build(artifact, region, self.providers, variant.threads, self.device, stream)
+        if variant.cuda_graph:
+            return RecordedSession(region, built, self.device)
+        several_threads = self.device.type == "cpu" and variant.threads > 1
+        pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
+        return BoundSession(region, built, self.device, pause_openmp=pause)

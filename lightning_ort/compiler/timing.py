@@ -1,0 +1,108 @@
+"""Time callables against each other on inputs that resemble the real ones, in interleaved rounds; medians count."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_ort.compat.torch import hint_of
+from lightning_ort.compiler.layouts import int_hint
+from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
+
+_SECONDS = 0.25
+_MIN_ROUNDS = 3  # after a single round, one interruption of the process would decide
+_MAX_ROUNDS = 15
+_Name = TypeVar("_Name")
+_Call = Callable[..., Any]
+
+
+def samples(region: Region) -> list[Any]:
+    """Make inputs to time a region with, of its real shapes, dtypes and strides, without using torch's generators."""
+    generator = torch.Generator().manual_seed(0)
+    return [_sample(node.meta["val"], generator) for node in region.inputs]
+
+
+def _sample(val: Any, generator: torch.Generator) -> Any:
+    if not isinstance(val, torch.Tensor):
+        return float(hint_of(val)) if isinstance(val, torch.SymFloat) else int_hint(val)
+    sizes = [int_hint(size) for size in val.shape]
+    strides = [int_hint(stride) for stride in val.stride()]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
+    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
+    if val.dtype.is_floating_point:
+        flat = torch.rand(extent, generator=generator).add_(0.1).to(val.dtype)
+    else:
+        flat = torch.zeros(extent, dtype=val.dtype)
+    return flat.to(val.device).as_strided(sizes, strides)
+
+
+def measure(
+    executor: str,
+    calls: Mapping[Variant, _Call],
+    torch_forward: _Call | None,
+    args: Sequence[Any],
+    on_failure: Callable[[Any, Exception], None],
+) -> Timing:
+    """Time a region's variants on its executor, and the region in torch unless ``torch_forward`` is ``None``.
+
+    Return the fastest variant, and the times if there was anything to compare. ``on_failure`` is that of
+    :func:`warm_up`; it has to raise for the last variant.
+    """
+    candidates: dict[Any, _Call] = dict(calls)
+    if torch_forward is not None:
+        candidates[TORCH] = torch_forward
+    if len(candidates) > 1:
+        candidates = warm_up(candidates, args, on_failure)
+    variants = [variant for variant in calls if variant in candidates]
+    if len(candidates) == 1:
+        return Timing({}, variants[0])
+    medians = race(candidates, args)
+    fastest = min(variants, key=medians.__getitem__)
+    ms = {executor: medians[fastest]}
+    if TORCH in medians:
+        ms[TORCH] = medians[TORCH]
+    return Timing(ms, fastest)
+
+
+def warm_up(
+    candidates: Mapping[_Name, _Call], args: Sequence[Any], on_failure: Callable[[_Name, Exception], None]
+) -> dict[_Name, _Call]:
+    """Call each candidate once, since first calls allocate and compile; return those for which nothing is raised."""
+    working = {}
+    for name, call in candidates.items():
+        try:
+            call(*args)
+        except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
+            on_failure(name, error)
+        else:
+            working[name] = call
+    return working
+
+
+def race(
+    candidates: Mapping[_Name, _Call], args: Sequence[Any], before: Callable[[], None] | None = None
+) -> dict[_Name, float]:
+    """Return the median time of each candidate in ms; ``before`` is called before each run, outside its time."""
+    times: dict[_Name, list[float]] = {name: [] for name in candidates}
+    start = time.perf_counter()
+    for rounds in range(_MAX_ROUNDS):
+        if rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
+            break
+        for name, call in candidates.items():
+            if before is not None:
+                before()
+            times[name].append(_timed(call, args))
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+
+def _timed(call: _Call, args: Sequence[Any]) -> float:
+    on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+    if on_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(*args)
+    if on_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

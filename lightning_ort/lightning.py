@@ -1,0 +1,131 @@
+"""All classes for ``lightning.pytorch``; :mod:`lightning_ort.pytorch_lightning` has those for ``pytorch_lightning``.
+
+A class here only joins one of our mixins, which does the work in both namespaces, with the class of Lightning's that it
+extends.
+"""
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import precision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+
+from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
+from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
+from lightning_ort.onnx_export.predict import PredictorMixin
+from lightning_ort.precision.bfloat16 import BFloat16Mixin
+from lightning_ort.precision.matmul import MatmulPrecisionMixin
+from lightning_ort.precision.mixed import MixedPrecisionMixin
+from lightning_ort.strategies.auto_device import AutoDeviceMixin
+from lightning_ort.strategies.checkpoints import AtomicSaveMixin
+from lightning_ort.strategies.deepspeed.mixin import DeepSpeedZeRO1Mixin
+from lightning_ort.strategies.mixin import ORTMixin
+from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin
+from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
+
+
+class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
+    """Trains, validates, tests and predicts on ONNX Runtime, on a single CPU or GPU: ``Trainer(strategy="ort")``.
+
+    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`; ``device``,
+    where ``None`` is the one that the Trainer's ``accelerator`` and ``devices`` say; and ``accelerator``,
+    ``checkpoint_io`` and ``precision_plugin`` as every strategy of Lightning.
+
+    Example::
+
+        trainer = Trainer(strategy=ORTStrategy(config=ORTConfig(placement="always")))
+        trainer.fit(model)
+        print(trainer.strategy.report.to_text())
+
+    """
+
+    strategy_name = "ort"
+
+
+class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
+    """Trains on ONNX Runtime in several processes that average their gradients: ``Trainer(strategy="ort_ddp")``.
+
+    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`, and the
+    arguments of Lightning's ``DDPStrategy``, such as ``find_unused_parameters``, ``static_graph``,
+    ``process_group_backend`` and ``start_method``.
+
+    Example::
+
+        trainer = Trainer(strategy=ORTDDPStrategy(find_unused_parameters=True), accelerator="cpu", devices=2)
+
+    """
+
+    strategy_name = "ort_ddp"
+
+
+class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
+    """``ort_ddp`` in which each process keeps its share of the optimizer states: ``"ort_zero1_native"``.
+
+    Torch's ZeroRedundancyOptimizer updates a share of the parameters on each rank and broadcasts them. Checkpoints are
+    those of ``ort_ddp`` and of a stock Trainer: whole, in one file, for any number of processes. Takes the arguments of
+    :class:`ORTDDPStrategy`; ``optim`` must be one of torch's own implementations.
+
+    Raises:
+        ValueError: When the fit starts, if an optimizer is not one of torch's own.
+
+    """
+
+    strategy_name = "ort_zero1_native"
+
+
+class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy):
+    """Data parallel training on ONNX Runtime and DeepSpeed's ZeRO stage 1, on CPUs and GPUs: ``"ort_zero1"``.
+
+    Each process keeps the optimizer states of its share of the parameters. Checkpoints are those of ``ort`` and of a
+    stock Trainer: whole, in one file, for any number of processes.
+
+    Takes ``config``, ``optim`` and ``host_memory``, see :class:`~lightning_ort.strategies.mixin.ORTMixin`;
+    ``deepspeed_config``, ``offload_optimizer``, ``checkpoint`` and others, see
+    :class:`~lightning_ort.strategies.deepspeed.mixin.DeepSpeedZeRO1Mixin`; and the arguments of Lightning's
+    ``DeepSpeedStrategy``, such as ``process_group_backend`` and ``timeout``.
+
+    Raises:
+        ValueError: If an argument asks for another stage than 1; when the fit starts, if the module configures an
+            optimizer that looks at whole parameters.
+        MisconfigurationException: If DeepSpeed is not installed; when the fit starts, if the DeepSpeed configuration
+            contradicts the Trainer, or the module configures several optimizers.
+
+    Example::
+
+        trainer = Trainer(strategy="ort_zero1", accelerator="cpu", devices=2)
+
+    """
+
+    strategy_name = "ort_zero1"
+
+
+class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):
+    """``TorchCheckpointIO`` that puts a local file in its place when all of it is on the disk."""
+
+
+class ORTMixedPrecision(MixedPrecisionMixin, precision.MixedPrecision):
+    """Mixed precision for every optimizer, with overflows counted; see :class:`MixedPrecisionMixin`."""
+
+    __qualname__ = "MixedPrecision"  # Lightning stores the scaler's state in a checkpoint under this name
+
+
+MixedPrecision = ORTMixedPrecision  # pickle looks the class up by its qualified name
+
+
+class ORTMatmulPrecision(MatmulPrecisionMixin, precision.Precision):
+    """Faster float32 matrix products with less precision; see :class:`MatmulPrecisionMixin`."""
+
+
+class ORTBFloat16Precision(BFloat16Mixin, precision.HalfPrecision):
+    """bfloat16 weights that learn from small updates too; see :class:`BFloat16Mixin`."""
+
+
+class ORTOptimizer(SwapOptimizersCallback, Callback):
+    """Another implementation of the optimizers, under any strategy; see :class:`SwapOptimizersCallback`."""
+
+
+class OnnxExport(ExportOnnxCallback, Callback):
+    """The trained module as an ONNX model; see :class:`ExportOnnxCallback`."""
+
+
+class ORTPredictor(PredictorMixin, LightningModule):
+    """An exported model as a LightningModule that predicts; see :class:`PredictorMixin`."""

@@ -1,0 +1,116 @@
+"""The fused and foreach loops of torch's own optimizers, switched on in the user's optimizer object."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lightning_ort.compat.torch import pop_amp_scaling_mark
+from lightning_ort.optim.param_groups import name_of, parameters_of, sparse_embedding
+from lightning_ort.optim.registry import TORCH_FLAGS, runs
+from lightning_ort.optim.replacement import load_other_forms
+
+log = logging.getLogger(__name__)
+
+FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
+
+
+def auto_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
+    """Return why ``optim="auto"`` leaves an optimizer as it is, or ``None``."""
+    if type(optimizer) not in FUSED_CLASSES:
+        return "no fused form"
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    chosen = [flag for flag in TORCH_FLAGS if any(group.get(flag) is not None for group in groups)]
+    if chosen:
+        return f"{' and '.join(chosen)} chosen by the module"
+    return fused_unsupported_reason(module, optimizer)
+
+
+def fused_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
+    """Return why one of :data:`FUSED_CLASSES` cannot run fused, or ``None``."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True has no fused form"
+    for parameter in parameters_of(optimizer):
+        if not parameter.is_floating_point():
+            return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
+        if not _has_fused_kernel(type(optimizer), parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
+            return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
+    if sparse := sparse_embedding(module, optimizer):
+        return f"{sparse} gives sparse gradients (sparse=True), which fused does not take"
+    return None
+
+
+@functools.cache
+def _has_fused_kernel(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtype) -> bool:
+    # tried, because torch has no list of the kernels of every class
+    if device_type == "meta":
+        return False
+    try:
+        parameter = torch.zeros(1, device=device_type, dtype=dtype, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        cls([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
+    """Make one of torch's optimizers run ``"fused"`` or ``"foreach"``, also after it loads a checkpoint.
+
+    The checkpoints that it saves have the flags that the user configured.
+    """
+    configured = {name: optimizer.defaults.get(name) for name in TORCH_FLAGS}
+
+    def set_flags(optimizer: optim.Optimizer) -> None:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update({name: name == flag or None for name in TORCH_FLAGS})
+        for parameter, state in optimizer.state.items():
+            step = state.get("step") if state else None  # a shard has no states for what other ranks update
+            if isinstance(step, torch.Tensor) and flag == "fused":
+                state["step"] = step.to(parameter.device, torch.float32)
+        pop_amp_scaling_mark(optimizer)  # with it, Lightning refuses gradient clipping
+
+    def save_as_configured(optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:
+        for group in saved["param_groups"]:  # copies of the optimizer's groups
+            group.update(configured)
+
+    set_flags(optimizer)
+    load_other_forms(optimizer)
+    after_loading = optimizer.register_load_state_dict_post_hook(set_flags)
+    optimizer.register_state_dict_post_hook(save_as_configured)
+
+    def unset_flags() -> None:
+        after_loading.remove()
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(configured)
+        log.warning("A gradient is sparse, which fused does not take: %s runs as configured.", runs(optimizer))
+
+    if flag == "fused" and type(optimizer) in (optim.SGD, optim.Adagrad):  # Adam takes no sparse gradients at all
+        _call_if_sparse(optimizer, unset_flags)
+
+
+def _call_if_sparse(optimizer: optim.Optimizer, function: Callable[[], None]) -> None:
+    """Call a function in the first step if a gradient is sparse, as ``F.embedding(..., sparse=True)`` makes them."""
+
+    def check() -> None:
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(optimizer)):
+            function()
+
+    def before_step(optimizer: optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        handle.remove()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            check()
+            return None
+
+        def closure_and_check() -> Any:  # the closure computes the gradients
+            loss = closure()
+            check()
+            return loss
+
+        return (optimizer,), {"closure": closure_and_check}
+
+    handle = optimizer.register_step_pre_hook(before_step)

@@ -1,0 +1,164 @@
+"""A LightningModule whose steps are captured: :class:`CapturedModule`, what its four steps share."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_ort.compat import dynamo
+from lightning_ort.compat.lightning import lightning_optimizers
+from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
+from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
+from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_ort.compiler.backend import ORTBackend
+
+# Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
+_RECOMPILE_LIMIT = 32
+
+Mode = Literal["step", "modules", "off"]
+
+_unused_regions: list[int] = []  # what dynamo has compiled for modules that are gone
+_living: "weakref.WeakSet[CapturedModule]" = weakref.WeakSet()
+_collect_at = 8  # with this many, most are probably garbage that has not been collected yet
+
+
+class CapturedModule:
+    """A LightningModule whose steps are captured.
+
+    Args:
+        strategy: The strategy that runs its steps.
+        module: The module.
+        config: The settings.
+        backend: Compiles the graphs, and keeps the report.
+
+    Attributes:
+        attributes: The module's instance dictionary.
+        mode: Whether steps are compiled whole, or the child modules that they call, or nothing.
+        closure_seen: Whether an optimizer was given a closure.
+
+    """
+
+    def __init__(
+        self, strategy: "Strategy", module: "pl.LightningModule", config: ORTConfig, backend: "ORTBackend"
+    ) -> None:
+        self.module = module
+        self.attributes = vars(module)
+        self.config = config
+        self.backend = backend
+        self.monitor = DynamoMonitor()
+        self.shims = StepShims(module, self._on_closure)
+        self.mode: Mode | None = None
+        self.closure_seen = False
+        self._strategy = strategy
+        self._optimizers: Any = None
+        self._module_shims: dict[Engine, ModuleShims] = {}
+        self._regions: list[int] = []
+        # now, between the Trainer's runs, and not whenever the garbage collector runs
+        _collect_garbage()
+        dynamo.release_regions(_unused_regions)
+        _living.add(self)
+        weakref.finalize(self, _unused_regions.extend, self._regions).atexit = False
+
+    def start(self) -> None:
+        """Prepare for a run of the Trainer: the module may have changed since the last one."""
+        self._optimizers = None
+        if (mode := self._choose_mode()) != self.mode:
+            self.mode, self._module_shims = mode, {}
+        if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
+            self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
+        self.monitor.install()
+        # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
+        # late. What a call of `torch.autograd.grad` is for cannot be known before.
+        self.backend.leave = self.monitor.calls_autograd_grad
+
+    def stop(self) -> None:
+        """End a run of the Trainer."""
+        self.backend.leave = None
+        self.monitor.remove()
+
+    def refresh(self) -> None:
+        """Update the shims before a step if the optimizers have changed; to dynamo an unchanged shim is the same."""
+        optimizers = lightning_optimizers(self._strategy)
+        if self._optimizers is optimizers:
+            return
+        self._optimizers = optimizers
+        # only a strategy that wraps the module in something with hooks has any
+        wrapper_hooks = getattr(self._strategy, "wrapper_hooks", tuple)()
+        self.shims.refresh([] if self.module.automatic_optimization else optimizers, wrapper_hooks)
+
+    def _choose_mode(self) -> Mode:
+        compiled = compiled_by_user(self.module)
+        if compiled is None:
+            return "modules" if self.config.capture == "modules" else "step"
+        if compiled == "":
+            text = f"{type(self.module).__name__} is left as it is"
+            self.record_choice("module", ReasonType.ALREADY_COMPILED, text)
+            return "off"
+        self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
+        return "modules"
+
+    def new_autotuner(self) -> StepAutotuner | None:
+        """Return an autotuner for a step, or ``None`` if timing does not decide."""
+        if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
+            return None
+        device = self._strategy.root_device
+        engines: list[Engine] = ["ort", "torch"]
+        if self.config.engine == "auto":
+            engines.append(inductor.NAME)
+        synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
+        return StepAutotuner(engines, synchronize)
+
+    def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
+        """Compile a function for an engine; dynamo starts at its first call."""
+        executor = inductor.COMPILE_ARGUMENTS if engine == inductor.NAME else {"backend": self.backend}
+        compiled = torch.compile(  # type: ignore[call-overload]
+            function,
+            **executor,
+            dynamic=self.config.dynamic,
+            recompile_limit=_RECOMPILE_LIMIT,
+            # the limit is for this function, not for all modules of its class, nor for all our frames around children
+            isolate_recompiles=True,
+        )
+        dynamo.release_backend(self.backend)
+        self._regions.append(dynamo.region_of(compiled))
+        return compiled
+
+    def module_shims(self, engine: Engine) -> ModuleShims:
+        """Return the compiled children, for module mode."""
+        if engine not in self._module_shims:
+            children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]
+            self._module_shims[engine] = ModuleShims(children, functools.partial(self.compile, engine=engine))
+        return self._module_shims[engine]
+
+    def record_choice(self, where: str, kind: ReasonType, text: str) -> None:
+        """Report a choice that was made for the user, once."""
+        reason = Reason(kind, text)
+        if self.backend.report.record_choice(where, reason):
+            rank_zero_info("lightning-ort: %s: %s", where, reason)
+
+    def _on_closure(self) -> None:
+        self.closure_seen = self.monitor.saw_compile = True
+
+
+def _collect_garbage() -> None:
+    """Free modules of earlier runs, with their sessions: each is part of a reference cycle with its Trainer."""
+    global _collect_at
+    if len(_living) >= _collect_at:
+        gc.collect()
+        _collect_at = max(8, 2 * len(_living))
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,0 +1,173 @@
+"""What every strategy of this package does: :class:`ORTMixin`.
+
+The mixin overrides hooks of Lightning's strategies and calls its parts there. No part knows of the others:
+
+- :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
+- :class:`~lightning_ort.strategies.capture.steps.Capture`: the steps of the module, compiled
+- :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
+- :mod:`~lightning_ort.strategies.optimizers`: the optimizers, run by another implementation
+- :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
+- :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
+"""
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from lightning_ort._arguments import check_keywords
+from lightning_ort._imports import LightningNamespace, namespace_of
+from lightning_ort.compat.lightning import set_checkpoint_io
+from lightning_ort.compiler.report import CompileReport
+from lightning_ort.config import ORTConfig
+from lightning_ort.optim.registry import OptimName
+from lightning_ort.precision.choose import choose_precision
+from lightning_ort.strategies.capture.steps import Capture
+from lightning_ort.strategies.checkpoints import atomic_io
+from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
+from lightning_ort.strategies.optimizers import OptimizerSettings, choose_swap, parse_optim, swap_optimizers
+from lightning_ort.strategies.run_report import RunReport
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import Strategy as _Strategy
+else:
+    _Strategy = object
+
+_DEFAULT = ORTConfig()
+
+
+class ORTMixin(_Strategy):
+    """Runs the steps of the LightningModule on ONNX Runtime, under any strategy that it is put in front of.
+
+    Args:
+        config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
+        optim: What runs the optimizers that the module configures: a name, or an
+            :class:`~lightning_ort.ORTOptimizer` for its further settings. ``"auto"`` fuses torch's Adam, AdamW, SGD
+            and Adagrad where torch can, and leaves all else as it is.
+        host_memory: ``"retain"`` keeps freed memory in the process for the next step while a run on the CPU lasts
+            (glibc only), ``"default"`` returns it each time.
+        **kwargs: For the strategy.
+
+    Raises:
+        TypeError: If a keyword argument is unknown.
+        ValueError: If a setting is not one of the allowed ones.
+
+    """
+
+    namespace: ClassVar[LightningNamespace]
+    # takes the keyword arguments that Lightning's strategy passes on, such as torch's DistributedDataParallel
+    wrapper: ClassVar[type | None] = None
+
+    def __init__(
+        self,
+        config: ORTConfig = _DEFAULT,
+        optim: OptimName | OptimizerSettings = "auto",
+        host_memory: HostMemory = "retain",
+        **kwargs: Any,
+    ) -> None:
+        check_keywords(type(self).__name__, kwargs, _keywords_of(type(self)))
+        self._memory = RetainedMemory(host_memory)
+        super().__init__(**kwargs)
+        self.ort_config = ORTConfig.parse(config)
+        self._swap = parse_optim(optim)
+        self._capture = Capture(self.ort_config)
+        self._run_report = RunReport(self.ort_config.report)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (namespace := namespace_of(cls)) is not None:
+            cls.namespace = namespace
+
+    @property
+    def report(self) -> CompileReport:
+        """What ran where, why not, and how fast; empty before the first run."""
+        return self._capture.report
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        self._run_report.setup(trainer)
+        self._capture.setup(self)
+        self.report.host_memory = self._memory.setup(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        self._memory.teardown()
+        self._capture.teardown()
+        self._run_report.teardown(self.report)
+        super().teardown()
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        super().setup_optimizers(trainer)
+        # here for the callback too: the next step may be to split the optimizers' states
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin), trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._run_report.on_train_start()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._capture.step("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._capture.backward(super().backward, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._capture.step("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._capture.step("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._capture.step("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    @property
+    @override
+    def precision_plugin(self) -> "Precision":
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: "Precision | None") -> None:
+        set_plugin = super(ORTMixin, type(self)).precision_plugin.fset  # type: ignore[attr-defined]
+        set_plugin(self, plugin)  # first as it is: a strategy may refuse it
+        set_plugin(self, choose_precision(plugin, self.namespace))
+
+    @property
+    @override
+    def checkpoint_io(self) -> "CheckpointIO":
+        return atomic_io(self, self.namespace)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: "CheckpointIO | None") -> None:
+        set_checkpoint_io(self, io)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        parts = ("_memory", "_capture", "_run_report")  # a copy of the strategy has its own
+        return {**state, **{name: copy.copy(state[name]) for name in parts}}
+
+
+def _keywords_of(kind: type[ORTMixin]) -> list[str]:
+    """Return the keyword arguments of a strategy: ours, those of Lightning's strategy, and those of its wrapper."""
+    order = kind.__mro__
+    stock = next(base for base in order if base.__module__.startswith(kind.namespace.package))
+    kinds = [*order[order.index(ORTMixin) : order.index(stock) + 1], *([kind.wrapper] if kind.wrapper else [])]
+    parameters = [one for base in kinds for one in inspect.signature(base.__init__).parameters.values()]  # type: ignore[misc]
+    names = dict.fromkeys(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    return [name for name in names if name not in ("self", "module")]

@@ -1,0 +1,114 @@
+"""Each private name of Lightning is still there and means the same."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_ort.compat import lightning
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 1,
+    "limit_train_batches": 4,
+    "limit_val_batches": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def test_checkpoint_io() -> None:
+    chosen = TorchCheckpointIO()
+    assert lightning.chosen_checkpoint_io(SingleDeviceStrategy(checkpoint_io=chosen)) is chosen
+    strategy = SingleDeviceStrategy()
+    assert lightning.chosen_checkpoint_io(strategy) is None
+    lightning.set_checkpoint_io(strategy, chosen)
+    assert strategy.checkpoint_io is lightning.chosen_checkpoint_io(strategy) is chosen
+
+
+def test_start_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+
+    @contextmanager
+    def context(launcher: Any) -> Iterator[None]:
+        entered.append(launcher)
+        yield
+        entered.append("left")
+
+    trainer = Trainer(**{**QUIET, "devices": 2}, strategy=DDPStrategy(), logger=False)
+    launcher = trainer.strategy.launcher
+    assert launcher is not None
+    monkeypatch.setattr("subprocess.Popen", lambda command, **kwargs: entered.append("started"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between two processes
+    monkeypatch.setattr("lightning.pytorch.strategies.launchers.subprocess_script._launch_process_observer", print)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # the launcher sets them; they are put back after the test
+    monkeypatch.delenv("LOCAL_RANK")
+    for _ in range(2):
+        lightning.wrap_start_of_scripts(launcher, context)
+    launcher.launch(lambda: entered.append("running"))
+    assert entered == [launcher, "started", "left", "running"]
+
+    spawning = Trainer(**{**QUIET, "devices": 2}, strategy="ddp_spawn", logger=False).strategy.launcher
+    before = dict(vars(spawning))
+    lightning.wrap_start_of_scripts(spawning, context)
+    assert vars(spawning) == before
+    lightning.wrap_start_of_scripts(None, context)
+
+
+class Terminated(Callback):
+    """Sends SIGTERM in the first batch."""
+
+    def __init__(self, handles: bool) -> None:
+        self.handles = handles
+        self.received: list[int] = []
+        self.batches = 0
+
+    def handle(self, signum: int, frame: Any) -> None:
+        self.received.append(signum)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        if self.handles and batch_idx == 0:
+            assert lightning.is_sigterm_handler(self.handle)
+            signal.raise_signal(signal.SIGTERM)
+        elif batch_idx == 1:
+            lightning.end_after_this_batch(trainer)
+
+
+def test_sigterm() -> None:
+    callback = Terminated(handles=True)
+    trainer = Trainer(**QUIET, callbacks=callback, logger=False)
+    lightning.set_sigterm_handler(trainer, callback.handle)
+    assert not lightning.is_sigterm_handler(callback.handle)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(BoringModel())
+    assert isinstance(ended.value, SIGTERMException)
+    assert (callback.received, callback.batches) == ([signal.SIGTERM], 2)
+    lightning.reset_sigterm_handler(trainer)
+    lightning.reset_sigterm_handler(trainer)
+    callback = Terminated(handles=False)
+    trainer.callbacks = [callback]
+    assert not lightning.is_sigterm_handler(callback.handle)
+
+
+def test_log_to_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logs(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+            lightning.log_to_loggers(trainer, {"ort/runs": 3})
+
+    logged = []
+    logger = DummyLogger()
+    monkeypatch.setattr(logger, "log_metrics", lambda metrics, step: logged.append((metrics, step)), raising=False)
+    Trainer(**QUIET, callbacks=Logs(), logger=logger).fit(BoringModel())
+    assert logged == [({"ort/runs": 3, "epoch": 1}, 4)]
