@@ -11,7 +11,8 @@ from torch import fx
 
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler import reproduce
-from lightning_ort.compiler.layouts import int_hint
+
+_DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace knows
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Reproducer:
     model: bytes | None
 
     @classmethod
-    def of(cls, graph: fx.Graph, model: bytes | None) -> "Reproducer":
+    def of(cls, graph: fx.Graph, model: bytes | None = None) -> "Reproducer":
         """Return the reproducer of a region's graph."""
         code = graph.python_code("self")
         used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
@@ -61,7 +62,14 @@ def _import(name: str, value: Any) -> str:
 
 
 def _spec(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(hint_of(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value)
-    sizes, strides = tuple(map(int_hint, value.shape)), tuple(map(int_hint, value.stride()))
-    return f"({sizes}, {strides}, {value.dtype}, {str(value.device)!r})"
+    if isinstance(value, torch.Tensor):
+        sizes, strides = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
+        return f"({sizes}, {strides}, {value.dtype}, {str(value.device)!r})"
+    return repr(_number(value))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    hint = hint_of(value)
+    return _DATA_DEPENDENT if hint is None else hint
