@@ -4,9 +4,9 @@
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``op-<hash>.json``: the time of each variant of an op
 
-The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime, torch and this
-package, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a
-graph its ``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads``, ``cuda_graphs``.
+The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime and torch,
+and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a graph its
+``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
