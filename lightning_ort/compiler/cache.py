@@ -4,9 +4,9 @@
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``op-<hash>.json``: the time of each variant of an op
 
-The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime, torch and this
-package, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a
-graph its ``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads``, ``cuda_graphs``.
+The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime and torch,
+and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a graph its
+``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -14,6 +14,7 @@ copied from another, or has values out of range, counts as absent. Files appear 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -55,18 +56,25 @@ class Cache:
     """The cache of one backend."""
 
     def __init__(self, config: ORTConfig) -> None:
-        self._folder = None if config.cache_dir is None else Path(config.cache_dir)
-        if config.cache_dir == "auto":
-            self._folder = default_folder()
-        self._is_open = False  # the folder is checked when it is first used
         self._config = config
         self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
+
+    @functools.cached_property
+    def _folder(self) -> Path | None:
+        """The folder if it exists or can be created, and no other user can write to it; checked when first used."""
+        if self._config.cache_dir is None:
+            return None
+        folder = default_folder() if self._config.cache_dir == "auto" else Path(self._config.cache_dir)
+        if (reason := cache_folder.prepare(folder)) is None:
+            return folder
+        log.warning("Nothing is kept between runs: %s", reason)
+        return None
 
     def support(
         self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
     ) -> dict[fx.Node, Support]:
         """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
-        if self._open() is None:
+        if self._folder is None:
             return check()
         options = (self._config.kernels, *sorted(self._config.torch_ops))
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
@@ -118,18 +126,8 @@ class Cache:
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 
-    def _open(self) -> Path | None:
-        """Return the folder if it exists or can be created, and no other user can write to it."""
-        if self._folder is not None and not self._is_open:
-            self._is_open = True
-            if (reason := cache_folder.prepare(self._folder)) is not None:
-                log.warning("Nothing is kept between runs: %s", reason)
-                self._folder = None
-        return self._folder
-
     def _read_bytes(self, name: str) -> bytes:
-        folder = self._open()
-        return b"" if folder is None else cache_folder.read(folder / name)
+        return b"" if self._folder is None else cache_folder.read(self._folder / name)
 
     def _read(self, name: str, convert: Callable[[Any], _Content]) -> _Content | None:
         """Return the converted content of a JSON file, or ``None`` if it is absent or not what this version writes."""
@@ -149,13 +147,12 @@ class Cache:
         self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        folder = self._open()
-        if folder is None:
+        if self._folder is None:
             return
         try:
-            cache_folder.write(folder / name, content)
+            cache_folder.write(self._folder / name, content)
         except OSError as error:
-            log.warning("Nothing is kept between runs: %s cannot be written (%s)", folder, error)
+            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self._folder, error)
             self._folder = None
 
 

@@ -62,16 +62,14 @@ def digest(*parts: str) -> str:
 
 @functools.cache
 def software() -> tuple[str, ...]:
-    """Return the versions of onnxruntime, torch and this package, and a hash of its compiler's sources."""
+    """Return the versions of onnxruntime and torch, and a hash of this package's sources that matter."""
     import onnxruntime
-
-    from lightning_ort import __version__
 
     sources = hashlib.sha256()
     package = Path(__file__).parents[1]
     for path in sorted([*package.glob("compat/*.py"), *package.glob("compiler/**/*.py")]):
         sources.update(path.read_bytes())
-    return (onnxruntime.__version__, torch.__version__, __version__, sources.hexdigest())
+    return (onnxruntime.__version__, torch.__version__, sources.hexdigest())
 
 
 @functools.cache
