@@ -6,9 +6,9 @@ Importing this package starts nothing: neither onnxruntime nor Lightning is load
 
 import importlib
 import logging
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from lightning_ort._imports import __version__
 from lightning_ort._registration import register_strategies
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
@@ -46,11 +46,6 @@ __all__ = [
     "export_onnx",
     "param_groups",
 ]
-
-try:
-    __version__ = version("lightning-ort")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0+unknown"
 
 # As in Lightning, INFO messages go to the console unless the program configures logging.
 _log = logging.getLogger(__name__)

@@ -7,9 +7,15 @@ in the Trainer of the other. A :class:`LightningNamespace` names the modules of 
 import importlib
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
+
+try:
+    __version__ = version("lightning-ort")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
 
 
 @dataclass(frozen=True)

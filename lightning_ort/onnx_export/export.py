@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
-from lightning_ort._imports import NAMESPACES, ONNXSCRIPT
+from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__
 from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
@@ -339,15 +339,13 @@ def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quanti
     import onnx
     import onnxruntime
 
-    import lightning_ort
-
     def described(value: "ir.Value") -> dict[str, Any]:
         assert value.dtype is not None
         dtype = str(TORCH_DTYPES[value.dtype]).removeprefix("torch.")
         shape = [size if isinstance(size, int) else size.value for size in value.shape or ()]
         return {"name": value.name, "dtype": dtype, "shape": shape}
 
-    versions = {"lightning_ort": lightning_ort.__version__}
+    versions = {"lightning_ort": __version__}
     versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
     versions |= {f.package: sys.modules[f.package].__version__ for f in NAMESPACES if f.imported}
     return {

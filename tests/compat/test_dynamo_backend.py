@@ -15,7 +15,9 @@ def test_aot_backend_compiles_forward_and_backward_graphs() -> None:
     def compiler(kind: str) -> Callable[..., Any]:
         def compile_graph(gm: Any, inputs: Any) -> Any:
             compiled.append(kind)
-            assert all(isinstance(node.target, torch._ops.OpOverload) for node in gm.graph.nodes if node.op[:4] == "call")
+            assert all(
+                isinstance(node.target, torch._ops.OpOverload) for node in gm.graph.nodes if node.op[:4] == "call"
+            )
             return boxed(gm.forward)
 
         return compile_graph
