@@ -119,7 +119,7 @@ def fake_mode_of(value: Any) -> FakeTensorMode | None:
 # Symbolic sizes
 
 
-def hint_of(number: torch.SymInt | torch.SymFloat) -> Any:
+def hint_of(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
     """The value of a symbolic number when it was traced; ``None`` if it depends on data (torch 2.13)."""
     return number.node.hint
 

@@ -36,7 +36,7 @@ def is_emptied_fn(region: Region) -> Callable[..., bool] | None:
     the process if it is 0 (``SoftmaxGrad_13`` in 1.19), and others refuse it. Torch handles it, at no cost.
     """
     tensors = [v for node in region.module.graph.nodes for v in values_of(node) if isinstance(v, torch.Tensor)]
-    sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     symbols = _symbols(region)
     doubtful = {
         str(expression_of(size)): size

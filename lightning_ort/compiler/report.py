@@ -1,8 +1,6 @@
 """What ran where, why not, and how fast: dataclasses first; text and JSON are made from them."""
 
-import dataclasses
 import enum
-import typing
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
+from lightning_ort.compiler.plain_types import from_plain, to_plain
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.reproducer import Reproducer
@@ -297,7 +296,7 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain types for JSON."""
-        data = _to_plain(self)
+        data = to_plain(self)
         data |= data.pop("run")  # one flat table, which is easier to query
         for step, entry in zip(self.steps, data["steps"], strict=True):
             entry["engine"] = step.engine
@@ -315,7 +314,7 @@ class CompileReport:
 
         """
         try:
-            report: CompileReport = _from_plain(cls, {**data, "run": data})
+            report: CompileReport = from_plain(cls, {**data, "run": data})
             same = report.to_dict() == data
         except KeyError as error:
             raise ValueError(f"not a report of this version of lightning-ort: {error} is missing or unknown") from None
@@ -367,38 +366,3 @@ class CompileReport:
 def ms_label(executor: str) -> str:
     """The heading for the times of an executor."""
     return f"{'ORT' if executor == 'ort' else executor} ms"
-
-
-def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    return [each for each in dataclasses.fields(kind) if each.metadata.get("json", True)]
-
-
-def _to_plain(value: Any) -> Any:
-    """A value as the types of JSON."""
-    if dataclasses.is_dataclass(value):
-        return {each.name: _to_plain(getattr(value, each.name)) for each in _json_fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, list):
-        return [_to_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _to_plain(item) for key, item in value.items()}
-    return value
-
-
-def _from_plain(kind: Any, data: Any) -> Any:
-    """The value of a type that :func:`_to_plain` made the data from; KeyError or TypeError if it is other data."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return kind(**{each.name: _from_plain(each.type, data[each.name]) for each in _json_fields(kind)})
-    if type(None) in arguments:
-        return None if data is None else _from_plain(arguments[0], data)
-    if origin is dict and isinstance(data, dict):
-        return {_from_plain(arguments[0], key): _from_plain(arguments[1], item) for key, item in data.items()}
-    if origin is list and isinstance(data, list):
-        return [_from_plain(arguments[0], item) for item in data]
-    if isinstance(kind, enum.EnumMeta):
-        return kind[data]
-    if type(data) is kind or (kind is float and type(data) is int):
-        return kind(data)
-    raise TypeError(f"{data!r} is not {kind}")

@@ -57,7 +57,7 @@ def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -
     for value, x in zip(session.get_outputs(), outputs, strict=True):
         _, element = ELEMENT_TYPES[value.type]
         binding.bind_output(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
-    return lambda kept=kept: session.run_with_iobinding(binding), outputs  # type: ignore[misc]
+    return lambda kept=kept: session.run_with_iobinding(binding), outputs
 
 
 def median_ms(run: Callable[[], Any]) -> float:
