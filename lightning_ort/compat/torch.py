@@ -263,14 +263,12 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def forward_hooks_without(
-    module: nn.Module, ids: set[int]
-) -> Iterator[tuple[str, dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]]:
-    """Yield name, value and value without these hooks of the attributes with forward hooks (torch 2.13)."""
+def forward_hooks_without(module: nn.Module, ids: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value without these hooks of the attributes that hold any of them (torch 2.13)."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = vars(module)[name]
         if ids & hooks.keys():
-            yield name, hooks, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
+            yield name, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
 
 
 def is_double_backward_error(error: BaseException) -> bool:

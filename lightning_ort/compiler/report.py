@@ -91,7 +91,7 @@ class RegionReport:
         node_reasons: For a torch region, why each of its ops is not on another executor.
         ms: Median time of one run in ms by executor, where measured.
         threads: Intra-op threads of the session.
-        runs: How often ONNX Runtime ran it.
+        runs: How often the executor ran it; torch's own runs are not counted.
         cached: Whether its model and timing come from an earlier run.
         cuda_graph: Whether it is recorded as a CUDA graph.
 
@@ -286,7 +286,9 @@ class CompileReport:
     @property
     def ort_runs(self) -> int:
         """How often ONNX Runtime ran a region."""
-        return sum(region.runs for graph in self.graphs for region in graph.regions)
+        regions = [region for graph in self.graphs for region in graph.regions]
+        # a region in torch ran on ONNX Runtime before it failed there
+        return sum(region.runs for region in regions if region.executor in ("ort", "torch"))
 
     @property
     def ort_node_fraction(self) -> float:

@@ -72,7 +72,8 @@ class BoundSession:
         orders = enumerate(memory_order(node.meta["val"]) for node in region.outputs)
         self._restride = [(index, order) for index, order in orders if order != sorted(order)]
         sizes = output_shapes_fn(region)
-        self._static_sizes, self._sizes_of = (sizes, None) if isinstance(sizes, tuple) else (None, sizes)
+        self._static_sizes = sizes if isinstance(sizes, tuple) else None
+        self._sizes_of = None if isinstance(sizes, tuple) else sizes
         self._input_sizes = [tuple(getattr(value, "shape", ())) for value in values]
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
