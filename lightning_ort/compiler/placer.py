@@ -107,7 +107,6 @@ class Placer:
             if region.executor == TORCH:
                 placed.calls.append(TorchExecutor(self.config, device).build(region))
                 placed.reports.append(_torch_report(region, candidates.reasons, lost))
-                placed.reports[-1].reproducer = Reproducer.of(region.module.graph)
             else:
                 guarded = built[region.key]
                 guarded.rename(region.name)  # levels change when neighbours are demoted
