@@ -89,6 +89,12 @@ KNOWN = [
         values=("nan", "tiny"),
     ),
     Known(
+        ("normal",),
+        "torch traces the result with the layout of the mean, where its kernel's is contiguous",
+        detail="strides",
+        variants=("transposed",),
+    ),
+    Known(
         ("resize_as_",),
         "memory that is given another size keeps no layout when torch captures it",
         detail="strides",
