@@ -60,3 +60,19 @@ def test_casts_of_numbers_without_a_counterpart(dtype: torch.dtype) -> None:
     compiled, report = compile_function(lambda x: (x.long(), x.int()), [x], 2, fallback="raise", cache_dir=None)
     assert [result[-1].item() for result in compiled(x)] == [3, 3]  # what becomes of the others, C++ leaves open
     assert report.ort_runs == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+def test_dropout_gradient_of_integers(dtype: torch.dtype) -> None:
+    grad, mask = torch.tensor([0, 1, 1]).to(dtype), torch.tensor([True, False, True])
+    compiled, report = compile_function(
+        lambda grad, mask: (torch.ops.aten.native_dropout_backward(grad, mask, 2.0),),
+        [grad, mask],
+        1,
+        fallback="raise",
+        cache_dir=None,
+    )
+    (got,) = compiled(grad, mask)
+    assert got.dtype is torch.float32
+    assert got.tolist() == [0.0, 0.0, 2.0]
+    assert report.ort_runs == 1

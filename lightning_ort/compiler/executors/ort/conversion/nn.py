@@ -71,7 +71,8 @@ def embedding_dense_backward(
 @converts(aten.native_dropout_backward.default)
 def native_dropout_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, mask: fx.Node, scale: float) -> Value:
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
-    return ctx.value(grad) * scaled_mask(ctx, mask, scale, dtype_of(node))
+    dtype = dtype_of(node)
+    return ctx.value(grad, dtype) * scaled_mask(ctx, mask, scale, dtype)
 
 
 @converts(aten.grid_sampler_2d.default)
