@@ -160,7 +160,7 @@ def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
     report = CompileReport(graphs, run=RunReport(steps=[StepReport("training_step", {"ort": 2.0, "inductor": 1.0})]))
     text = squeezed(Page(render(report, "report.json")).text)
     training, validation = text.partition("training_step/inference_0")[2].split("validation_step/inference_0")
-    assert "The step goes on with inductor" in training
+    assert "The step continues with inductor" in training
     assert "goes on" not in validation
 
 
