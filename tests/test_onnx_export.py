@@ -235,7 +235,7 @@ REFUSED = {
     "one size alone": (Computes(lambda m, x: x[torch.arange(4)]), r"forward\(x \[1, 8\]\) fails: IndexError"),
     "another shape for 1": (Squeeze(branch), rf"forward\(x \[1, 8\]\){HERE}forward: .*squeeze\(\)"),
     "random numbers": (Computes(lambda m, x: x + torch.rand_like(x)), "differs from the module's .* random numbers"),
-    "a missing kernel": (Half(branch), rf"model is refused: .* Erf.*{HERE}forward: .*erf\(\)"),
+    "a missing kernel": (Half(branch), rf"model is not valid: .* Erf.*{HERE}forward: .*erf\(\)"),
     "an error": (Computes(lambda m, x: m.linear(x[:, 1:])), rf"fails: RuntimeError: mat1 and mat2{HERE}.*x\[:, 1:\]"),
 }
 
@@ -429,9 +429,9 @@ def test_an_input_that_no_node_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((), TypeError, r"takes the inputs x: float32\[batch, 8\]; given are: none"),
-        ((x(), x()), TypeError, "given are: 2 by position.*override `predict_step`"),
-        (({"y": x()},), TypeError, "given are: y"),
+        ((), TypeError, r"expects the inputs x: float32\[batch, 8\]; got: none"),
+        ((x(), x()), TypeError, "got: 2 by position.*override `predict_step`"),
+        (({"y": x()},), TypeError, "got: y"),
         ((x().double(),), TypeError, "torch.float64, and model.onnx takes x: float32"),
         ((x().numpy(),), TypeError, "'x' is a ndarray; pass a torch.Tensor"),
         ((x()[:, :3],), ValueError, r"shape \(4, 3\), and model.onnx takes x: float32\[batch, 8\]"),

@@ -87,9 +87,9 @@ def test_auto_fuses_other_classes(cls: type[optim.Optimizer]) -> None:
     [
         (lambda m: optim.AdamW(m.parameters(), foreach=False), "foreach chosen"),
         (lambda m: optim.AdamW(m.parameters(), fused=True), "fused chosen"),
-        (lambda m: optim.RMSprop(m.parameters()), "no fused form"),
+        (lambda m: optim.RMSprop(m.parameters()), "no fused implementation"),
         (lambda m: optim.AdamW(m.parameters(), differentiable=True), "differentiable"),
-        (lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no fused form"),
+        (lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no fused implementation"),
     ],
 )
 def test_auto_leaves_the_rest(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
@@ -418,7 +418,7 @@ def refused(
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adafactor", "adamw_anyprecision"])
 def test_class_without_counterpart(name: str) -> None:
-    refused(name, lambda m: optim.SGD(m.parameters(), lr=0.1), "torch.SGD, which has no counterpart")
+    refused(name, lambda m: optim.SGD(m.parameters(), lr=0.1), "torch.SGD, which it cannot replace")
     refused(name, lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no counterpart")
 
 
@@ -481,7 +481,7 @@ def test_frozen_groups() -> None:
 
 
 def test_cuda_only_and_missing() -> None:
-    refused("adamw_apex_fused", adamw, "works on cuda, the module is on cpu")
+    refused("adamw_apex_fused", adamw, "supports cuda, but the module is on cpu")
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
