@@ -61,9 +61,7 @@ class OnnxSession:
             raise FileNotFoundError(f"{path}: there is no such file. `lightning-ort export` writes one.")
         for provider in self.providers:
             if provider not in available:
-                raise ValueError(
-                    f"providers: this onnxruntime does not have {provider}; it has {', '.join(available)}."
-                )
+                raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
         options = session_options(torch.get_num_threads())
         try:
             self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
