@@ -84,9 +84,9 @@ def table(job: Job, cluster: Cluster) -> list[str]:
 def main() -> None:
     """Print the tables."""
     jobs = (
-        Job("350M parameters, 16,384 tokens a GPU", 350e6, 16_384),
-        Job("1.5B parameters, 8,192 tokens a GPU", 1.5e9, 8_192),
-        Job("3B parameters, 4,096 tokens a GPU", 3e9, 4_096),
+        Job("350M parameters, 16,384 tokens per GPU", 350e6, 16_384),
+        Job("1.5B parameters, 8,192 tokens per GPU", 1.5e9, 8_192),
+        Job("3B parameters, 4,096 tokens per GPU", 3e9, 4_096),
     )
     for job in jobs:
         print("\n".join(table(job, Cluster())), end="\n\n")

@@ -375,14 +375,14 @@ DEEPSPEED: list[Case] = [
         for value in (3, [], True, b"x.json")
     ],
     *[
-        (ORTZeRO1Strategy, {"deepspeed_config": value}, ValueError, ("deepspeed_config=", "Pass a path"))
+        (ORTZeRO1Strategy, {"deepspeed_config": value}, ValueError, ("deepspeed_config=", "Pass the path"))
         for value in (FOLDER, FILE, "", "a\0b")
     ],
     (
         ORTZeRO1Strategy,
         {"deepspeed_config": "no_such.json"},
         MisconfigurationException,
-        ("deepspeed_config='no_such.json'", "Pass a path"),
+        ("deepspeed_config='no_such.json'", "Pass the path"),
     ),
     *[
         (ORTZeRO1Strategy, {"deepspeed_config": {key: value}}, TypeError, ("deepspeed_config", f"{key}={value!r}", "{"))

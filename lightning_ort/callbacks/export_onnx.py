@@ -67,12 +67,12 @@ class ExportOnnxCallback(_Callback):
         classes = {kind.__name__ for kind in type(strategy).__mro__}
         if classes & {"FSDPStrategy", "ModelParallelStrategy"} or getattr(strategy, "zero_stage_3", False):
             raise ValueError(
-                f"OnnxExport under {type(strategy).__name__}: no process has all of the weights. Leave the callback "
-                "out, and export a checkpoint that has them with `lightning-ort export`."
+                f"OnnxExport under {type(strategy).__name__}: no process has all weights. Remove the callback, "
+                "and export a full checkpoint with `lightning-ort export`."
             )
         if self.best and not _is_dev_run(trainer):
             if _monitoring(trainer) is None:
-                raise ValueError("OnnxExport(best=True): add a ModelCheckpoint(monitor=...), which says what is best.")
+                raise ValueError("OnnxExport(best=True): add a ModelCheckpoint(monitor=...) that decides what is best.")
             self._best = _best(trainer)  # that of the run that this one resumes, if any
 
     @override

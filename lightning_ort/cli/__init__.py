@@ -1,13 +1,13 @@
 """The command ``lightning-ort``.
 
-- :mod:`~lightning_ort.cli.bench`: how fast a module trains in several ways
-- :mod:`~lightning_ort.cli.cache`: what is kept between runs
-- :mod:`~lightning_ort.cli.convert`: a checkpoint of DeepSpeed's as a plain one
-- :mod:`~lightning_ort.cli.doctor`: can this machine train on ONNX Runtime
-- :mod:`~lightning_ort.cli.export`: the module in a checkpoint as an ONNX model
+- :mod:`~lightning_ort.cli.bench`: compares how fast a module trains in several variants
+- :mod:`~lightning_ort.cli.cache`: shows or deletes what is kept between runs
+- :mod:`~lightning_ort.cli.convert`: converts a DeepSpeed checkpoint to a plain one
+- :mod:`~lightning_ort.cli.doctor`: checks whether this machine can train on ONNX Runtime
+- :mod:`~lightning_ort.cli.export`: exports the module of a checkpoint as an ONNX model
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
-- :mod:`~lightning_ort.cli.report`: the report of a run as a page for the browser
-- :mod:`~lightning_ort.cli.run`: any script, with the strategy names known to its Trainer
+- :mod:`~lightning_ort.cli.report`: shows the report of a run as an HTML page
+- :mod:`~lightning_ort.cli.run`: runs any script whose Trainer then knows the strategy names
 """
 
 import os
@@ -18,21 +18,21 @@ from typing import Any
 
 _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
     ("--trust",),
-    {"action": "store_true", "help": "call the functions and classes that the checkpoint names; it may do anything"},
+    {"action": "store_true", "help": "call the functions and classes that the checkpoint names; they may do anything"},
 )
 # arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
 # switch, a short form, a list without brackets
 _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "path of what makes the LightningModule"})],
+    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "what creates the LightningModule"})],
     "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
         (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
-        (("--output", "-o"), {"type": Path, "required": True, "help": "the file to write"}),
-        (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the one float32 input, batch first"}),
+        (("--output", "-o"), {"type": Path, "required": True, "help": "output file"}),
+        (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
         _TRUST,
     ],
-    "report": [(("-o", "--output"), {"type": Path | None, "help": "the page; beside the report if left out"})],
+    "report": [(("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"})],
 }
 
 

@@ -1,4 +1,4 @@
-"""``lightning-ort bench``: a user's own module, trained in several ways that are timed against each other."""
+"""``lightning-ort bench``: trains a user's own module in several variants and compares their speed."""
 
 import dataclasses
 import json
@@ -160,35 +160,34 @@ def bench(
     ort_config: dict[str, Any] | None = None,
     output: Path | None = None,
 ) -> None:
-    """Train a module in several ways on this machine, time them against each other, and show how fast each is.
+    """Train a module in several variants on this machine and compare their speed.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
-    ort, or auto (the same with engine="auto"); OPTIM is an implementation of the optimizer as in
-    ORTStrategy(optim=...), PRECISION what the Trainer takes, or high or medium for less precise float32 products. The
-    first variant is what the others are compared with. Ctrl-C ends the run and shows what is finished.
+    ort, or auto (ort with engine="auto"). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
+    PRECISION is a precision of the Trainer, or high or medium for less precise float32 products. The first variant is
+    the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
 
     Args:
-        module: What makes the LightningModule, as "package.module:name" or "path/to/file.py:name".
+        module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".
         args: Keyword arguments for it.
-        data: What makes the data: a LightningDataModule or a function that returns a DataLoader. Left out, the module
-            has its own.
+        data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
         data_args: Keyword arguments for it.
         config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
             has no class_path for them. Its strategy and devices are not used.
-        variants: The ways to train: stock, stock+auto, compile+auto, ort+keep and ort if left out.
+        variants: The variants to compare; by default stock, stock+auto, compile+auto, ort+keep and ort.
         rounds: How often each variant is timed.
-        steps: Batches each time.
-        warm_up: Batches before the first time, in which it compiles and tries what is faster: up to 48 steps.
-        accelerator: The Trainer's, where there is no configuration.
-        seed: For random weights and the order of the data.
+        steps: Number of batches in a round.
+        warm_up: Number of batches before the first round, in which a variant compiles and times up to 48 steps.
+        accelerator: The Trainer's accelerator, if there is no configuration.
+        seed: Seed for the initial weights and the order of the data.
         ort_config: Settings of the ort strategy, such as {"placement": "always"}.
-        output: A folder for bench.json, bench.png and what the runs write and print.
+        output: A folder for bench.json, bench.png, and the files and output of the runs.
 
     """
     job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
     for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
         if value < 1:
-            sys.exit(f"--{name}={value}: at least 1.")
+            sys.exit(f"--{name}={value}: must be at least 1.")
     ways = _checked(job, variants or VARIANTS, output)
     __import__(preferred_namespace().package)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -224,7 +223,9 @@ def _checked(job: Job, variants: Sequence[str], output: Path | None) -> list[Var
     if job.module is None and job.config is None:
         sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
     if job.config is not None and (job.args or job.data_args):
-        sys.exit("--args and --data_args are for a module without --config: the file has its arguments.")
+        sys.exit(
+            "--args and --data_args cannot be combined with --config, which has the arguments of the module and data."
+        )
     if job.config is not None and not job.config.is_file():
         sys.exit(f"--config={job.config}: there is no such file.")
     if output is not None and find_spec("matplotlib") is None:
@@ -333,7 +334,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(plain(title, "utf-8"), loc="left", parse_math=False)
-    explanation = f"times as fast as {rows[0].variant}, longer is faster (bar: median, dots: the rounds)"
+    explanation = f"speed relative to {rows[0].variant}, longer is faster (bar: median, dots: rounds)"
     axes.set_xlabel(plain(explanation, "utf-8"), parse_math=False)
     figure.text(0.01, -0.01, _footnote(), fontsize="x-small", color="dimgray", va="top", wrap=True, parse_math=False)
     figure.savefig(path, dpi=110, bbox_inches="tight")

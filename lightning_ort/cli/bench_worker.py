@@ -58,7 +58,7 @@ class Variant:
         engine, _, optim = rest.partition("+")
         if engine not in ENGINES:
             raise ValueError(
-                f"Variant {text!r}: {engine!r} is no engine; allowed are {', '.join(ENGINES)}. "
+                f"Variant {text!r}: unknown engine {engine!r}; allowed are {', '.join(ENGINES)}. "
                 "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
             )
         if optim:
@@ -133,7 +133,7 @@ class Worker:
         """Do this many steps; raise ``VariantFailed`` if the Trainer fails or ends before."""
         answer = self._ask(steps)
         if not isinstance(answer, Sample):
-            raise VariantFailed(f"training ended by itself before it had done {steps} steps more")
+            raise VariantFailed(f"training ended before another {steps} steps were done")
         return answer
 
     def finish(self) -> Summary:
@@ -270,7 +270,9 @@ def _namespace_of(kind: type) -> LightningNamespace:
     for namespace in NAMESPACES:
         if any(base.__module__.startswith(f"{namespace.package}.") for base in kind.__mro__):
             return namespace
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no LightningModule: name a class or function that is.")
+    raise TypeError(
+        f"{kind.__module__}.{kind.__qualname__} is not a LightningModule: name a class or function that creates one."
+    )
 
 
 def _sampler(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:

@@ -1,4 +1,4 @@
-"""``lightning-ort cache``: what is kept between runs."""
+"""``lightning-ort cache``: shows or deletes what is kept between runs."""
 
 import sys
 from pathlib import Path
@@ -15,8 +15,8 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
     """Show or delete the ONNX models and placement decisions that are kept between runs.
 
     Args:
-        action: info says how many there are and how much room they take; clear deletes them.
-        folder: The cache_dir of the runs, if they have one of their own.
+        action: info shows their number and size; clear deletes them.
+        folder: The cache_dir of the runs, if it is not the default one.
 
     """
     folder = folder or default_folder()
@@ -31,12 +31,12 @@ def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
     except OSError as error:
         sys.exit(f"{folder}: {error}")
     if not kept:
-        sys.exit(f"{folder}: nothing is kept here.")
+        sys.exit(f"{folder}: the cache is empty.")
     graphs = sum(path.name.startswith("graph-") for path in kept)
     models = sum(path.suffix == ".onnx" for path in kept)
     say(f"{folder}: {graphs} graphs and {models} regions, {decimal(room)}")
     if obstacle is not None:
-        say(f"It is not used: {obstacle}")
+        say(f"This cache is not used: {obstacle}")
 
 
 def _delete(path: Path) -> int:

@@ -83,8 +83,8 @@ def _system() -> Iterator[Finding]:
     if SpecifierSet(allowed).contains(python, prereleases=True):
         yield Finding("Python", "ok", text)
     else:
-        todo = "make an environment with a Python that it is for"
-        yield Finding("Python", "failed", f"{text}; lightning-ort is for {allowed}", todo)
+        todo = "create an environment with a supported Python"
+        yield Finding("Python", "failed", f"{text}; lightning-ort supports {allowed}", todo)
 
 
 def _torch() -> Iterator[Finding]:
@@ -97,10 +97,10 @@ def _lightning() -> Iterator[Finding]:
     found = {namespace.distribution: kernels.installed(namespace.distribution) for namespace in NAMESPACES}
     installed = {name: number for name, number in found.items() if number}
     if not installed:
-        yield Finding("Lightning", "absent", "no strategies without it", "pip install lightning")
+        yield Finding("Lightning", "absent", "the strategies need it", "pip install lightning")
     for name, number in installed.items():
         if number in COMPROMISED:
-            todo = f"pip install -U {name}, and change every secret that this machine had"
+            todo = f"pip install -U {name}, and change every secret that was stored on this machine"
             yield Finding(name, "failed", f"{number} is a compromised release", todo)
         else:
             yield Finding(name, "ok", number)
@@ -117,15 +117,15 @@ def _onnxruntime() -> Iterator[Finding]:
 
     for provider in onnxruntime.get_available_providers():
         if provider == "CUDAExecutionProvider" and (missing := cuda_provider_error()):
-            text = f"is in this build and does not load: {missing}"
-            yield Finding(provider, "absent", text, "install the CUDA and cuDNN that this build of onnxruntime is for")
+            text = f"this build contains it, but it does not load: {missing}"
+            yield Finding(provider, "absent", text, "install the versions of CUDA and cuDNN that this build needs")
         elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
             found = [op for op in kernels.TRAINING_OPS if kernels.Kernels("auto", (provider,)).has_training(op)]
             text = f"{len(found)} of {len(kernels.TRAINING_OPS)} gradient kernels"
             todo = (
                 ""
                 if found
-                else "onnxruntime-training-cpu, for Python up to 3.12, has them; without, standard kernels are used"
+                else "standard kernels are used; onnxruntime-training-cpu (Python 3.12 or older) has gradient kernels"
             )
             yield Finding(provider, "ok", text, todo)
     yield _training_step()
@@ -141,12 +141,12 @@ def _training_step() -> Finding:
     reference(x).square().sum().backward()
     report = backend.report
     if not report.ort_runs or report.fallbacks:
-        why = "; ".join(f"{entry.where}: {entry.reason}" for entry in report.fallbacks) or "torch ran all of it"
+        why = "; ".join(f"{entry.where}: {entry.reason}" for entry in report.fallbacks) or "nothing ran on ONNX Runtime"
         return Finding("training step", "failed", why)
     for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         if ours.grad is None or theirs.grad is None or not torch.allclose(ours.grad, theirs.grad, 1e-4, 1e-4):
-            return Finding("training step", "failed", "the gradients are not torch's")
-    return Finding("training step", "ok", f"{report.ort_node_fraction:.0%} on ONNX Runtime, gradients as in torch")
+            return Finding("training step", "failed", "the gradients differ from torch's")
+    return Finding("training step", "ok", f"{report.ort_node_fraction:.0%} on ONNX Runtime, gradients match torch's")
 
 
 def _packages() -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def _packages() -> Iterator[Finding]:
             with without_gpu_search():
                 importlib.import_module(name)
         except Exception as error:
-            yield Finding(name, "absent", f"{number} does not import: {error}", todo)
+            yield Finding(name, "absent", f"{number} cannot be imported: {error}", todo)
         else:
             yield Finding(name, "ok", number)
 
@@ -169,7 +169,7 @@ def _compiler() -> Iterator[Finding]:
     if found := shutil.which(compiler) or shutil.which("clang++"):
         yield Finding("C++ compiler", "ok", found)
     else:
-        text = f"no {compiler} and no clang++: not for engine='auto', nor for DeepSpeed's optimizers"
+        text = f"neither {compiler} nor clang++; engine='auto' and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
 
 
@@ -184,27 +184,29 @@ def _memory() -> Iterator[Finding]:
     elif os.access(above, os.W_OK):
         yield Finding("cache", "ok", str(folder))
     else:
-        todo = "set LIGHTNING_ORT_CACHE_DIR to a folder that can be written"
-        yield Finding("cache", "absent", f"{folder} cannot be written", todo)
+        todo = "set LIGHTNING_ORT_CACHE_DIR to a writable folder"
+        yield Finding("cache", "absent", f"{folder} is not writable", todo)
 
 
 def _advice() -> Iterator[Finding]:
     if torch.cuda.is_available():
         major, _ = torch.cuda.get_device_capability()
         if major >= 8:
-            yield Finding("bfloat16", "advice", "this GPU has it", 'Trainer(precision="bf16-mixed")')
+            yield Finding("bfloat16", "advice", "this GPU supports it", 'Trainer(precision="bf16-mixed")')
             if torch.backends.cuda.matmul.fp32_precision != "tf32":
                 yield Finding("TF32", "advice", "off", 'Trainer(plugins=[ORTMatmulPrecision("high")]) for float32 runs')
         if not torch.backends.cuda.is_flash_attention_available():
-            yield Finding("flash attention", "advice", "not in this build of torch", "install one that has it")
-        text = "matrix sizes and vocabularies that are multiples of 8 fill the tensor cores"
+            yield Finding("flash attention", "advice", "not in this build of torch", "install a build that has it")
+        text = "matrix and vocabulary sizes that are multiples of 8 use the tensor cores fully"
         yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
-        yield Finding("data", "advice", "copies overlap with the GPU's work", "DataLoader(pin_memory=True)")
+        yield Finding("data", "advice", "copies to the GPU overlap with its computation", "DataLoader(pin_memory=True)")
     elif cpu_has_fast_bfloat16():
         todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
-        yield Finding("bfloat16", "advice", "this CPU multiplies it faster than float32", todo)
+        yield Finding("bfloat16", "advice", "this CPU multiplies bfloat16 matrices faster than float32", todo)
     if "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cuda.is_available():
-        yield Finding("sizes", "advice", "layer widths that are multiples of 16 fill the CPU's vectors")
+        yield Finding("sizes", "advice", "layer widths that are multiples of 16 use the CPU's vectors fully")
     if (os.cpu_count() or 1) > 2:
-        yield Finding("data", "advice", "batches are made while the step runs", "DataLoader(num_workers=1 or more)")
+        yield Finding(
+            "data", "advice", "worker processes prepare batches while a step runs", "DataLoader(num_workers=1 or more)"
+        )
     yield Finding("optimizer", "advice", 'the ort strategies fuse torch\'s Adam, AdamW, SGD and Adagrad (optim="auto")')

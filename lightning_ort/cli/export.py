@@ -30,34 +30,34 @@ def export(
     quantize: Quantize | None = None,
     trust: bool = False,
 ) -> None:
-    """Write the module of a checkpoint as an ONNX model, checked against the module.
+    """Export the module of a checkpoint as an ONNX model and compare the model with the module.
 
-    The module is made with the hyperparameters in the checkpoint. Its sample inputs are its own example_input_array, or
-    come by --sample or --input-shape.
+    The module is created with the hyperparameters in the checkpoint. The sample inputs are its own example_input_array,
+    unless --sample or --input-shape is passed.
 
     Args:
-        checkpoint: A checkpoint of Lightning's.
+        checkpoint: A Lightning checkpoint.
         module: The LightningModule's class, as "package.module:name" or "path/to/file.py:name".
-        output: The file to write.
-        args: Keyword arguments for the class, in place of hyperparameters.
+        output: The output file.
+        args: Keyword arguments for the class, which override hyperparameters.
         sample: Inputs of forward: a .pt file with a tensor, tuple or dict, or a .npz file with an array for each name.
-        input_shape: Shape of the one float32 input, batch first, such as 1 3 224 224.
-        dynamic_batch: Let the size of the batch change.
-        tolerance: Largest difference to the module's results.
-        quantize: Make the weights smaller.
-        trust: Read a checkpoint that names functions and classes to call, too, as one with hyperparameters that are
-            objects does. Such a file may do anything on this machine: only for one that you know.
+        input_shape: Shape of the single float32 input, batch first, such as 1 3 224 224.
+        dynamic_batch: Whether the batch size may change.
+        tolerance: Largest difference from the module's results.
+        quantize: Reduce the weights to int8 or fp16.
+        trust: Also load a checkpoint that names functions and classes to call, for example because hyperparameters are
+            objects. Such a file may do anything on this machine, so only use this for a checkpoint that you trust.
 
     """
     if output.exists():
-        sys.exit(f"{output} exists already. Name a file that does not.")
+        sys.exit(f"{output} already exists. Choose another output file.")
     if checkpoint.is_dir():
-        sys.exit(f"{checkpoint} is a directory. If it is DeepSpeed's, `lightning-ort convert` makes a file of it.")
+        sys.exit(f"{checkpoint} is a directory. If DeepSpeed wrote it, `lightning-ort convert` converts it to a file.")
     if not checkpoint.is_file():
         sys.exit(f"{checkpoint}: there is no such file.")
     kind = load(module, "module")
     if not hasattr(kind, "load_from_checkpoint"):
-        sys.exit(f"module={module!r} is no LightningModule's class, which is what loads a checkpoint.")
+        sys.exit(f"module={module!r} is not a LightningModule class, which is needed to load a checkpoint.")
     try:
         check_settings(output, dynamic_batch, tolerance, quantize)
         inputs = _inputs(sample, input_shape)
@@ -73,7 +73,7 @@ def export(
         settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance}
         exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
     except NotTrusted as error:
-        sys.exit(f"{error} If you know where it comes from, pass --trust.")
+        sys.exit(f"{error} If you trust it, pass --trust.")
     except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(str(error))
     say(exported)
@@ -91,7 +91,7 @@ def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
         raise ValueError("Pass --sample or --input-shape, not both.")
     if input_shape is not None:
         if not all(size > 0 for size in input_shape):
-            raise ValueError(f"--input-shape {input_shape}: each size is at least 1.")
+            raise ValueError(f"--input-shape {input_shape}: each size must be at least 1.")
         return torch.randn(input_shape, generator=torch.Generator().manual_seed(0))
     if sample is None:
         return None
@@ -102,7 +102,7 @@ def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
             with np.load(sample) as arrays:
                 return {name: torch.from_numpy(array) for name, array in arrays.items()}
         except Exception as error:  # zipfile's, zlib's and numpy's own
-            raise ValueError(f"--sample {sample} is no file of arrays of numpy's: {error}") from None
+            raise ValueError(f"--sample {sample} is not a valid .npz file: {error}") from None
     if sample.suffix == ".pt":
         return load_file(sample)
     raise ValueError(f"--sample {sample}: pass a .pt or .npz file.")

@@ -37,7 +37,7 @@ def call(make: Any, path: str, args: dict[str, Any]) -> Any:
     try:
         return make(**args)
     except Exception as error:  # the user's code is run
-        sys.exit(plain(f"{path} cannot be made with {args}: {described(error)}", "utf-8"))
+        sys.exit(plain(f"calling {path} with {args} failed: {described(error)}", "utf-8"))
 
 
 def _import(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""``lightning-ort memory``: what training a module keeps, for each implementation of the optimizer."""
+"""``lightning-ort memory``: memory that training a module needs with each implementation of the optimizer."""
 
 import sys
 from typing import Any
@@ -22,25 +22,25 @@ def memory(
 ) -> None:
     """Show the bytes of parameters, gradients and optimizer states.
 
-    The module is made on the meta device, so that a model of any size fits.
+    The module is created on the meta device, so a model of any size fits.
 
     Args:
-        module: A class or function that makes the module, as "package.module:name" or "path/to/file.py:name".
+        module: A class or function that creates the module, as "package.module:name" or "path/to/file.py:name".
         args: Keyword arguments for it.
-        optim: Implementations of the optimizer; all that are known if left out.
+        optim: Implementations of the optimizer; by default, all of them.
         ranks: Numbers of processes to show ZeRO stage 1 for.
-        measure: Make the module on the CPU, do one step with each optimizer and show what was allocated.
+        measure: Create the module on the CPU, run one step with each optimizer and show the allocated memory.
 
     """
     names = optim or list(STATES)
     for count in ranks or ():
         if count < 1:
-            sys.exit(f"--ranks {count}: at least 1.")
+            sys.exit(f"--ranks {count}: must be at least 1.")
     make = load(module, "module")
     with torch.device("cpu" if measure else "meta"):
         made = call(make, module, args or {})
     if not isinstance(made, nn.Module):
-        sys.exit(f"{module} made a {type(made).__name__}: name something that makes a torch.nn.Module.")
+        sys.exit(f"{module} returned a {type(made).__name__}: name a class or function that creates a torch.nn.Module.")
     table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
     headers = ["states", "per element", "parameters + gradients + states"]
     headers += ["measured states"] if measure else []

@@ -1,4 +1,4 @@
-"""``lightning-ort report``: the report of a run as one page for the browser."""
+"""``lightning-ort report``: shows the report of a run as one HTML page."""
 
 import json
 import sys
@@ -14,20 +14,20 @@ def report(file: Path, output: Path | None = None) -> None:
     """Write the report of a run as one HTML page.
 
     Args:
-        file: What the run wrote by ORTConfig(report=PATH).
-        output: The page; beside the report and named like it if left out.
+        file: The JSON report that a run with ORTConfig(report=PATH) wrote.
+        output: The page; by default, the report's path with the suffix .html.
 
     """
     output = output or file.with_suffix(".html")
     if output.resolve() == file.resolve():
-        sys.exit(f"{output}: the page would take the report's place; pass another name by --output.")
+        sys.exit(f"{output}: the page would overwrite the report; pass another path with --output.")
     try:
         found = CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
         output.write_text(render(found, file.name), encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         sys.exit(f"lightning-ort report: {error}")
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
-        sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote by ORTConfig(report=PATH).")
+        sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote with ORTConfig(report=PATH).")
     say(output)
 
 

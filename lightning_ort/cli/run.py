@@ -1,4 +1,4 @@
-"""``lightning-ort run``: any script, with the strategy names known to its Trainer."""
+"""``lightning-ort run``: runs any script whose Trainer then knows the strategy names."""
 
 import os
 import runpy
@@ -8,14 +8,14 @@ from types import TracebackType
 
 from lightning_ort.strategies.distributed.relaunch import started_by
 
-SUMMARY = "Run a script in which the strategies ort, ort_ddp, ort_zero1, ... are known by name."
+SUMMARY = "Run a script whose Trainer then knows the strategies ort, ort_ddp, ort_zero1, ... by name."
 USAGE = f"""usage: lightning-ort run SCRIPT [ARGUMENT ...]
        lightning-ort run -m MODULE [ARGUMENT ...]
 
 {SUMMARY}
 
-The script runs as `python SCRIPT` or `python -m MODULE` would run it, and needs no change. All that follows SCRIPT or
-MODULE is for the script.
+The script runs as with `python SCRIPT` or `python -m MODULE` and needs no change. All arguments after SCRIPT or MODULE
+are passed to the script.
 
   lightning-ort run train.py fit --config config.yaml --trainer.strategy=ort
   torchrun --nproc_per_node=2 -m lightning_ort run train.py fit --trainer.strategy=ort_ddp
@@ -34,16 +34,16 @@ def run(arguments: list[str]) -> None:
         case [script, *rest] if not script.startswith("-"):
             path = Path(script).absolute()
             if not path.is_file():
-                _refuse(f"{script!r} is no file; pass a Python script, or -m and the name of a module.")
+                _refuse(f"{script!r} is not a file; pass a Python script, or -m and the name of a module.")
             _prepare(rest, folder=path.resolve().parent)
             started_by("run", str(path))
             _execute(str(path), is_module=False)
         case []:
-            _refuse(f"there is nothing to run.\n\n{USAGE}")
+            _refuse(f"pass a script to run.\n\n{USAGE}")
         case ["-m"]:
             _refuse("-m needs the name of a module.")
         case [option, *_]:
-            _refuse(f"{option!r} is no option of `run`; the script's own come after the script.\n\n{USAGE}")
+            _refuse(f"unknown option {option!r}; pass the script's own options after the script.\n\n{USAGE}")
 
 
 def _refuse(message: str) -> None:

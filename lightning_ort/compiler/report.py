@@ -218,7 +218,7 @@ class StepReport:
 
     def __str__(self) -> str:
         times = ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.ms.items())
-        return f"{self.name}: {times}; goes on with {self.engine}"
+        return f"{self.name}: {times}; continues with {self.engine}"
 
 
 @dataclass

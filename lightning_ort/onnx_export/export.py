@@ -102,7 +102,7 @@ def export_onnx(
     check_settings(path, dynamic_batch, tolerance, quantize)
     if quantize is not None and sum(parameter.nbytes for parameter in module.parameters()) >= 2**31:
         raise ValueError(
-            f"quantize={quantize!r}: the weights have more than 2 GB, which protobuf cannot hold. Pass None."
+            f"quantize={quantize!r}: the weights are larger than 2 GB, which protobuf does not support. Pass None."
         )
     bound = bind_sample(module, sample)
     batch = _batch_size(bound) if dynamic_batch else None
@@ -242,8 +242,8 @@ def _convert(
     if batch is not None and (span := _sizes_it_is_right_for(program, batch)):
         line = branch_on_size(module, bound.args, bound.kwargs, shapes(torch.export.Dim.AUTO))
         raise ExportFailed(
-            f"{name}.forward does this for a batch of {span} alone. Make it independent of the batch's size, or pass "
-            f"dynamic_batch=False to export it for {batch} alone." + (f"\n  at {line}" if line else "")
+            f"{name}.forward does this only for a batch of {span}. Make it independent of the batch size, or pass "
+            f"dynamic_batch=False to export it only for {batch}." + (f"\n  at {line}" if line else "")
         )
     return program
 
@@ -297,7 +297,7 @@ def _verified(
         onnx.checker.check_model(file)
         session = OnnxSession(file)
     except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
-        raise ExportFailed(f"The exported model is refused: {_with_line(error, source_lines)}") from error
+        raise ExportFailed(f"The exported model is not valid: {_with_line(error, source_lines)}") from error
     return session, max(_compare(module, session, call, tolerance, source_lines) for call in calls)
 
 
@@ -327,9 +327,9 @@ def _compare(
         if not difference <= tolerance:
             raise ExportFailed(
                 f"{_called(module, call)}: the exported model's {name!r} {list(result.shape)} differs from the "
-                f"module's {list(reference.shape)} by {difference:.3g}; allowed is {tolerance:.3g}. What "
-                "a model computes cannot depend on random numbers, state or the size of the batch; for rounding errors "
-                "alone there is a larger tolerance."
+                f"module's {list(reference.shape)} by {difference:.3g}; allowed is {tolerance:.3g}. The "
+                "result must not depend on random numbers, state or the batch size. If it only differs by rounding, "
+                "use a larger tolerance."
             )
         largest = max(largest, difference)
     return largest

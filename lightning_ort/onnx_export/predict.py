@@ -65,8 +65,8 @@ class PredictorMixin(_LightningModule):
         if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
             given = ", ".join([f"{len(args)} by position", *kwargs])
             raise TypeError(
-                f"{self.session.path.name} takes the inputs {self.session.describe_inputs()}; given are: {given}. "
-                "Where a batch has more in it, such as labels, override `predict_step` to pass what the model takes."
+                f"{self.session.path.name} expects the inputs {self.session.describe_inputs()}; got: {given}. "
+                "If a batch contains more, such as labels, override `predict_step` to pass only the model's inputs."
             )
         return self.session({**dict(zip(names, args, strict=False)), **kwargs})
 

@@ -79,7 +79,7 @@ class OnnxSession:
             self.inputs = self._values(self._session.get_inputs(), "inputs")
             self.outputs = self._values(self._session.get_outputs(), "outputs")
         except (AttributeError, KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: its metadata is not what `lightning-ort export` writes: {error!r}") from error
+            raise ValueError(f"{path}: `lightning-ort export` did not write its metadata: {error!r}") from error
         names = [value.name for value in self.outputs]
         self._structure: Structure = self.metadata.get("structure", names[0] if len(names) == 1 else names)
         self._used = {argument.name for argument in self._session.get_inputs()}
@@ -126,23 +126,27 @@ class OnnxSession:
             )
         for argument in arguments:
             if argument.type not in _DTYPES:
-                raise ValueError(f"{self.path}: {argument.name!r} is a {argument.type}, for which torch has no tensor.")
+                raise ValueError(
+                    f"{self.path}: {argument.name!r} has the type {argument.type}, for which torch has no tensor."
+                )
         return tuple(Value(argument.name, _DTYPES[argument.type], tuple(argument.shape)) for argument in arguments)
 
     def _check(self, inputs: Mapping[str, Tensor]) -> dict[str | None, int]:
         """Refuse what the model does not take, and return the sizes that may change."""
         if {value.name for value in self.inputs} != set(inputs):
             given = ", ".join(map(str, inputs)) or "none"
-            raise TypeError(f"{self.path.name} takes the inputs {self.describe_inputs()}; given are: {given}.")
+            raise TypeError(f"{self.path.name} expects the inputs {self.describe_inputs()}; got: {given}.")
         sizes: dict[str | None, int] = {}
         for value in self.inputs:
             tensor = inputs[value.name]
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"Input {value.name!r} is a {type(tensor).__name__}; pass a torch.Tensor.")
             if tensor.numel() == 0:
-                raise ValueError(f"Input {value.name!r} is empty, which kernels of ONNX Runtime fail on: leave it out.")
+                raise ValueError(
+                    f"Input {value.name!r} is empty, and ONNX Runtime's kernels fail on empty tensors: leave it out."
+                )
             if tensor.dtype != value.dtype:
-                raise TypeError(f"Input {value.name!r} is {tensor.dtype}, and {self.path.name} takes {value}.")
+                raise TypeError(f"Input {value.name!r} is {tensor.dtype}, but {self.path.name} expects {value}.")
             shape = tuple(tensor.shape)
             fits = len(shape) == len(value.shape) and all(
                 expected is None
@@ -151,5 +155,7 @@ class OnnxSession:
             )
             if not fits:
                 found = f" with {sizes}" if sizes else ""
-                raise ValueError(f"Input {value.name!r} has shape {shape}, and {self.path.name} takes {value}{found}.")
+                raise ValueError(
+                    f"Input {value.name!r} has shape {shape}, but {self.path.name} expects {value}{found}."
+                )
         return sizes

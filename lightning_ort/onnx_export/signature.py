@@ -23,7 +23,7 @@ def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments
     """
     name = type(module).__name__
     if type(module).forward.__module__.endswith((".core.module", "torch.nn.modules.module")):  # only a base class's
-        raise ValueError(f"{name} has no `forward`, which is what is exported. Define it; the steps can call it.")
+        raise ValueError(f"{name} has no `forward` method to export. Define one; the steps can call it.")
     if sample is None:
         sample = getattr(module, "example_input_array", None)
     if sample is None:
@@ -43,7 +43,7 @@ def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"The sample input {key!r} of {name} is a {type(value).__name__}; the inputs of an ONNX model are "
-                "tensors. Leave it out if it has a default, or give it one."
+                "tensors. Leave it out if it has a default, or give it a default."
             )
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     return mapped(bound, lambda tensor: tensor.detach().to(device))

@@ -46,7 +46,7 @@ class AnyPrecisionAdamW(Optimizer):
             ("weight_decay", weight_decay, weight_decay >= 0),
         ):
             if not valid:
-                raise ValueError(f"AnyPrecisionAdamW({name}={value}): must not be negative; betas below 1.")
+                raise ValueError(f"AnyPrecisionAdamW({name}={value}): must not be negative, and betas must be below 1.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

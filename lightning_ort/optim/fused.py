@@ -21,25 +21,25 @@ FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, opt
 def auto_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
     """Return why ``optim="auto"`` leaves an optimizer as it is, or ``None``."""
     if type(optimizer) not in FUSED_CLASSES:
-        return "no fused form"
+        return "no fused implementation"
     groups = [optimizer.defaults, *optimizer.param_groups]
     chosen = [flag for flag in TORCH_FLAGS if any(group.get(flag) is not None for group in groups)]
     if chosen:
-        return f"{' and '.join(chosen)} chosen by the module"
+        return f"{' and '.join(chosen)} set by the module"
     return fused_unsupported_reason(module, optimizer)
 
 
 def fused_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
     """Return why one of :data:`FUSED_CLASSES` cannot run fused, or ``None``."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True has no fused form"
+        return "there is no fused implementation for differentiable=True"
     for parameter in parameters_of(optimizer):
         if not parameter.is_floating_point():
             return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
         if not _has_fused_kernel(type(optimizer), parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
             return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
     if sparse := sparse_embedding(module, optimizer):
-        return f"{sparse} gives sparse gradients (sparse=True), which fused does not take"
+        return f"{sparse} has sparse gradients (sparse=True), which fused optimizers do not support"
     return None
 
 
@@ -86,7 +86,9 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
         after_loading.remove()
         for group in (optimizer.defaults, *optimizer.param_groups):
             group.update(configured)
-        log.warning("A gradient is sparse, which fused does not take: %s runs as configured.", runs(optimizer))
+        log.warning(
+            "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(optimizer)
+        )
 
     if flag == "fused" and type(optimizer) in (optim.SGD, optim.Adagrad):  # Adam takes no sparse gradients at all
         _call_if_sparse(optimizer, unset_flags)

@@ -57,7 +57,7 @@ class Implementation:
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why it cannot be used on a device and how to install it, or ``None``."""
         if device.type not in self.devices:
-            return f"it works on {' and '.join(self.devices)}, the module is on {device.type}"
+            return f"it supports {' and '.join(self.devices)}, but the module is on {device.type}"
         if self.package and not (available := RequirementCache(self.package)):
             return f"{available}. Install it with `{self.install or f'pip install {self.package}'}`"
         if missing := [command for command in self.commands if shutil.which(command) is None]:
@@ -157,14 +157,17 @@ def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]
     if name == "adamw_ort_fused":
         if _ort_extension_loads(device):
             return _ORT, "onnxruntime-training's FusedAdam"
-        return "fused", "onnxruntime-training's FusedAdam needs CUDA and an extension that does not load here"
+        return "fused", "onnxruntime-training's FusedAdam needs CUDA and an extension, which does not load here"
     if (flag := name.removeprefix("adamw_torch_")) in TORCH_FLAGS:
         return flag, ""
     if name == "adamw_deepspeed":
         return _DEEPSPEED.get(device.type, _DEEPSPEED["cuda"]), ""
     implementation = REPLACEMENTS[name]
     slow = implementation.package == "bitsandbytes" and device.type == "cpu"
-    return implementation, "made for GPUs: on a CPU a step takes many times a fused AdamW's" if slow else ""
+    return (
+        implementation,
+        "made for GPUs: on a CPU, a step takes many times as long as with a fused AdamW" if slow else "",
+    )
 
 
 def _ort_extension_loads(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ class NotTrusted(ValueError):
 
     def __init__(self, file: Path, names: list[str]) -> None:
         super().__init__(
-            f"{file} is not read: reading it would call {', '.join(names)}, which may do anything on this machine."
+            f"{file} was not loaded: loading it would call {', '.join(names)}, which may do anything on this machine."
         )
 
 

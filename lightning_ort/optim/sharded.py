@@ -37,8 +37,8 @@ def shard(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     if not cls.__module__.startswith("torch.optim") or cls is LBFGS:
         raise ValueError(
-            f"ZeRO stage 1 without DeepSpeed splits the states of torch's own optimizers, but not those of"
-            f" {runs(optimizer)}. Use one of torch.optim, or the strategy 'ort_ddp'."
+            f"ZeRO stage 1 without DeepSpeed can split the states of torch's own optimizers, but not those of"
+            f" {runs(optimizer)}. Use an optimizer of torch.optim, or the strategy 'ort_ddp'."
         )
     known = inspect.signature(cls.__init__).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}

@@ -49,7 +49,9 @@ class OptimizerSwap:
         self.bits = check_mapping("bits", bits, "a mapping from names of modules to 8 or 32")
         self.options = check_mapping("options", options, "a mapping from names to values")
         if self.options and name != "adamw_deepspeed" and name not in registry.REPLACEMENTS:
-            raise ValueError(f"options={self.options} has no effect on optim={name!r}: torch's own optimizer stays.")
+            raise ValueError(
+                f"options={self.options} has no effect with optim={name!r}, which keeps torch's own optimizer."
+            )
         is_bnb = name in registry.REPLACEMENTS and registry.REPLACEMENTS[name].package == "bitsandbytes"
         if (self.bits or self.min_8bit_size != 4096) and not is_bnb:
             raise ValueError(f"`bits` and `min_8bit_size` are settings of bitsandbytes, not of optim={name!r}.")
@@ -124,24 +126,24 @@ class OptimizerSwap:
         # exact classes: another implementation does not know what a subclass changes
         if type(optimizer) not in (optim.Adam, optim.AdamW):
             raise ValueError(
-                f"optim={self.name!r} stands for torch.optim.Adam or torch.optim.AdamW, and `configure_optimizers`"
-                f" returned {registry.runs(optimizer)}, which has no counterpart. Use optim='auto' or 'keep'."
+                f"optim={self.name!r} replaces torch.optim.Adam or torch.optim.AdamW, but `configure_optimizers`"
+                f" returned {registry.runs(optimizer)}, which it cannot replace. Use optim='auto' or 'keep'."
             )
 
     def _check_hyperparameters(self, optimizer: optim.Optimizer, carried: Set[str]) -> None:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                raise ValueError(f"optim={self.name!r} takes a number as lr, not a tensor.")
+                raise ValueError(f"optim={self.name!r} needs a number as lr, not a tensor.")
             if type(optimizer) is optim.Adam and group["weight_decay"]:
                 raise ValueError(
                     f"optim={self.name!r} decouples weight decay; torch.optim.Adam adds its weight_decay="
-                    f"{group['weight_decay']} to the gradient, which is another algorithm. Configure torch.optim.AdamW."
+                    f"{group['weight_decay']} to the gradient, a different algorithm. Configure torch.optim.AdamW."
                 )
             for name, default in _ADAM_DEFAULTS.items():
                 value = group.get(name, default)
                 if name not in (*carried, *self.options, "weight_decay") and value != default:
                     raise ValueError(
-                        f"optim={self.name!r} has no {name} as torch's Adam has it, and it was configured with {name}="
+                        f"optim={self.name!r} does not support {name} of torch's Adam, but the optimizer has {name}="
                         f"{value}. Leave it out, or use optim='auto'."
                     )
 
@@ -150,14 +152,14 @@ class OptimizerSwap:
             if parameter.is_complex() or (target.dtypes and parameter.dtype not in target.dtypes):
                 allowed = ", ".join(sorted(str(dtype) for dtype in target.dtypes)) or "floating-point dtypes"
                 name = name_of(module, parameter)
-                raise ValueError(f"optim={self.name!r} takes {allowed}, and {name} is {parameter.dtype}.")
+                raise ValueError(f"optim={self.name!r} supports {allowed}, but {name} is {parameter.dtype}.")
         if sparse := sparse_embedding(module, optimizer):
-            raise ValueError(f"optim={self.name!r} takes no sparse gradients, which {sparse} gives (sparse=True).")
+            raise ValueError(f"optim={self.name!r} does not support sparse gradients, but {sparse} has sparse=True.")
 
     def _parameter_bits(self, module: nn.Module) -> dict[int, int]:
         modules = dict(module.named_modules())
         if unknown := [name for name in self.bits if name not in modules]:
-            raise ValueError(f"bits: there is no module {unknown[0]!r}. Names are those of `named_modules()`.")
+            raise ValueError(f"bits: there is no module {unknown[0]!r}. Use names from `named_modules()`.")
         embeddings = [submodule for submodule in modules.values() if isinstance(submodule, EMBEDDINGS)]
         bits = {id(parameter): 32 for submodule in embeddings for parameter in submodule.parameters(recurse=False)}
         # outer modules first, so that the name of an inner one wins

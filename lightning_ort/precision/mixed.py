@@ -133,7 +133,7 @@ class MixedPrecisionMixin(_MixedPrecision):
             assert self.scaler is not None
             raise RuntimeError(
                 f"{self._in_a_row} optimizer steps in a row had infinite or NaN gradients and were skipped; the loss"
-                f" scale is down to {self.scaler.get_scale():g}. Lower the learning rate, look for NaN in the"
+                f" scale has dropped to {self.scaler.get_scale():g}. Lower the learning rate, look for NaN in the"
                 " data and the loss, or use precision='bf16-mixed', which has the range of float32."
             )
 

@@ -76,5 +76,5 @@ class AutoDeviceMixin(_SingleDeviceStrategy):
         name = type(self).strategy_name
         return self.namespace.misconfiguration(
             f"Trainer(strategy={name!r}) runs on one device, but got {got}. Pass `{instead}`;"
-            f" several devices are for the strategy '{name}_ddp'."
+            f" for several devices, use the strategy '{name}_ddp'."
         )

@@ -59,11 +59,11 @@ class RetainedMemory:
 def unsupported_reason() -> str | None:
     """Return why malloc cannot, or should not, be told to keep memory; ``None`` if it can."""
     if _malloc() is None:
-        return "malloc is not glibc's"
+        return "the malloc in use is not glibc's"
     chosen = [name for name in _VARIABLES if name in os.environ]
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         chosen.append("GLIBC_TUNABLES")
-    return f"malloc is set by {', '.join(chosen)}" if chosen else None
+    return f"malloc is configured by {', '.join(chosen)}" if chosen else None
 
 
 def retain() -> None:

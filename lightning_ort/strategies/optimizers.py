@@ -33,11 +33,11 @@ def choose_swap(swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin:
     """
     chosen = [callback.swap for callback in callbacks if isinstance(callback, OptimizerSettings)]
     if len(chosen) > 1:
-        raise ValueError(f"The Trainer has {len(chosen)} callbacks ORTOptimizer. Choose one.")
+        raise ValueError(f"The Trainer has {len(chosen)} ORTOptimizer callbacks. Pass only one.")
     if chosen and swap.name not in ("auto", chosen[0].name):
         raise ValueError(
-            f"The strategy has optim={swap.name!r} and the callback ORTOptimizer has {chosen[0].name!r}. Choose in one"
-            " place."
+            f"The strategy has optim={swap.name!r} and the callback ORTOptimizer has {chosen[0].name!r}. Choose only"
+            " one of them."
         )
     swap = chosen[0] if chosen else swap
     wanted = precision_plugin.optim if isinstance(precision_plugin, BFloat16Mixin) else None
@@ -45,7 +45,7 @@ def choose_swap(swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin:
         return OptimizerSwap(wanted)
     if wanted not in (None, swap.name):
         raise ValueError(
-            f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, and optim={swap.name!r} was"
+            f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, but optim={swap.name!r} was"
             " chosen. Leave one of them out, or pass master_weights=False."
         )
     return swap

@@ -50,7 +50,7 @@ def test_info_and_clear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "7 files deleted, 3.6 kB" in capsys.readouterr().out
     left = {*FOREIGN, f"{entry(100)}.json", f"{entry(101)}.onnx"}
     assert {path.name for path in default_folder().iterdir()} == left
-    with pytest.raises(SystemExit, match="nothing is kept here"):
+    with pytest.raises(SystemExit, match="the cache is empty"):
         command(monkeypatch, "info")
 
 
@@ -67,14 +67,14 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, monkeypatch: pytest.M
     fill(tmp_path / "other", 1)
     (tmp_path / "other").chmod(0o777)
     command(monkeypatch, "info", f"--folder={tmp_path / 'other'}")
-    assert "It is not used" in capsys.readouterr().out
+    assert "This cache is not used" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["info", "clear"])
 def test_what_is_no_folder(action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (tmp_path / "file").write_text("mine")
     if action == "info":
-        with pytest.raises(SystemExit, match="nothing is kept here"):
+        with pytest.raises(SystemExit, match="the cache is empty"):
             command(monkeypatch, action, f"--folder={tmp_path / 'file'}")
     else:
         command(monkeypatch, action, f"--folder={tmp_path / 'file'}")

@@ -95,7 +95,7 @@ def test_wrong_python(monkeypatch: pytest.MonkeyPatch, capsys: Any, number: str)
     assert status == 1
     assert found["Python"]["state"] == "failed"
     assert number in found["Python"]["text"]
-    assert found["Python"]["text"].endswith(f"lightning-ort is for {allowed}")
+    assert found["Python"]["text"].endswith(f"lightning-ort supports {allowed}")
 
 
 @pytest.mark.parametrize("number", ["2.6.2", "2.6.3"])
@@ -124,7 +124,7 @@ def test_no_deepspeed_and_a_broken_bitsandbytes(
     assert status == 0
     assert found["deepspeed"]["todo"] == "pip install 'lightning-ort[zero]'"
     assert "ort_zero1" in found["deepspeed"]["text"]
-    assert "does not import" in found["bitsandbytes"]["text"]
+    assert "cannot be imported" in found["bitsandbytes"]["text"]
 
 
 def test_onnxruntime_that_cannot_train(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -109,14 +109,14 @@ def test_example_input_array_and_arguments(trained: Any, tmp_path: Path, monkeyp
     [
         ("Net", (), "has no sample inputs: set `self.example_input_array` in it, or pass --sample"),
         ("Net", ("--input-shape", "2", "4"), r"Net.forward\(x \[2, 4\]\) fails: RuntimeError.*\n  at .*self.net\(x\)"),
-        ("Net", ("--input-shape", "0", "3"), "each size is at least 1"),
+        ("Net", ("--input-shape", "0", "3"), "each size must be at least 1"),
         ("Net", ("--input-shape", "2", "3", "--sample", "a.pt"), "not both"),
         ("Net", ("--sample", "a.pt"), "a.pt: there is no such file"),
         ("Net", ("--sample", __file__), "pass a .pt or .npz file"),
         ("Net", ("--input-shape", "2", "3", "--args", '{"width": 6}'), "size mismatch for net.0.weight"),
         ("Net", ("--input-shape", "2", "3", "--tolerance", "-1"), "tolerance=-1.0"),
         ("Sorts", ("--input-shape", "2", "3"), r"the op aten._linalg_eigh.*\n  at .*test_export.py:\d+ in forward"),
-        ("outputs", ("--input-shape", "2", "3"), "is no LightningModule's class"),
+        ("outputs", ("--input-shape", "2", "3"), "is not a LightningModule class"),
         ("Nothing", ("--input-shape", "2", "3"), "Nothing"),
     ],
 )
@@ -130,7 +130,7 @@ def test_bad_input(
 
 def test_files(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("--module", f"{__file__}:WithExample", "-o")
-    with pytest.raises(SystemExit, match="trained.ckpt exists already"):
+    with pytest.raises(SystemExit, match="trained.ckpt already exists"):
         run(monkeypatch, trained[1], *args, trained[1])
     with pytest.raises(SystemExit, match="nothing.ckpt: there is no such file"):
         run(monkeypatch, tmp_path / "nothing.ckpt", *args, tmp_path / "model.onnx")

@@ -101,7 +101,7 @@ def everything(report: CompileReport) -> CompileReport:
         run=RunReport(
             optimizers=[OptimizerReport("torch.AdamW", "torch.AdamW (fused)", "since it can")],
             steps=[StepReport("training_step", {"ort": 2.5, "torch": 1.5})],
-            host_memory="default: malloc is not glibc's",
+            host_memory="default: the malloc in use is not glibc's",
         ),
     )
 
@@ -160,7 +160,7 @@ def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
     report = CompileReport(graphs, run=RunReport(steps=[StepReport("training_step", {"ort": 2.0, "inductor": 1.0})]))
     text = squeezed(Page(render(report, "report.json")).text)
     training, validation = text.partition("training_step/inference_0")[2].split("validation_step/inference_0")
-    assert "The step goes on with inductor" in training
+    assert "The step continues with inductor" in training
     assert "goes on" not in validation
 
 
@@ -201,7 +201,7 @@ def test_output_is_beside_the_report(report: CompileReport, tmp_path: Path, monk
     (tmp_path / "run.json").write_text(json.dumps(report.to_dict()))
     command(monkeypatch, tmp_path / "run.json")
     assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")
-    with pytest.raises(SystemExit, match="would take the report's place"):
+    with pytest.raises(SystemExit, match="would overwrite the report"):
         command(monkeypatch, tmp_path / "run.html")
     with pytest.raises(SystemExit, match="No such file or directory.*absent"):
         command(monkeypatch, tmp_path / "run.json", "--output", tmp_path / "absent" / "run.html")

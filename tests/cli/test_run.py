@@ -94,11 +94,11 @@ def test_status(command: Any, folder: Path, status: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to run"),
-        (("absent.py",), "'absent.py' is no file"),
-        (("package",), "'package' is no file"),
+        ((), "pass a script to run"),
+        (("absent.py",), "'absent.py' is not a file"),
+        (("package",), "'package' is not a file"),
         (("-m",), "-m needs the name of a module"),
-        (("--strategy=ort", "fails.py"), "'--strategy=ort' is no option of `run`"),
+        (("--strategy=ort", "fails.py"), "unknown option '--strategy=ort'"),
     ],
 )
 def test_wrong_arguments(command: Any, arguments: Any, message: str, capsys: pytest.CaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_help_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(sys, "argv", ["lightning-ort", "--help"])
     with pytest.raises(SystemExit):
         main()
-    assert "Run a script in which the strategies" in " ".join(capsys.readouterr().out.split())
+    assert "Run a script whose Trainer then knows the strategies" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_error_looks_as_in_python(folder: Path) -> None:

@@ -38,34 +38,36 @@ HEAD = """\
 
 Made by `make conformance` with {versions} on a CPU; do not edit.
 
-A row is one operation of the
-[core ATen opset](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_ir.html): every overload
-that torch itself tags as core. Each was compiled with `placement="always"` on a few small inputs, run forward and
-backward, and compared with eager: no result differs. Operations that are broken up into simpler ones count by who ran
-those.
+Each row is one operation of the
+[core ATen opset](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_ir.html). The table has
+every overload that torch itself tags as core. Each operation was compiled with `placement="always"` on a few small
+inputs, run forward and backward, and compared with eager. No result differs. If an operation is decomposed into simpler
+ones, the table shows who ran those.
 
-**{some} of {total} ({percent} %) run on ONNX Runtime**, {whole} of them with every sample and their gradients;
-{standard} run there with the `standard` kernels. What stays in torch is as correct and trains as well; it ends a
-region.
+**{some} of {total} ({percent} %) run on ONNX Runtime**, {whole} of them with every sample and their gradients.
+{standard} run there with the `standard` kernels. An operation that stays in torch gives correct results and trains as
+well, but it splits the graph into more regions.
 
-- *forward*, *backward*: who ran the samples in float32 with the `training` kernels. `2 of 3`: that many of the samples
-  ran on ONNX Runtime. A dash: not differentiable, or the gradient is handed through.
-- *standard kernels*: the same with any onnxruntime, where it differs.
-- *also with*: other dtypes that ONNX Runtime runs entirely. On a CPU float16 and bfloat16 stay in torch, whose kernels
-  are real ones; ONNX Runtime would cast to float32 and back.
+- *forward*, *backward*: who ran the samples in float32 with the `training` kernels. `2 of 3` means that 2 of 3 samples
+  ran on ONNX Runtime. A dash means that the operation is not differentiable, or that its gradient needs no computation.
+- *standard kernels*: the same with any build of onnxruntime, if it differs.
+- *also with*: other dtypes in which ONNX Runtime runs all samples. On a CPU, float16 and bfloat16 stay in torch, which
+  has native kernels for them. ONNX Runtime would cast to float32 and back.
 
-Thousands of other samples of these and further operations are in [torch's test database](opinfo.md), with special
-values and other memory layouts.
+[torch's test database](opinfo.md) has thousands of other samples of these and more operations, with special values and
+other memory layouts.
 
-What to know of single operations:
+Notes on single operations:
 
-- NaN and infinity are tested in every elementwise operation, reduction and sort. `gelu` of infinity is infinity, where
-  torch's float32 kernel returns NaN. In float64 `sort` and `topk` take infinity for equal to the largest finite number.
-- The gradient at a NaN is eager's, which is another in the vector loops of torch's CPU kernels than for the elements
-  left over: both are met up to 4096 elements, beyond that the vectors'.
-- `grid_sampler_2d` has a faster kernel in torch, which is also right where a grid is NaN or huge.
-- Which of several equal values `topk` lists first is not torch's promise, and may differ.
-- Division of integers by a tensor stays in torch, which raises for a zero.
+- NaN and infinity are tested in every elementwise operation, reduction and sort. `gelu` of infinity is infinity,
+  whereas torch's float32 kernel returns NaN. In float64, `sort` and `topk` treat infinity as equal to the largest
+  finite number.
+- At a NaN, the gradient is the same as in eager. There, torch's CPU kernels give one gradient in their vectorized loops
+  and another one for the remaining elements. Up to 4096 elements both are reproduced; beyond that, all elements have
+  the gradient of the vectorized loop.
+- torch has a faster kernel for `grid_sampler_2d`, which is also correct if a grid contains NaN or huge values.
+- torch does not define in which order `topk` lists equal values, so this order may differ.
+- Division of integers by a tensor stays in torch, which raises an error for a zero.
 
 | operation | forward | backward | standard kernels | also with | in torch |
 |---|---|---|---|---|---|

@@ -37,29 +37,31 @@ Made by `make conformance` with {versions} on a CPU, {date}; do not edit.
 
 torch tests its operations with a database of samples,
 [OpInfo](https://github.com/pytorch/pytorch/blob/main/torch/testing/_internal/opinfo/core.py). Here each sample is
-compiled with `placement="always"` and `min_region_nodes=1`, run forward and backward, and compared with eager: values,
-NaN and infinities, dtypes, shapes, strides, gradients, what is written to inputs, and errors. Eager in float64 decides
-which differences are rounding: a few units in the last place, a few times what eager in float32 is away from it, or
-what moving the inputs by one unit in the last place changes.
+compiled with `placement="always"` and `min_region_nodes=1`, run forward and backward, and compared with eager. The
+comparison covers values, NaN and infinities, dtypes, shapes, strides, gradients, values written to inputs, and errors.
+Eager in float64 decides which differences are rounding. A difference counts as rounding if it is at most a few units in
+the last place, at most a few times the distance of eager in float32 from float64, or at most the change that results
+from moving the inputs by one unit in the last place.
 
-{ops} operations were tried, and ONNX Runtime ran some or all of {reached} of them, in {ran} of {calls} calls,
-{backward} of them in the backward pass too. **{mismatches} differ by more than rounding explains, {crashes} ended the
-process or did not end.** {explained} differ for [a known reason](#known-differences).
+{ops} operations were tried. ONNX Runtime ran all or parts of {reached} of them, in {ran} of {calls} calls, and in
+{backward} of these calls in the backward pass too. **{mismatches} differ by more than rounding explains, {crashes}
+crashed or hung.** {explained} differ for [a known reason](#known-differences).
 
 | calls | compiled | on ONNX Runtime | backward too | as eager | both raise | torch differs alike | known | mismatches |
 |---|---|---|---|---|---|---|---|---|
 {table}
 
-- *compiled*: calls in which there was something for ONNX Runtime, whose result is compared.
+- *compiled*: calls in which ONNX Runtime had something to run, so that the result is compared.
 - *torch differs alike*: the graph that torch captures differs in the same way when torch itself runs it, or eager
-  differs from itself from call to call.
-- Special values stand among ordinary ones: NaN, infinities, denormals and -0.0 (*tiny*), numbers near the largest
-  (*huge*), and the smallest and largest integers (*limits*), indices out of range among them.
-- Where numbers near the largest are added up, the order decides whether the sum overflows; that it does is not counted.
-- Places of equal values, as `sort` and `topk` list them, are in any order.
+  gives different results from call to call.
+- Special values are mixed with ordinary ones: NaN, infinities, denormals and -0.0 (*tiny*), numbers near the largest
+  finite number (*huge*), and the smallest and largest integers (*limits*), which include indices out of range.
+- When numbers near the largest finite number are added, the order of additions decides whether the sum overflows. Such
+  differences are not counted.
+- The indices of equal values, which `sort` and `topk` return, may be in any order.
 
-In {in_torch} calls nothing was left for ONNX Runtime. {not_traced} calls torch cannot capture as one graph, mostly
-since a size depends on the data: dynamo ends the graph there.
+In {in_torch} calls, ONNX Runtime had nothing to run. torch cannot capture {not_traced} calls as one graph, mostly
+because a size depends on the data: dynamo ends the graph there.
 """
 
 KNOWN_HEAD = """
@@ -77,7 +79,8 @@ FAILED_HEAD = """
 REACHED_HEAD = """
 ## In the default test suite
 
-The first sample in float32 of one operation for each ATen operation that ONNX Runtime runs, by where it ran.
+For each ATen operation that ONNX Runtime runs, the default test suite runs the first float32 sample of one database
+operation. This list is grouped by the pass in which it ran.
 """
 
 

@@ -41,50 +41,51 @@ class Known:
 KNOWN = [
     Known(
         ("pca_lowrank", "svd_lowrank"),
-        "singular vectors of a random projection: float64 draws other numbers, so that nothing says how far rounding"
-        " goes, and vectors of values that are nearly the same are any that span the same space",
+        "singular vectors of a random projection: the float64 reference draws other random numbers, so the size of"
+        " rounding is unknown; for nearly equal singular values, any vectors that span the same space are correct",
     ),
     Known(
         ("linalg_pinv", "linalg_pinv_hermitian", "pinverse"),
-        "the gradient of the inverse of a matrix with singular values near 0: eager's float64 has no digit of it",
+        "the gradient of the inverse of a matrix with singular values near 0: no digit of it is correct in eager's"
+        " float64 either",
         detail="gradient",
         values=("tiny",),
         dtypes=("float64",),
     ),
     Known(
         ("native_layer_norm", "native_group_norm"),
-        "the mean of a row with an infinity is infinity; eager's running mean makes NaN of it. Only who calls the"
-        " native op reads it",
+        "the mean of a row with an infinity is infinity; eager's running mean gives NaN. Only code that calls the"
+        " native op sees it",
         detail="output 1",
         values=("nan", "inf"),
     ),
     Known(
         ("native_group_norm",),
-        "eager reads a weight that is not contiguous as if it was, when the native op is called",
+        "when the native op is called, eager reads a non-contiguous weight as if it were contiguous",
         variants=("transposed", "stride 0"),
     ),
     Known(
         ("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
-        "torch's own decomposition counts an index from the end where eager takes the first; no index out of range"
-        " comes from a public op",
+        "torch's own decomposition counts an index from the end, where eager takes the first element; public ops never"
+        " pass an index out of range",
         values=("limits",),
     ),
     Known(
         ("native_dropout_backward", "put"),
-        "the result is contiguous, where eager's lies as the input does",
+        "the result is contiguous; eager's has the layout of the input",
         detail="strides",
     ),
     Known(
         ("floor_divide", "div_floor_rounding"),
-        "torch traces a division that rounds down with another layout than its kernel gives, where the operands are"
-        " transposed and one is broadcast",
+        "if the operands are transposed and one is broadcast, torch traces a division that rounds down with another"
+        " layout than its kernel returns",
         detail="strides",
         variants=("transposed",),
     ),
     Known(
         ("logit",),
-        "the gradient at -0.0 is an infinity of one sign in torch's vector loop and of the other in the loop over what"
-        " is left over; here it is the first everywhere",
+        "the gradient at -0.0 is an infinity whose sign differs between torch's vectorized loop and its loop over the"
+        " remaining elements; here it has the sign of the vectorized loop everywhere",
         detail="gradient",
         values=("nan", "tiny"),
     ),
@@ -96,7 +97,7 @@ KNOWN = [
     ),
     Known(
         ("resize_as_",),
-        "memory that is given another size keeps no layout when torch captures it",
+        "when torch captures a resize of memory, the layout is lost",
         detail="strides",
         variants=("transposed",),
     ),

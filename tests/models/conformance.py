@@ -38,24 +38,26 @@ HEAD = """\
 
 Made by `make conformance` with {versions} on a CPU; do not edit.
 
-Any LightningModule trains; this page says how much of some well-known models ONNX Runtime runs. Each is made of a
-config with random weights, small, in float32, and trained by a Trainer for {steps} steps with AdamW: with the stock
-strategy, and with `ORTStrategy(config={{"placement": "always"}})` from the same seed, with dropout as the config has
-it. With `placement="measured"`, the default, a region that is slower than torch stays there.
+Every LightningModule trains under `ort`. This page shows how much of some well-known models ONNX Runtime runs. Each
+model is small, has random initial weights, and is created from a config in float32. A Trainer trains it for {steps}
+steps with AdamW, once with the stock strategy and once with `ORTStrategy(config={{"placement": "always"}})`, from the
+same seed and with the dropout of the config. With `placement="measured"`, the default, a region that is slower on ONNX
+Runtime stays in torch.
 
-**All {total} train as with the stock strategy**, {whole} of them with every compute node on ONNX Runtime but those for
-which torch has the better kernel.
+**All {total} train as with the stock strategy.** {whole} of them run every compute node on ONNX Runtime, except those
+for which torch has the better kernel.
 
-- *loss*: largest difference from the stock strategy's in any step, relative. *parameters*: largest difference of a
-  parameter or buffer after the last step. *change*: norm of all these differences, relative to what training changed.
-  The networks with batch norms see a few values a channel here, which makes float32 rounding large: with the stock
-  strategy EfficientNet's losses differ from those in float64 as much.
-- *on ORT*: share of the compute nodes that ONNX Runtime runs; not counted are views, random draws and the forward pass
-  of torch's flash attention, which may draw. *regions*: how many it runs, in how many graphs.
-- *breaks*: how often capture ended a graph early; what stands there, such as a recurrent layer or the installation of
-  transformers' hooks in the first step, runs in torch and is not counted. *recompiles*: how often it compiled a
-  function again.
-- *in torch*: what stayed there, with the number of nodes, and why. *better in torch*: by choice, see
+- *loss*: largest relative difference from the loss under the stock strategy in any step. *parameters*: largest
+  difference of a parameter or buffer after the last step. *change*: norm of all these differences, relative to the norm
+  of what training changed. In these runs, batch norms see only a few values per channel, which makes float32 rounding
+  large. Under the stock strategy, EfficientNet's losses differ as much from those in float64.
+- *on ORT*: share of the compute nodes that ONNX Runtime runs. Views, random draws and the forward pass of torch's flash
+  attention, which may draw random numbers, are not counted. *regions*: number of regions that ONNX Runtime runs, and
+  number of graphs.
+- *breaks*: how often capture ended a graph early. The code at a break, such as a recurrent layer or the installation of
+  transformers' hooks in the first step, runs in torch and is not counted. *recompiles*: how often a function was
+  compiled again.
+- *in torch*: what stayed in torch, with the number of nodes, and why. *better in torch* is a deliberate choice, see
   [how it works](how_it_works.md).
 
 | model | library | loss | parameters | change | on ORT | regions | breaks | recompiles | in torch |

@@ -85,11 +85,11 @@ def test_auto_fuses_other_classes(cls: type[optim.Optimizer]) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda m: optim.AdamW(m.parameters(), foreach=False), "foreach chosen"),
-        (lambda m: optim.AdamW(m.parameters(), fused=True), "fused chosen"),
-        (lambda m: optim.RMSprop(m.parameters()), "no fused form"),
+        (lambda m: optim.AdamW(m.parameters(), foreach=False), "foreach set"),
+        (lambda m: optim.AdamW(m.parameters(), fused=True), "fused set"),
+        (lambda m: optim.RMSprop(m.parameters()), "no fused implementation"),
         (lambda m: optim.AdamW(m.parameters(), differentiable=True), "differentiable"),
-        (lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no fused form"),
+        (lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no fused implementation"),
     ],
 )
 def test_auto_leaves_the_rest(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
@@ -418,15 +418,15 @@ def refused(
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adafactor", "adamw_anyprecision"])
 def test_class_without_counterpart(name: str) -> None:
-    refused(name, lambda m: optim.SGD(m.parameters(), lr=0.1), "torch.SGD, which has no counterpart")
-    refused(name, lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "no counterpart")
+    refused(name, lambda m: optim.SGD(m.parameters(), lr=0.1), "torch.SGD, which it cannot replace")
+    refused(name, lambda m: type("Mine", (optim.AdamW,), {})(m.parameters()), "cannot replace")
 
 
 def test_one_of_several_refused_leaves_all() -> None:
     module = Net()
     good = optim.AdamW(module.large.parameters())
     bad = optim.SGD(module.small.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="no counterpart"):
+    with pytest.raises(ValueError, match="cannot replace"):
         OptimizerSwap("adamw_anyprecision").apply(module, [good, bad], CPU)
     assert type(good) is optim.AdamW
 
@@ -435,7 +435,7 @@ def test_one_of_several_refused_leaves_all() -> None:
 def test_hyperparameters_that_the_target_lacks(name: str) -> None:
     refused(name, lambda m: adamw(m, amsgrad=True), "amsgrad=True")
     refused(name, lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(0.1)), "number as lr")
-    refused(name, lambda m: optim.Adam(m.parameters(), weight_decay=0.1), "another algorithm")
+    refused(name, lambda m: optim.Adam(m.parameters(), weight_decay=0.1), "a different algorithm")
     swap(name, module := Net(), optim.Adam(module.parameters()))  # no decay: the same algorithm
     if name == "adafactor":
         refused(name, lambda m: adamw(m, betas=(0.8, 0.9)), "betas=")
@@ -481,7 +481,7 @@ def test_frozen_groups() -> None:
 
 
 def test_cuda_only_and_missing() -> None:
-    refused("adamw_apex_fused", adamw, "works on cuda, the module is on cpu")
+    refused("adamw_apex_fused", adamw, "supports cuda, but the module is on cpu")
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,17 +29,17 @@ HEAD = """\
 
 Made by `make conformance` with {versions} on a CPU; do not edit.
 
-Each row was run twice from the same seed, under the stock strategy and under `strategy="ort"` with
-`placement="always"`; losses, parameters, logged metrics and what callbacks did are the same within float32's
-rounding. So every row works. The columns say what ONNX Runtime had of it:
+Each row was run twice from the same seed: under the stock strategy, and under `strategy="ort"` with
+`placement="always"`. Losses, parameters, logged metrics and the effects of callbacks are the same within float32
+rounding. So every row works. The columns show how much of it runs on ONNX Runtime:
 
 - *runs*: **{step}** rows run **on ONNX Runtime**: the steps are captured as they are written. **{modules}** run **on
-  ONNX Runtime, child modules**: a step that a graph cannot hold stays in Python, and its child modules are captured.
-  **{torch}** run **in torch**: the step is left as it is, and the report says why.
-- *graph breaks*: where capture ended a graph early, such as before an optimizer's step under manual optimization. What
-  is between graphs runs in Python.
-- *recompiles*: how often a frame was compiled again, such as for a second batch size. Fifty sizes make one or
-  two for each step.
+  ONNX Runtime, child modules**: the step itself cannot be captured and stays in Python, and its child modules are
+  captured. **{torch}** run **in torch**: the step is not captured, and the report says why.
+- *graph breaks*: how often capture ended a graph early, for example before an optimizer step under manual optimization.
+  The code between graphs runs in Python.
+- *recompiles*: how often a frame was compiled again, for example for a second batch size. Fifty sizes cause one or
+  two recompiles for each step.
 
 """
 

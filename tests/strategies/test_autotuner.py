@@ -198,7 +198,7 @@ def test_engine_auto_keeps_inductor_where_it_wins(
     (step,) = report.steps
     assert step.ms.keys() == {"ort", "torch", "inductor"}
     assert step.engine == "inductor"
-    assert "goes on with inductor" in report.to_text(width=200)
+    assert "continues with inductor" in report.to_text(width=200)
     assert report.ort_runs > 0
     assert calls > 30 - 3 * (ROUNDS + 2)
     (note,) = report.notes

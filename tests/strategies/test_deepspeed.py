@@ -187,7 +187,7 @@ def test_config_file_is_missing(tmp_path: Path) -> None:
         ({"gradient_clipping": 0.5}, {"gradient_clip_val": 1.0}, ("gradient_clipping=0.5", "gradient_clip_val=1.0")),
         ({"bf16": {"enabled": True}}, {}, ("bf16=", "precision='32-true'")),
         ({"train_micro_batch_size_per_gpu": 3}, {}, ("train_micro_batch_size_per_gpu=3", "batches of 8")),
-        ({"train_batch_size": 5}, {}, ("train_batch_size=5", "8 samples a batch")),
+        ({"train_batch_size": 5}, {}, ("train_batch_size=5", "8 samples per batch")),
         ({}, {"precision": "16-mixed"}, ("float16", "bf16-mixed")),
         ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, ("by value",)),
     ],
@@ -243,7 +243,7 @@ def _frozen(module: nn.Module) -> Any:
         (
             lambda m: torch.optim.AdamW(m.parameters()),
             {"optim": "adamw_torch_fused", "deepspeed_config": {"optimizer": {"type": "Adam"}}},
-            "Choose in one place",
+            "Choose only one of them",
         ),
     ],
 )

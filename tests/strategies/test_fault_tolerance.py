@@ -46,7 +46,10 @@ def test_killed_rank(rank: int, start: Callable[..., Run], tmp_path: Path) -> No
     named = {
         0: [f"rank 0 (PID {ranks[0]}) is gone"],
         # Lightning's observer looks every 5 s: where it comes first, it says so itself, and kills
-        1: [f"rank 1 (PID {ranks[1]}) was ended by SIGKILL", f"[rank: 1] Child process with PID {ranks[1]} terminated"],
+        1: [
+            f"rank 1 (PID {ranks[1]}) was killed by SIGKILL",
+            f"[rank: 1] Child process with PID {ranks[1]} terminated",
+        ],
     }[rank]
     assert any(name in run.output for name in named), run.output
 

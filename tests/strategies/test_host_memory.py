@@ -80,14 +80,14 @@ def test_what_the_user_configured_stays(make_trainer, monkeypatch, variable, val
     trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
     trainer.fit(module)
     assert module.keeps is False
-    assert trainer.strategy.report.host_memory == f"default: malloc is set by {variable}"
+    assert trainer.strategy.report.host_memory == f"default: malloc is configured by {variable}"
 
 
 def test_another_malloc(make_trainer, monkeypatch):
     monkeypatch.setattr(host_memory, "_malloc", lambda: None)
     trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
     trainer.fit(Small())
-    assert trainer.strategy.report.host_memory == "default: malloc is not glibc's"
+    assert trainer.strategy.report.host_memory == "default: the malloc in use is not glibc's"
 
 
 def test_two_runs_at_once_and_a_copy():

@@ -314,7 +314,7 @@ def test_a_precision_plugin_and_a_strategy_with_attributes_of_our_names(make_tra
 
 def test_two_callbacks(make_trainer: Callable[..., Any]) -> None:
     callbacks = [ORTOptimizer("adamw_torch_foreach"), ORTOptimizer("adamw_torch_fused")]
-    with pytest.raises(ValueError, match="2 callbacks ORTOptimizer. Choose one"):
+    with pytest.raises(ValueError, match="2 ORTOptimizer callbacks. Pass only one"):
         fit(Adam(), make_trainer, strategy=ORTStrategy(config=OFF), callbacks=callbacks)
 
 

@@ -33,10 +33,12 @@ def read(config: Any) -> dict[str, Any] | None:
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(f"{shown}: there is no such file. Pass a path of JSON, or a dict.") from None
+            raise FileNotFoundError(
+                f"{shown}: there is no such file. Pass the path of a JSON file, or a dict."
+            ) from None
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ValueError(f"{shown}: this is no file with JSON: {reason}. Pass a path of one, or a dict.") from None
+            raise ValueError(f"{shown}: this is not a JSON file: {reason}. Pass the path of one, or a dict.") from None
     if not isinstance(config, Mapping):
         raise TypeError(f"{shown}: pass DeepSpeed's configuration as a dict, or the path of a JSON file with one.")
     zero = config.get("zero_optimization", {})
@@ -54,8 +56,8 @@ def check_stage(stage: Any) -> None:
     """Raise ``ValueError`` for another stage than 1."""
     if stage != 1 or isinstance(stage, bool):
         raise ValueError(
-            f"This is ZeRO stage 1, and the DeepSpeed configuration has stage={stage!r}. Leave it out; Lightning's"
-            f" DeepSpeedStrategy(stage={stage!r}) has the other stages."
+            f"This strategy is ZeRO stage 1, but the DeepSpeed configuration has stage={stage!r}. Leave it out, or use"
+            f" Lightning's DeepSpeedStrategy(stage={stage!r})."
         )
 
 
@@ -66,7 +68,7 @@ def stage_one(config: dict[str, Any], offload_optimizer: bool) -> dict[str, Any]
     check_stage(zero.get("stage", 1))
     if zero.get("overlap_comm"):
         raise ValueError(
-            "overlap_comm=True has no effect on ZeRO stage 1 as it runs here: gradients are reduced when the optimizer"
+            "overlap_comm=True has no effect on this strategy, which reduces gradients when the optimizer"
             " steps. Leave it out, or use Lightning's DeepSpeedStrategy(stage=2)."
         )
     zero.update(stage=1, overlap_comm=False)
@@ -114,13 +116,13 @@ def trainer_conflict(config: dict[str, Any], trainer: Any, batch_size: int | Non
     if total is not None and total != batch_size * accumulate * world_size:
         return _contradiction(
             f"train_batch_size={total}",
-            f"{batch_size} samples a batch x {accumulate} batches accumulated x {world_size} processes",
+            f"{batch_size} samples per batch x {accumulate} accumulated batches x {world_size} processes",
         )
     return None
 
 
 def _contradiction(deepspeeds: str, trainers: str) -> str:
     return (
-        f"The DeepSpeed configuration has {deepspeeds}, and the Trainer has {trainers}. Give it in one place: leave it"
-        " out of the DeepSpeed configuration."
+        f"The DeepSpeed configuration has {deepspeeds}, but the Trainer has {trainers}. Remove it from the DeepSpeed"
+        " configuration."
     )

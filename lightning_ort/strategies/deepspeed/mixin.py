@@ -100,7 +100,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         check_choice("contiguous_gradients", contiguous_gradients, (True, False, None))
         settings.check_stage(stage)
         if kwargs.get("exclude_frozen_parameters") and checkpoint == "file":
-            raise ValueError("exclude_frozen_parameters=True is for checkpoint='directory'; a file has all parameters.")
+            raise ValueError("exclude_frozen_parameters=True needs checkpoint='directory'; a file has all parameters.")
         # the defaults for CPUs are several times faster there: no copy of each gradient, and buckets that fit the cache
         has_gpu = torch.cuda.is_available()
         if reduce_bucket_size is None:
@@ -181,7 +181,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         kind = self.namespace.submodule("plugins.precision").DeepSpeedPrecision
         if plugin is not None and not isinstance(plugin, kind):
             raise self.namespace.misconfiguration(
-                f"DeepSpeed scales losses and clips gradients itself, and works with no precision plugin but"
+                f"DeepSpeed scales losses and clips gradients itself, and only works with the precision plugin"
                 f" DeepSpeedPrecision; got {type(plugin).__name__}. Use Trainer(precision='bf16-mixed')."
             )
         self._precision_plugin = plugin
@@ -192,8 +192,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             raise self.namespace.misconfiguration(reason)
         if self.precision_plugin.precision.startswith("16") and self.root_device.type == "cpu":
             raise self.namespace.misconfiguration(
-                f"DeepSpeed has no float16 on CPUs, and the Trainer has precision={self.precision_plugin.precision!r}."
-                " Use 'bf16-mixed'."
+                "DeepSpeed does not support float16 on CPUs, but the Trainer has precision="
+                f"{self.precision_plugin.precision!r}. Use 'bf16-mixed'."
             )
         super()._format_config()
 
@@ -227,15 +227,15 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             self._ddp.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or len(self.lr_scheduler_configs) > 1:
                 raise self.namespace.misconfiguration(
-                    "DeepSpeed drives one optimizer and at most one scheduler; `configure_optimizers` returned"
+                    "DeepSpeed supports one optimizer and at most one scheduler, but `configure_optimizers` returned"
                     f" {len(self.optimizers)} and {len(self.lr_scheduler_configs)}. Use strategy='ort_zero1_native'."
                 )
         elif self._swap.name in ("auto", "keep"):
             super().setup_optimizers(trainer)
         else:
             raise ValueError(
-                f"optim={self._swap.name!r} changes what `configure_optimizers` returns, and the DeepSpeed"
-                f" configuration has an optimizer of its own, {self.config['optimizer']}. Choose in one place."
+                f"optim={self._swap.name!r} replaces the optimizer that `configure_optimizers` returns, but the"
+                f" DeepSpeed configuration has its own optimizer, {self.config['optimizer']}. Choose only one of them."
             )
 
     @override
@@ -305,7 +305,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             try:
                 return read_directory(Path(checkpoint_path), trust=weights_only is False)
             except NotTrusted as error:
-                advice = "If you know where it comes from, pass weights_only=False to the Trainer's method."
+                advice = "If you trust it, pass weights_only=False to the Trainer's method."
                 raise ValueError(f"{error} {advice}") from None
         return self._ddp.load_checkpoint(checkpoint_path, weights_only)
 

@@ -38,7 +38,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
     """Raise ``ValueError`` if DeepSpeed cannot flatten an optimizer's groups, or that would change its updates."""
     if reason := _flatten_unsupported_reason(optimizer):
         raise ValueError(
-            f"DeepSpeed gives the optimizer one flat piece of each parameter group, and {runs(optimizer)} {reason}."
+            f"DeepSpeed gives the optimizer a flat piece of each parameter group, but {runs(optimizer)} {reason}."
             " Use torch's Adam, AdamW or SGD, or the strategy 'ort_ddp'."
         )
     for index, group in enumerate(optimizer.param_groups):
@@ -46,21 +46,23 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
         if not dtypes:
             raise ValueError(
                 f"Parameter group {index} has no parameter that requires a gradient, and DeepSpeed cannot flatten"
-                " none. Leave the group out."
+                " an empty group. Leave the group out."
             )
         if len(dtypes) > 1:
             raise ValueError(
-                f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, and DeepSpeed flattens"
-                " them into one tensor. Make a group for each dtype."
+                f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, but DeepSpeed flattens"
+                " them into one tensor. Create a group for each dtype."
             )
 
 
 def _flatten_unsupported_reason(optimizer: optim.Optimizer) -> str | None:
     module = type(optimizer).__module__
     if module.startswith(("bitsandbytes", "torchao", "lightning_ort.optim.eight_bit")):
-        return "would give embeddings and small parameters quantized states too, which no plain checkpoint could hold"
+        return (
+            "would also quantize the states of embeddings and small parameters, which a plain checkpoint cannot contain"
+        )
     if module.startswith("torch.") and not isinstance(optimizer, _ELEMENTWISE):
-        return "looks at whole parameters"
+        return "needs whole parameters"
     return None
 
 
@@ -109,7 +111,7 @@ class DeepSpeedStates:
         sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g) for g in self.groups]
         if sizes != expected:
             raise ValueError(
-                f"The checkpoint's optimizer has parameter groups of {sizes} parameters, this one of {expected}."
+                f"The checkpoint's optimizer has parameter groups of {sizes} parameters, but this one has {expected}."
             )
         states = {}
         for index, places in enumerate(self._places):
@@ -161,7 +163,7 @@ class DeepSpeedStates:
             if key == "step" or not isinstance(first, Tensor):
                 state[key] = max(values.values())
                 if min(values.values()) != state[key]:
-                    log.warning("The checkpoint counts steps for each parameter, a flattened group for all together.")
+                    log.warning("The checkpoint has several step counts in one parameter group; the largest is used.")
                 continue
             state[key] = torch.zeros(deepspeed.partition_size(self._zero, index), dtype=first.dtype)
             for place, value in values.items():
@@ -231,7 +233,7 @@ def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
     try:
         if [rank for rank, _ in files] != list(range(model["dp_world_size"])):
             raise ValueError(
-                f"{folder} has the optimizer states of {len(files)} processes, and {model['dp_world_size']} saved them."
+                f"{folder} has the optimizer states of {len(files)} processes, but {model['dp_world_size']} saved it."
             )
         shards = [load(file, trust)["optimizer_state_dict"] for _, file in files]
         checkpoint = deepspeed.passed_entries(model)
@@ -240,7 +242,7 @@ def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
         checkpoint["optimizer_states"] = [_optimizer_state(shards, names, model["param_shapes"])]
     except (KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} is not what DeepSpeed writes under ZeRO stage 1 or 2 ({text}).") from error
+        raise ValueError(f"{folder} is not a DeepSpeed checkpoint of ZeRO stage 1 or 2 ({text}).") from error
     return checkpoint
 
 

@@ -128,13 +128,15 @@ class CoordinatedSigterm:
         trainer = self._trainer
         if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
             if trainer.state.fn == "fit":
-                rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, since the Trainer has none enabled.")
+                rank_zero_info("lightning-ort: SIGTERM: no checkpoint is saved, because checkpointing is disabled.")
             # the store may end with rank 0, and the others still have to read from it where to end
             trainer.strategy.barrier()
             return
         path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
         trainer.save_checkpoint(path)
-        rank_zero_info("lightning-ort: SIGTERM: saved %s; go on with `trainer.fit(..., ckpt_path=%r)`", path, str(path))
+        rank_zero_info(
+            "lightning-ort: SIGTERM: saved %s; resume with `trainer.fit(..., ckpt_path=%r)`", path, str(path)
+        )
 
     @property
     def overdue(self) -> float | None:
@@ -175,8 +177,8 @@ class _Listener(threading.Thread):
                 self._store = None
             if (waited := self._sigterm.overdue) is not None:
                 log.error(
-                    "lightning-ort: SIGTERM: the processes have reached no batch to stop after in %.0f s; this one ends"
-                    " without a checkpoint.",
+                    "lightning-ort: SIGTERM: the processes did not agree on a batch to stop after within %.0f s; this"
+                    " process ends without a checkpoint.",
                     waited,
                 )
                 sys.stdout.flush()

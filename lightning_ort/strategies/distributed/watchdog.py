@@ -74,7 +74,7 @@ class ParentWatchdog(threading.Thread):
             if lost := self.lost():
                 # give the main thread time to find the connection closed and to say where
                 if not self._stopped.wait(_GRACE_SECONDS):
-                    log.error("lightning-ort: %s, so rank %d ends.", lost[0], self._rank)
+                    log.error("lightning-ort: %s, so rank %d exits.", lost[0], self._rank)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return
 
@@ -95,7 +95,7 @@ def report_lost_processes(error: Exception, watchdog: ParentWatchdog | None, loc
     while not (lost := _lost_processes(watchdog, local_rank)) and time.monotonic() < end:
         time.sleep(0.02)
     for name in lost:
-        log.error("lightning-ort: %s, so this run ends.", name)
+        log.error("lightning-ort: %s, so this run is stopped.", name)
 
 
 def _lost_processes(watchdog: ParentWatchdog | None, local_rank: int) -> list[str]:
@@ -109,4 +109,4 @@ def _lost_processes(watchdog: ParentWatchdog | None, local_rank: int) -> list[st
 
 
 def _ended(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
