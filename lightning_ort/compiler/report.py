@@ -38,6 +38,7 @@ class ReasonType(enum.Enum):
     CAPTURE_FAILED = "capture failed"
     INDUCTOR_FAILED = "torch.compile failed"
     RECOMPILING = "kept recompiling"
+    GRAPH_BREAK = "graph ends early"
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
     SECOND_GRADIENT = "takes gradients itself"
