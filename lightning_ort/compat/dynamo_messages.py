@@ -56,6 +56,16 @@ def internal_loggers() -> Iterator[logging.Logger]:
             yield logger
 
 
+def is_about_numbers(error: BaseException) -> bool:
+    """Return whether dynamo failed at a number that is made from a tensor (torch 2.13)."""
+    return re.search(r"[Uu]nbacked|[Dd]ata.?[Dd]ependent|\b(?:u|zuf|zf)\d+\b", str(error)) is not None
+
+
+def is_known(graph_break: str) -> bool:
+    """Return whether a graph break is the user's wish, or is reported elsewhere as a backend's (torch 2.13)."""
+    return graph_break.startswith(("Call to `torch._dynamo.graph_break()`", "Backend compiler exception"))
+
+
 def plain_reason(message: str) -> str:
     """Return one of dynamo's long messages in a few words of ours, with the user's line and what to do (torch 2.13)."""
     text = _plain_text(message)

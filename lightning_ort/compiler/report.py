@@ -41,6 +41,7 @@ class ReasonType(enum.Enum):
     GRAPH_BREAK = "graph ends early"
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
+    ENVIRONMENT = "set by the environment"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ort.compat import dynamo
-from lightning_ort.compat.dynamo_messages import plain_reason
+from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
@@ -246,7 +246,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._record_choice(ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
         self._recompiled += outcome.recompiles > 0
-        if outcome.error is not None and self._module.compile_without_numbers():
+        if outcome.error is not None and is_about_numbers(outcome.error) and self._module.compile_without_numbers():
             self._set_mode(self._mode)
         elif outcome.error is not None:
             self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(str(outcome.error)), outcome.error)
