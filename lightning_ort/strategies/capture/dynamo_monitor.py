@@ -109,7 +109,7 @@ class DynamoMonitor:
         outcome.breaks = [
             (dynamo_messages.user_line(frames), dynamo_messages.plain_reason(reason))
             for reason, frames in self._graph_breaks
-            if not dynamo_messages.is_known(reason)
+            if outcome.untraceable is None and not dynamo_messages.is_known(reason)  # which says more
         ]
         outcome.calls_autograd_grad = self.calls_autograd_grad()
         outcome.recompiles, skipped, skipped_rest = dynamo.compilations_since(
