@@ -26,6 +26,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
 from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
 COMPROMISED = ("2.6.2", "2.6.3")
@@ -68,7 +69,7 @@ def doctor(json: bool = False) -> None:
 def examine() -> list[Finding]:
     """Look at everything, in the order in which one thing needs the other."""
     findings: list[Finding] = []
-    for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _memory, _advice):
+    for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _memory, _settings, _advice):
         try:
             findings += look()
         except Exception as error:  # a broken installation must not keep the rest from being looked at
@@ -186,6 +187,14 @@ def _memory() -> Iterator[Finding]:
     else:
         todo = "set LIGHTNING_ORT_CACHE_DIR to a writable folder"
         yield Finding("cache", "absent", f"{folder} is not writable", todo)
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        for text in read_environment().describe():
+            yield Finding("settings", "ok", f"{text}, where a strategy is not given it")
+    except ValueError as error:
+        yield Finding("settings", "failed", str(error), "correct the environment variable, or unset it")
 
 
 def _advice() -> Iterator[Finding]:

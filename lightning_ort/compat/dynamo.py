@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
+from torch.distributions import kl
 
 # what dynamo compiles
 
@@ -51,16 +52,26 @@ def compilations_since(
         recompiles += entry.recompile_reason is not None
         if code is None or entry.co_filename != code.co_filename or entry.fail_type not in ("Unsupported", "UserError"):
             continue
+        reason = f'{entry.fail_reason}\nfrom user code:\n File "{entry.fail_user_frame_filename}", line '
+        reason += str(entry.fail_user_frame_lineno)
         if (entry.co_name, entry.co_firstlineno) == (code.co_name, code.co_firstlineno):
-            skipped = entry.fail_reason
+            skipped = reason
         elif (entry.co_name or "").startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
-            skipped_rest = entry.fail_reason
+            skipped_rest = reason
     return recompiles, skipped, skipped_rest
 
 
 def graph_breaks() -> list[str]:
     """Return the reasons of all graph breaks in this process so far (torch 2.13)."""
     return [entry.reason for entry in graph_break_reasons]
+
+
+def break_frames(start: int) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Return reason and frames (file and line, outermost first) of the graph breaks from one on (torch 2.13)."""
+    return [
+        (entry.reason, [(frame.filename, frame.lineno or 0) for frame in entry.user_stack])
+        for entry in graph_break_reasons[start:]
+    ]
 
 
 def is_at_autograd_grad(graph_break: str) -> bool:
@@ -106,13 +117,18 @@ def backend_error(error: BaseException | None) -> BaseException | None:
 # how dynamo compiles
 
 
-def settings_for_steps(ignored_calls: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return a context with the settings under which this thread compiles steps (torch 2.13)."""
+def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> AbstractContextManager[Any]:
+    """Return a context with the settings under which this thread compiles steps (torch 2.13).
+
+    ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
+    """
     return dynamo_config.patch(
         {
             # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
             "allow_unspec_int_on_nn_module": True,
             "suppress_errors": True,
+            # otherwise each `.item()`, which people log, ends a graph
+            "capture_scalar_outputs": numbers,
             # otherwise `np.random` draws from torch's generator, and what is drawn after it differs from eager too
             "use_numpy_random_stream": True,
             # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keep the call out of graphs
@@ -121,6 +137,12 @@ def settings_for_steps(ignored_calls: Iterable[Any]) -> AbstractContextManager[A
             "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
         }
     )
+
+
+def prepare_divergences() -> None:
+    """Enter what ``kl_divergence`` would look up at its first call, a search that no graph can hold (torch 2.13)."""
+    for kinds, function in kl._KL_REGISTRY.items():
+        kl._KL_MEMOIZE.setdefault(kinds, function)
 
 
 def is_wrapped(function: Callable[..., Any]) -> bool:

@@ -38,8 +38,10 @@ class ReasonType(enum.Enum):
     CAPTURE_FAILED = "capture failed"
     INDUCTOR_FAILED = "torch.compile failed"
     RECOMPILING = "kept recompiling"
+    GRAPH_BREAK = "graph ends early"
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
+    ENVIRONMENT = "set by the environment"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
 

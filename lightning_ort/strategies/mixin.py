@@ -20,12 +20,13 @@ from typing_extensions import override
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat.lightning import set_checkpoint_io
-from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.capture.steps import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
+from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.optimizers import OptimizerSettings, choose_swap, parse_optim, swap_optimizers
 from lightning_ort.strategies.run_report import RunReport
@@ -33,6 +34,7 @@ from lightning_ort.strategies.run_report import RunReport
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import Strategy as _Strategy
 else:
@@ -45,10 +47,11 @@ class ORTMixin(_Strategy):
     """Runs the steps of the LightningModule on ONNX Runtime, under any strategy that it is put in front of.
 
     Args:
-        config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do.
+        config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do. Fields that are left at
+            their defaults may be set by the environment variable ``LIGHTNING_ORT_CONFIG``.
         optim: What runs the optimizers that the module configures: a name, or an
             :class:`~lightning_ort.ORTOptimizer` for its further settings. ``"auto"`` fuses torch's Adam, AdamW, SGD
-            and Adagrad where torch can, and leaves all else as it is.
+            and Adagrad where torch can, and leaves all else as it is, unless ``LIGHTNING_ORT_OPTIM`` is set.
         host_memory: ``"retain"`` keeps freed memory in the process for the next step while a run on the CPU lasts
             (glibc only), ``"default"`` returns it each time.
         **kwargs: For the strategy.
@@ -73,10 +76,12 @@ class ORTMixin(_Strategy):
         check_keywords(type(self).__name__, kwargs, _keywords_of(type(self)))
         self._memory = RetainedMemory(host_memory)
         super().__init__(**kwargs)
-        self.ort_config = ORTConfig.parse(config)
+        self._environment = read_environment()
+        self.ort_config = self._environment.complete(config)
         self._swap = parse_optim(optim)
         self._capture = Capture(self.ort_config)
         self._run_report = RunReport(self.ort_config.report)
+        self._accelerator_of_trainer: Accelerator | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -93,6 +98,8 @@ class ORTMixin(_Strategy):
         super().setup(trainer)
         self._run_report.setup(trainer)
         self._capture.setup(self)
+        for text in self._environment.describe():
+            self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
 
     @override
@@ -107,7 +114,7 @@ class ORTMixin(_Strategy):
         super().setup_optimizers(trainer)
         # here for the callback too: the next step may be to split the optimizers' states
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin), trainer)
+        swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin, self._environment.optim), trainer)
 
     @override
     def on_train_start(self) -> None:
@@ -138,6 +145,17 @@ class ORTMixin(_Strategy):
     def _evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._capture.step(name):
             return step(*args, **kwargs)
+
+    @property
+    @override
+    def accelerator(self) -> "Accelerator | None":
+        return self._accelerator_of_trainer or super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: "Accelerator | None") -> None:
+        # not where the constructor puts one: packages that make several Trainers pass each the same strategy and
+        # `accelerator`, and Lightning refuses a strategy with an accelerator of its own beside that
+        self._accelerator_of_trainer = accelerator
 
     @property
     @override

@@ -24,8 +24,12 @@ def parse_optim(optim: Any) -> OptimizerSwap:
     return optim.swap if isinstance(optim, OptimizerSettings) else OptimizerSwap(optim)
 
 
-def choose_swap(swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin: Any) -> OptimizerSwap:
+def choose_swap(
+    swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin: Any, otherwise: str | None = None
+) -> OptimizerSwap:
     """Return the one swap that a strategy, the Trainer's callbacks and its precision plugin ask for together.
+
+    ``otherwise`` is the name for when none of them asks for one.
 
     Raises:
         ValueError: If they contradict each other.
@@ -43,6 +47,8 @@ def choose_swap(swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin:
     wanted = precision_plugin.optim if isinstance(precision_plugin, BFloat16Mixin) else None
     if wanted is not None and swap.name == "auto":
         return OptimizerSwap(wanted)
+    if otherwise is not None and wanted is None and not chosen and swap.name == "auto":
+        return OptimizerSwap(otherwise)
     if wanted not in (None, swap.name):
         raise ValueError(
             f"ORTBFloat16Precision(master_weights=True) runs the optimizer as {wanted!r}, but optim={swap.name!r} was"

@@ -270,3 +270,34 @@ def test_a_released_backend_is_not_kept_for_the_reset() -> None:
     dynamo.release_backend(released)
     torch._dynamo.reset()
     assert resets == [kept]
+
+
+def test_break_frames() -> None:
+    before = len(dynamo.graph_breaks())
+    isolated(halves)(torch.ones(2))
+    ((reason, frames),) = dynamo.break_frames(before)
+    assert reason == dynamo.graph_breaks()[-1]
+    file, line = frames[-1]
+    assert file == __file__
+    assert halves.__code__.co_firstlineno < line < halves.__code__.co_firstlineno + 10
+
+
+def test_prepare_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributions import Normal, kl, kl_divergence
+
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(kl, "_KL_MEMOIZE", known)
+    kl_divergence(Normal(0.0, 1.0), Normal(1.0, 2.0))
+    found = dict(known)
+    known.clear()
+    dynamo.prepare_divergences()
+    assert found.items() <= known.items()
+    for (left, right), function in known.items():
+        assert kl._dispatch_kl(left, right) is function
+
+
+def test_numbers_in_graphs() -> None:
+    for numbers in (True, False):
+        with dynamo.settings_for_steps([], numbers):
+            assert torch._dynamo.config.capture_scalar_outputs is numbers
+    assert not torch._dynamo.config.capture_scalar_outputs

@@ -6,11 +6,15 @@ around each call would cost more than a small model's step.
 
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from lightning_ort.compat import dynamo
+from lightning_ort.compat import dynamo, dynamo_messages
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Outcome:
     error: BaseException | None = None  # while it compiled a frame, which then ran in Python
     calls_autograd_grad: bool = False
     untraceable: str | None = None  # why a graph ended at an operation that no backend can trace
+    breaks: list[tuple[str, str]] = field(default_factory=list)  # where (may be "") and why each graph ended early
     limit: str | None = None  # which frame reached the recompile limit and runs in Python from now on, and why
 
 
@@ -32,7 +37,8 @@ class DynamoMonitor:
 
     Of dynamo's ways to survive an error in a frame, only ``suppress_errors`` never runs a part of the user's code
     twice: the frame that failed to compile has not started to run. Dynamo reports such an error, and a frame that
-    reached the recompile limit, only in its log: a filter removes those messages and leaves all others.
+    reached the recompile limit, only in its log, where a filter reads it. What torch's compiler logs and warns of in
+    such a call is for its developers, and goes to our own log at DEBUG; all other messages and warnings stay.
 
     Several monitors may be active, each in a thread of its own. Dynamo compiles in one thread at a time, its settings
     are per thread, and what it reports is for the monitor of the thread that compiles. But torch 2.13 has one variable
@@ -43,9 +49,11 @@ class DynamoMonitor:
         self.saw_compile = False  # whether dynamo did anything since the last outcome
         self.other_threads: set[str] = set()  # ids of what was compiled there since then
         self._outcome = Outcome()
-        self._graph_breaks: list[str] = []  # the reasons of those in this call
+        self.numbers = True  # whether graphs may hold numbers that are made from tensors
+        self._graph_breaks: list[tuple[str, Sequence[tuple[str, int]]]] = []  # of this call: reason and frames
         self._breaks_before: int | None = None  # while dynamo compiles: how many there were in the process
         self._settings: Any = None
+        self._quiet: AbstractContextManager[None] | None = None  # while dynamo compiles
         self._last_compilation: Any = None
         self._holds_lock = False
 
@@ -56,8 +64,7 @@ class DynamoMonitor:
             for callbacks, ours in zip(dynamo.compile_callbacks(), _CALLBACKS, strict=True):
                 if ours not in callbacks:
                     callbacks.append(ours)
-            for logger in dynamo.LOGGERS:
-                logger.addFilter(_is_for_others)
+            _filter_loggers()
 
     def remove(self) -> None:
         """Undo :meth:`install`; a second call changes nothing."""
@@ -68,7 +75,7 @@ class DynamoMonitor:
             for callbacks, ours in zip(dynamo.compile_callbacks(), _CALLBACKS, strict=True):
                 if ours in callbacks:
                     callbacks.remove(ours)
-            for logger in dynamo.LOGGERS:
+            for logger in dynamo_messages.internal_loggers():
                 logger.removeFilter(_is_for_others)
 
     def begin(self) -> None:
@@ -93,12 +100,17 @@ class DynamoMonitor:
     def calls_autograd_grad(self) -> bool:
         """Return whether a graph of this call, compiled now or before, ended at ``torch.autograd.grad``."""
         current = [] if self._breaks_before is None else dynamo.graph_breaks()[self._breaks_before :]
-        return any(map(dynamo.is_at_autograd_grad, self._graph_breaks + current))
+        return any(map(dynamo.is_at_autograd_grad, [*(reason for reason, _ in self._graph_breaks), *current]))
 
     def outcome(self, code: CodeType | None) -> Outcome:
         """Return what happened since the last time; ``code`` is the step's, to tell its frame from those it calls."""
         outcome, self._outcome, self.saw_compile = self._outcome, Outcome(), False
         outcome.graph_breaks = len(self._graph_breaks)
+        outcome.breaks = [
+            (dynamo_messages.user_line(frames), dynamo_messages.plain_reason(reason))
+            for reason, frames in self._graph_breaks
+            if outcome.untraceable is None and not dynamo_messages.is_known(reason)  # which says more
+        ]
         outcome.calls_autograd_grad = self.calls_autograd_grad()
         outcome.recompiles, skipped, skipped_rest = dynamo.compilations_since(
             self._last_compilation, code, self.other_threads
@@ -112,8 +124,8 @@ class DynamoMonitor:
         return outcome
 
     def read_log(self, record: logging.LogRecord) -> bool:
-        """Read one of dynamo's log messages; return whether it was about this call."""
-        if record.levelno != logging.WARNING:
+        """Read a log message of torch's compiler; return whether nobody else needs to."""
+        if record.levelno < logging.WARNING:  # somebody has asked for it
             return False
         if (operation := dynamo.untraceable_operation(record)) is not None:  # a page, which blames the backend
             self._outcome.untraceable = f"no graph can hold `{operation}` or its gradient"
@@ -123,23 +135,31 @@ class DynamoMonitor:
             limit, function, reason = reached
             self._outcome.limit = f"{function} was compiled {limit} times; last because {reason}"
         else:
-            return False
+            log.debug("%s: %s", record.name, record.getMessage())
+            return True
         self.saw_compile = True
         return True
 
     def on_compile_start(self) -> None:
         """Prepare for a frame that dynamo compiles in this call."""
         self._breaks_before = len(dynamo.graph_breaks())
+        self._quiet = dynamo_messages.without_internal_warnings()
+        self._quiet.__enter__()
         if self._settings is None:
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
-            self._settings = dynamo.settings_for_steps(_log_methods_of_transformers())
+            self._settings = dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers)
+            dynamo.prepare_divergences()
+            _filter_loggers()  # of modules that were imported since
             self._settings.__enter__()
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            self._quiet = None
         if self._breaks_before is not None:
-            self._graph_breaks += dynamo.graph_breaks()[self._breaks_before :]
+            self._graph_breaks += dynamo.break_frames(self._breaks_before)
             self._breaks_before = None
 
 
@@ -172,6 +192,11 @@ def _on_compile_end(args: Any) -> None:
 
 
 _CALLBACKS = (_on_compile_start, _on_compile_end)
+
+
+def _filter_loggers() -> None:
+    for logger in dynamo_messages.internal_loggers():
+        logger.addFilter(_is_for_others)
 
 
 def _is_for_others(record: logging.LogRecord) -> bool:

@@ -83,7 +83,8 @@ class CapturedModule:
         self._optimizers = optimizers
         # only a strategy that wraps the module in something with hooks has any
         wrapper_hooks: Iterable[RemovableHandle] = getattr(self._strategy, "wrapper_hooks", tuple)()
-        self.shims.refresh([] if self.module.automatic_optimization else optimizers, wrapper_hooks)
+        manual = [] if self.module.automatic_optimization else optimizers
+        self.shims.refresh(manual, wrapper_hooks, self.module.trainer.loggers)
 
     def _choose_mode(self) -> Mode:
         compiled = compiled_by_user(self.module)
@@ -95,6 +96,14 @@ class CapturedModule:
             return "off"
         self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
         return "modules"
+
+    def compile_without_numbers(self) -> bool:
+        """Keep numbers that are made from tensors out of graphs from now on; return whether that is a change.
+
+        Where such a number is a size, a compiler may need to know it, and fails.
+        """
+        before, self.monitor.numbers = self.monitor.numbers, False
+        return before
 
     def new_autotuner(self) -> StepAutotuner | None:
         """Return an autotuner for a step, or ``None`` if timing does not decide."""

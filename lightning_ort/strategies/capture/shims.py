@@ -3,7 +3,7 @@
 A graph cannot hold Lightning's helpers (dynamo fails on ``self.log`` of Lightning 2.6), and torchmetrics counts its
 updates in attributes, which would recompile each step. So during a captured call
 
-- ``log`` and ``log_dict`` only record what was logged, and Lightning is called with it afterwards,
+- ``log``, ``log_dict`` and the loggers' ``log_metrics`` only record what was logged, and get it afterwards,
 - helpers, metrics, recurrent layers and, under manual optimization, the optimizers run as they are, outside of any
   graph. Torch has one kernel for a whole recurrent layer; traced, the layer would become one op for each time step.
 
@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ort.compat.dynamo import is_compiled_module
 from lightning_ort.compat.lightning import is_compiled_by_lightning
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
+from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
 
 _HELPERS = (
     "all_gather",
@@ -39,7 +40,8 @@ _METRICS = (Metric, MetricCollection)
 MISSING = object()
 
 _Args = tuple[Any, ...]
-_Call = tuple[str, _Args, Any, _Args, dict[str, Any]]  # method, name, value, further arguments
+# owner, method, name, value, further arguments, metrics with their values
+_Call = tuple[Any, str, _Args, Any, _Args, dict[str, Any], list[tuple[Metric, Any]]]
 
 
 class DeferredLogger:
@@ -51,23 +53,32 @@ class DeferredLogger:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log``."""
-        self._defer("log", (name,), value, args, kwargs)
+        self._defer(self._module, "log", (name,), value, args, kwargs)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log_dict``."""
-        self._defer("log_dict", (), dictionary, args, kwargs)
+        self._defer(self._module, "log_dict", (), dictionary, args, kwargs)
 
-    def _defer(self, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
-        values = value.values() if isinstance(value, dict) else (value,)
-        for item in values:
-            if isinstance(item, _METRICS):
-                # Lightning reads the metric's value for this batch; later it has that of another one
-                self._log_now((method, names, value, args, kwargs))
-                return
+    def log_metrics_of(self, logger: Any) -> Callable[..., None]:
+        """Return a shim that records calls of a logger's ``log_metrics``."""
+
+        def log_metrics(metrics: Any, *args: Any, **kwargs: Any) -> None:
+            self._defer(logger, "log_metrics", (), metrics, args, kwargs)
+
+        return log_metrics
+
+    def _defer(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+        is_dict = isinstance(value, dict)
+        metrics: list[tuple[Any, Any]] = []  # Lightning reads their values for this batch, which may not be the last
+        for item in value.values() if is_dict else (value,):
+            if isinstance(item, Metric):
+                metrics.append((item, value_of_batch(item)))
+            elif isinstance(item, MetricCollection):
+                for metric in item.children():
+                    metrics.append((metric, value_of_batch(metric)))
         if not kwargs.get("enable_graph", False):
-            is_dict = isinstance(value, dict)
             value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
-        self._calls.append((method, names, value, args, kwargs))
+        self._calls.append((owner, method, names, value, args, kwargs, metrics))
 
     def replay(self) -> None:
         """Make the calls that were recorded."""
@@ -76,22 +87,22 @@ class DeferredLogger:
         # cleared in place, not replaced: a captured step appends to this very list, and is guarded on it being empty
         calls = self._calls[:]
         self._calls.clear()
-        for method, names, value, args, kwargs in calls:
-            getattr(self._module, method)(*names, value, *args, **kwargs)
+        for owner, method, names, value, args, kwargs, metrics in calls:
+            after = [(metric, value_of_batch(metric)) for metric, _ in metrics]
+            _set_values_of_batch(metrics)
+            try:
+                getattr(owner, method)(*names, value, *args, **kwargs)
+            finally:
+                _set_values_of_batch(after)
 
     def discard(self) -> None:
         """Forget the calls that were recorded."""
         self._calls.clear()
 
-    @torch.compiler.disable
-    def _log_now(self, call: _Call) -> None:
-        attributes = vars(self._module)
-        own = {key: attributes.pop(key) for key in ("log", "log_dict")}
-        try:
-            self._calls.append(call)
-            self.replay()
-        finally:
-            attributes.update(own)
+
+def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
+    for metric, value in values:
+        set_value_of_batch(metric, value)
 
 
 def _snapshot(value: Any) -> Any:
@@ -139,7 +150,9 @@ class StepShims(Shims):
         # dynamo knows a shim by its identity: a new one for the same method would compile everything again
         self._known: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # owner, value before, shim
 
-    def refresh(self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = ()) -> None:
+    def refresh(
+        self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = (), loggers: Iterable[Any] = ()
+    ) -> None:
         """Create the shims for what the module has now, and for the LightningOptimizers that the step itself calls.
 
         ``wrapper_hooks``, which something that wraps the module has put on it, have run for the step: a call of the
@@ -163,7 +176,9 @@ class StepShims(Shims):
         add(module, "log_dict", _outside_graphs if overridden else lambda _: self.logger.log_dict)
         for name in _HELPERS:
             add(module, name)
-        for child in module.modules():
+        for logger in loggers:
+            add(logger, "log_metrics", lambda _, logger=logger: self.logger.log_metrics_of(logger))
+        for child in (*module.modules(), *_metrics_in_containers(module)):
             if isinstance(child, _METRICS):
                 for name in _METRIC_METHODS:
                     add(child, name)
@@ -198,6 +213,14 @@ def callable_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from callable_children(child)  # containers that cannot be called
         elif not isinstance(child, _METRICS):
             yield child
+
+
+def _metrics_in_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Find the metrics in plain lists and dictionaries among the attributes, which are no submodules."""
+    for value in vars(module).values():
+        if isinstance(value, (dict, list, tuple)):
+            items = value.values() if isinstance(value, dict) else value
+            yield from (item for item in items if isinstance(item, _METRICS))
 
 
 def compiled_by_user(module: nn.Module) -> str | None:

@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ort.compat import dynamo
+from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 
@@ -42,6 +44,9 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row that recompile mean
 # that something differs in each step, until dynamo gives up.
 _MAX_RECOMPILING_STEPS = 3
+# In all, as many as dynamo by default allows a frame: a partial last batch, a first epoch and a few counters stay below
+# it, and what does not costs a compilation each time that a new case comes up, however long that takes.
+_MAX_RECOMPILING_STEPS_IN_ALL = 8
 _CHOICE = {"modules": "its child modules are captured instead", "off": "it is left as it is"}
 _NO_CONTEXT = nullcontext()
 
@@ -124,7 +129,9 @@ class CapturedStep(AbstractContextManager[None]):
         self._engine: Engine = "ort"  # when the autotuner is done
         self._replacement: Any = None
         self._before: Any = MISSING
-        self._recompiling = 0
+        self._recompiling = 0  # steps in a row
+        self._recompiled = 0  # steps since the mode was chosen
+        self._breaks = GraphBreakNotes(name)
         self._autotuned = 0
         self.autotuner: StepAutotuner | None = None
 
@@ -223,6 +230,7 @@ class CapturedStep(AbstractContextManager[None]):
         report = self._module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
+        self._breaks.add(report, outcome.breaks)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
@@ -237,14 +245,19 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.untraceable is not None and outcome.skipped is outcome.skipped_rest is None:
             self._record_choice(ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
         self._recompiling = self._recompiling + 1 if outcome.recompiles else 0
-        if outcome.error is not None:
-            self._fall_back(ReasonType.CAPTURE_FAILED, dynamo.explanation(str(outcome.error)), outcome.error)
+        self._recompiled += outcome.recompiles > 0
+        if outcome.error is not None and is_about_numbers(outcome.error) and self._module.compile_without_numbers():
+            self._set_mode(self._mode)
+        elif outcome.error is not None:
+            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(str(outcome.error)), outcome.error)
         elif outcome.limit is not None:
             self._fall_back(ReasonType.RECOMPILING, outcome.limit)
         elif self._mode != "step":
-            return
+            if self._module.config.capture == "auto" and self._recompiled > _MAX_RECOMPILING_STEPS_IN_ALL:
+                text = f"{self._recompiled} steps compiled child modules again"
+                self._change_mode("off", ReasonType.RECOMPILING, text)
         elif outcome.skipped is not None:
-            self._fall_back(ReasonType.CAPTURE_FAILED, dynamo.explanation(outcome.skipped))
+            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(outcome.skipped))
         elif outcome.calls_autograd_grad:
             text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
             self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
@@ -253,10 +266,13 @@ class CapturedStep(AbstractContextManager[None]):
             self._change_mode("modules", ReasonType.CAPTURE_FAILED, text)
         elif self._module.config.capture == "auto":
             if outcome.skipped_rest is not None:
-                text = f"of a part: {dynamo.explanation(outcome.skipped_rest)}"
+                text = f"of a part: {plain_reason(outcome.skipped_rest)}"
                 self._change_mode("modules", ReasonType.CAPTURE_FAILED, text)
             elif self._recompiling > _MAX_RECOMPILING_STEPS:
                 text = f"{self._recompiling} steps in a row compiled again"
+                self._change_mode("modules", ReasonType.RECOMPILING, text)
+            elif self._recompiled > _MAX_RECOMPILING_STEPS_IN_ALL:
+                text = f"{self._recompiled} steps compiled again"
                 self._change_mode("modules", ReasonType.RECOMPILING, text)
 
     def _keep_fastest(self, autotuner: StepAutotuner) -> None:
@@ -285,7 +301,10 @@ class CapturedStep(AbstractContextManager[None]):
             raise inner  # from our compiler, which has reported it
         if self._mode == "step":
             self._set_mode("modules" if config.capture == "auto" else "off")
-            text += f"; {_CHOICE['modules']}" if self._mode == "modules" else ""
+            text += f"; {_CHOICE[self._mode]}"
+        else:
+            text += "; that part is left as it is"
+        text += " (no result changes)"
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
     def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
@@ -294,7 +313,8 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _set_mode(self, mode: Mode) -> None:
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
-        self._mode, self._compiled, self._engine, self._recompiling = mode, {}, "ort", 0
+        self._mode, self._compiled, self._engine = mode, {}, "ort"
+        self._recompiling = self._recompiled = 0
         self.autotuner = self._module.new_autotuner() if mode != "off" else None
 
     def _record_choice(self, kind: ReasonType, text: str) -> None:

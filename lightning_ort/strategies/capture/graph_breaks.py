@@ -1,0 +1,35 @@
+"""Where graphs end early, as notes of the report: :class:`GraphBreakNotes`."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+
+MAX_PLACES = 10  # of each step; a package with many is to be looked at place by place
+
+
+class GraphBreakNotes:
+    """Counts the graph breaks of one step by place and reason, and keeps one note for each of the first places."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, report: CompileReport, breaks: Iterable[tuple[str, str]]) -> None:
+        """Enter graph breaks, each a place (file and line, may be empty) and a reason."""
+        found = list(breaks)
+        if not found:
+            return
+        old = self._notes()
+        self._counts.update(found)
+        report.notes = [note for note in report.notes if note not in old] + self._notes()
+
+    def _notes(self) -> list[FallbackReport]:
+        entries = list(self._counts.items())
+        texts = [
+            (f"{place}: " if place else "") + why + (f" ({count} times)" if count > 1 else "")
+            for (place, why), count in entries[:MAX_PLACES]
+        ]
+        if (more := len(entries) - MAX_PLACES) > 0:
+            texts.append(f"and in {more} more {'place' if more == 1 else 'places'}")
+        return [FallbackReport(self._step, Reason(ReasonType.GRAPH_BREAK, text)) for text in texts]
