@@ -45,10 +45,13 @@ def render(report: CompileReport, name: str) -> str:
         tried={engine: f"{label}, ms" for engine, label in _LABELS.items() if engine in tried},
         engines={step.name: step.engine for step in report.steps},  # a step that was tried again: the last
         totals={
+            **({"verdict": report.run.verdict} if report.run.verdict else {}),
             "of the graphs' compute nodes on ONNX Runtime": f"{report.ort_node_fraction:.0%}",
             "runs of a region on ONNX Runtime": report.ort_runs,
             "graphs": len(report.graphs),
             "to compile": f"{report.compile_seconds:.1f} s",
+            "to start up, dynamo and trials included": f"{report.run.startup_seconds:.1f} s",
+            "saved by the steps since": f"{report.run.saved_seconds:.1f} s",
             "graph breaks": report.graph_breaks,
             "recompiles": report.recompiles,
             "fallbacks": len(report.fallbacks),
