@@ -45,7 +45,6 @@ def render(report: CompileReport, name: str) -> str:
         tried={engine: f"{label}, ms" for engine, label in _LABELS.items() if engine in tried},
         engines={step.name: step.engine for step in report.steps},  # a step that was tried again: the last
         totals={
-            **({"verdict": report.run.verdict} if report.run.verdict else {}),
             "of the graphs' compute nodes on ONNX Runtime": f"{report.ort_node_fraction:.0%}",
             "runs of a region on ONNX Runtime": report.ort_runs,
             "graphs": len(report.graphs),
