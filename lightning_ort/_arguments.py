@@ -57,6 +57,14 @@ def check_number(name: str, value: Any, owner: str = "") -> None:
         raise ValueError(f"{passed(name, value, owner)}: must be finite, and not negative.")
 
 
+def check_share(name: str, value: Any, owner: str = "") -> None:
+    """Raise TypeError or ValueError unless a value is a number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{passed(name, value, owner)}: pass a number above 0 and at most 1.")
+    if not 0 < value <= 1:
+        raise ValueError(f"{passed(name, value, owner)}: must be above 0 and at most 1.")
+
+
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], allowed: str, owner: str = "") -> None:
     """Raise TypeError unless a value has one of the types; ``allowed`` describes them."""
     if not isinstance(value, kinds):

@@ -12,6 +12,7 @@ from lightning_ort._arguments import (
     check_integer,
     check_keywords,
     check_path,
+    check_share,
     check_writable,
     closest,
     passed,
@@ -19,6 +20,7 @@ from lightning_ort._arguments import (
 
 Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
+Start = Literal["amortized", "now"]
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
@@ -36,6 +38,11 @@ class ORTConfig:
         placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.
+        start: ``"amortized"`` leaves each step of a LightningModule as it is until the steps that are still to come are
+            expected to save more than compiling takes; ``"now"`` compiles at the first step; ``None`` is
+            ``"amortized"`` under the strategies with ``placement="measured"``, and ``"now"`` elsewhere.
+        compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
+            the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
             every onnxruntime has, ``"auto"`` whichever the installed build offers.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that
@@ -69,6 +76,8 @@ class ORTConfig:
 
     engine: Engine = "ort"
     placement: Placement = "measured"
+    start: Start | None = None
+    compile_budget: float = 0.05
     kernels: Kernels = "auto"
     fallback: Fallback = "warn"
     torch_ops: tuple[str, ...] = ()
@@ -90,6 +99,7 @@ class ORTConfig:
             check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
+        check_share("compile_budget", self.compile_budget, owner)
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
             if isinstance(value, list):  # from YAML or JSON
@@ -141,6 +151,7 @@ class ORTConfig:
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": get_args(Engine),
     "placement": get_args(Placement),
+    "start": (None, *get_args(Start)),
     "kernels": get_args(Kernels),
     "fallback": get_args(Fallback),
     "recompute": get_args(Recompute),

@@ -44,6 +44,11 @@ def test_parse_refuses_what_is_no_mapping():
     ("field", "value", "error", "message"),
     [
         ("placement", "sometimes", ValueError, "choose one of 'measured', 'always'"),
+        ("start", "later", ValueError, "choose one of None, 'amortized', 'now'"),
+        ("compile_budget", 0, ValueError, "must be above 0 and at most 1"),
+        ("compile_budget", 1.5, ValueError, "must be above 0 and at most 1"),
+        ("compile_budget", True, TypeError, "pass a number above 0 and at most 1"),
+        ("compile_budget", "5%", TypeError, "pass a number above 0 and at most 1"),
         ("kernels", "all", ValueError, "choose one of 'auto', 'training', 'standard'"),
         ("fallback", "ignore", ValueError, "choose one of 'warn', 'raise'"),
         ("capture", "graph", ValueError, "choose one of 'auto', 'step', 'modules', 'off'"),

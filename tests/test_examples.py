@@ -42,7 +42,7 @@ def test_project_loses_what_it_loses_under_the_stock_strategy(config: Path) -> N
 def test_search_for_hyperparameters_runs_on_both_strategies() -> None:
     pytest.importorskip("optuna")
     folder = EXAMPLES / "hyperparameters"
-    shown = run(folder / "main.py", "--config", folder / "config.yaml", "--trials", 2, "--epochs", 3)
+    shown = run(folder / "main.py", "--config", folder / "config.yaml", "--trials", 2, "--epochs", 3, "--start", "now")
     stock, ort = shown.splitlines()[-2:]
     assert stock.startswith("auto: 2 trials")
     assert ort.startswith("ort: 2 trials")

@@ -49,6 +49,8 @@ def render(report: CompileReport, name: str) -> str:
             "runs of a region on ONNX Runtime": report.ort_runs,
             "graphs": len(report.graphs),
             "to compile": f"{report.compile_seconds:.1f} s",
+            "to start up, dynamo and trials included": f"{report.run.startup_seconds:.1f} s",
+            "saved by the steps since": f"{report.run.saved_seconds:.1f} s",
             "graph breaks": report.graph_breaks,
             "recompiles": report.recompiles,
             "fallbacks": len(report.fallbacks),

@@ -48,11 +48,12 @@ class ORTBackend:
         label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         leave: Called for each graph; returns whether to leave it to torch.
+        cache: What is kept between runs.
 
     Raises:
         ORTFallbackError: Under ``fallback="raise"``, if onnxruntime cannot be used.
         ValueError: If the installed onnxruntime lacks the ``providers`` or ``kernels`` that the config names, or the
-            config has an ``engine`` for strategies.
+            config has an ``engine`` or ``start`` for strategies.
 
     Example::
 
@@ -70,12 +71,18 @@ class ORTBackend:
                 f"engine={self.config.engine!r} times whole training steps, which a Lightning strategy does."
                 " Without one, use engine='ort'."
             )
+        if self.config.start == "amortized":
+            raise ValueError(
+                "start='amortized' waits until a run of the Trainer is long enough, which a Lightning strategy does."
+                " Without one, use start='now'."
+            )
         self.report = CompileReport()
         self.label = ""
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
         self.leave: Callable[[], bool] | None = None
         self._calls = 0
-        self._placer = Placer(self.config, Cache(self.config), self.fall_back, self._record_choice, self._agree)
+        self.cache = Cache(self.config)
+        self._placer = Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
         reason = kernels.unavailable()
         self.available = reason is None
         if reason is not None:

@@ -3,10 +3,12 @@
 - ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``op-<hash>.json``: the time of each variant of an op
+- ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
 
-The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`); the versions of onnxruntime and torch,
-and the sources of the compiler; the executor and its providers; the config's ``kernels``; for the nodes of a graph its
-``torch_ops``; for regions and ops the processor, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
+The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
+of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
+the nodes of a graph its ``torch_ops``; for all else the processor, torch's thread count, ``intra_op_threads`` and
+``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -45,6 +47,24 @@ class Entry(NamedTuple):
 
     model: bytes
     timing: Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Startup:
+    """What starting a step took in earlier runs.
+
+    Args:
+        cold: Seconds with an empty cache.
+        warm: Seconds with what that run kept; ``None`` if there was no such run.
+        ms: Time of the step on each engine, if it was tried.
+        finished: Whether the step was compiled, and not given up before.
+
+    """
+
+    cold: float
+    warm: float | None = None
+    ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    finished: bool = True
 
 
 def default_folder() -> Path:
@@ -126,6 +146,14 @@ class Cache:
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 
+    def load_startup(self, name: str) -> Startup | None:
+        """Return what is known of a step's start; :meth:`name` with the kind ``"start"`` makes its name."""
+        return self._read(name, _to_startup)
+
+    def store_startup(self, name: str, startup: Startup) -> None:
+        """Write what is known of a step's start."""
+        self._write_json(name, dataclasses.asdict(startup))
+
     def _read_bytes(self, name: str) -> bytes:
         return b"" if self._folder is None else cache_folder.read(self._folder / name)
 
@@ -172,6 +200,14 @@ def _to_timing(kept: Any) -> Timing:
         raise ValueError(f"{timing.variant.threads} threads")
     _exactly(bool, timing.variant.cuda_graph)
     return timing
+
+
+def _to_startup(kept: Any) -> Startup:
+    startup = Startup(**_exactly(dict, kept))
+    _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm})})
+    _to_times(startup.ms)
+    _exactly(bool, startup.finished)
+    return startup
 
 
 def _to_times(kept: Any, names: Collection[str] | None = None) -> dict[str, float]:

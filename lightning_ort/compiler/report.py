@@ -9,6 +9,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort._arguments import check_integer
 from lightning_ort._text import PlainTable, rendered
 from lightning_ort.compiler.plain_types import from_plain, to_plain
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
+
+__all__ = [
+    "CompileReport",
+    "FallbackReport",
+    "GraphReport",
+    "OptimizerReport",
+    "Reason",
+    "ReasonType",
+    "RegionReport",
+    "RunReport",
+    "StepReport",
+    "ms_label",
+]
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.reproducer import Reproducer
@@ -42,6 +56,8 @@ class ReasonType(enum.Enum):
     ALREADY_COMPILED = "compiled by the user"
     CAPTURE_OFF = "capture is off"
     ENVIRONMENT = "set by the environment"
+    BUDGET = "compile budget used up"
+    NOT_COMPILED = "not compiled"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
 
@@ -179,66 +195,6 @@ class FallbackReport:
         return f"{self.where}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class OptimizerReport:
-    """What runs one optimizer.
-
-    Args:
-        configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
-        runs_as: What replaced it, such as ``torch.AdamW (fused)``.
-        reason: Why it was left as it is, or a remark on the choice; may be empty.
-
-    """
-
-    configured: str
-    runs_as: str
-    reason: str = ""
-
-    def __str__(self) -> str:
-        runs = f"runs as {self.runs_as}" if self.runs_as != self.configured else "is left as it is"
-        return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A step that was timed on several engines.
-
-    Args:
-        name: Such as ``training_step``.
-        ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
-            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile).
-
-    """
-
-    name: str
-    ms: dict[str, float]
-
-    @property
-    def engine(self) -> str:
-        """The fastest engine, which runs the step from then on."""
-        return min(self.ms, key=self.ms.__getitem__)
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.ms.items())
-        return f"{self.name}: {times}; continues with {self.engine}"
-
-
-@dataclass
-class RunReport:
-    """What a Trainer run adds to the report.
-
-    Args:
-        optimizers: What runs each of the Trainer's optimizers.
-        steps: Steps of a LightningModule that were timed on several engines.
-        host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
-
-    """
-
-    optimizers: list[OptimizerReport] = field(default_factory=list)
-    steps: list[StepReport] = field(default_factory=list)
-    host_memory: str = ""
-
-
 def _of_run(name: str) -> Any:
     """A field of the run part as an attribute of the whole report."""
     return property(lambda self: getattr(self.run, name), lambda self, value: setattr(self.run, name, value))
@@ -255,7 +211,8 @@ class CompileReport:
         graph_breaks: How often capture ended a graph early.
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
-        run: What a Trainer run adds; also at ``report.optimizers``, ``report.steps`` and ``report.host_memory``.
+        run: What a Trainer run adds; its lists are also at ``report.optimizers`` and ``report.steps``, and its line
+            about memory at ``report.host_memory``.
 
     """
 
@@ -304,7 +261,8 @@ class CompileReport:
         data |= data.pop("run")  # one flat table, which is easier to query
         for step, entry in zip(self.steps, data["steps"], strict=True):
             entry["engine"] = step.engine
-        return {"ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction, **data}
+        derived = {"verdict": self.run.verdict, "ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction}
+        return {**derived, **data}
 
     @classmethod
     def from_dict(cls, data: Any) -> "CompileReport":
@@ -329,7 +287,7 @@ class CompileReport:
         return report
 
     def to_text(self, width: int = 120) -> str:
-        """Return a table of the regions, and the totals.
+        """Return the verdict, a table of the regions, and the totals.
 
         Args:
             width: Width of the table in characters.
@@ -350,7 +308,8 @@ class CompileReport:
             *(f"fallback: {fallback}" for fallback in self.fallbacks),
             *(f"note: {note}" for note in self.notes),
         ]
-        return rendered(*([self._table()] if self.graphs else []), *lines, width=width)
+        verdict = [self.run.verdict] if self.run.verdict else []
+        return rendered(*verdict, *([self._table()] if self.graphs else []), *lines, width=width)
 
     def _table(self) -> PlainTable:
         table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")

@@ -31,11 +31,16 @@ class StepAutotuner:
 
     def next_engine(self) -> Engine:
         """Add the last step's sample, and return the engine for the next step."""
+        self.add_sample()
+        self._seconds, self._counts = 0.0, True
+        return list(self._samples)[self._index]
+
+    def add_sample(self) -> None:
+        """Add the last step's sample; a second call does nothing."""
         if self._counts:
             list(self._samples.values())[self._index].append(self._seconds)
             self._index = (self._index + 1) % len(self._samples)
-        self._seconds, self._counts = 0.0, True
-        return list(self._samples)[self._index]
+        self._counts = False
 
     def discard_sample(self) -> None:
         """Do not count the current step, because something compiled in it; the next one runs on the same engine."""
@@ -64,9 +69,20 @@ class StepAutotuner:
             self._timing = False
 
     @property
+    def rounds(self) -> int:
+        """How many samples of each engine count."""
+        return min(map(len, self._samples.values())) - 1
+
+    def overhead(self) -> float:
+        """Return the seconds by which samples took longer than the median of the step as it is."""
+        usual = statistics.median(self._samples["torch"][1:])
+        others = (samples for engine, samples in self._samples.items() if engine != "torch")
+        return sum(max(0.0, seconds - usual) for samples in others for seconds in samples)
+
+    @property
     def done(self) -> bool:
         """Whether there are enough samples."""
-        rounds = min(map(len, self._samples.values())) - 1
+        rounds = self.rounds
         if rounds < ROUNDS:
             return False
         fastest, second = sorted(self.milliseconds.values())[:2]

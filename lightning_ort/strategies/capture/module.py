@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_ort._imports import namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
+from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
+from lightning_ort.strategies.capture.gate import StartGate, is_amortized
+from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
 
 if TYPE_CHECKING:
@@ -48,6 +53,11 @@ class CapturedModule:
         self.shims = StepShims(module, self._on_closure)
         self.mode: Mode = "off"
         self.closure_seen = False  # whether an optimizer was given one
+        self.budget = CompileBudget(config.compile_budget)  # of the current run
+        self.startup_seconds: dict[str, float] = {}  # of each step
+        self.amortized = False  # whether steps wait, and have a budget
+        self.account: StepAccount | None = None  # of the captured step that runs
+        self._first_batch: int | None = None
         self._strategy = strategy
         self._optimizers: Any = None
         self._module_shims: dict[Engine, ModuleShims] = {}
@@ -61,6 +71,8 @@ class CapturedModule:
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
         self._optimizers = None
+        self.budget, self._first_batch = CompileBudget(self.config.compile_budget), None
+        self.amortized = is_amortized(self.config)
         if (mode := self._choose_mode()) != self.mode:
             self.mode, self._module_shims = mode, {}
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
@@ -68,7 +80,7 @@ class CapturedModule:
         self.monitor.install()
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
-        self.backend.leave = self.monitor.calls_autograd_grad
+        self.backend.leave = lambda: self.monitor.calls_autograd_grad() or self._stops_compiling()
 
     def stop(self) -> None:
         """End a run of the Trainer."""
@@ -109,12 +121,42 @@ class CapturedModule:
         """Return an autotuner for a step, or ``None`` if timing does not decide."""
         if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
             return None
-        device = self._strategy.root_device
         engines: list[Engine] = ["ort", "torch"]
         if self.config.engine == "auto":
             engines.append(inductor.NAME)
-        synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-        return StepAutotuner(engines, synchronize)
+        return StepAutotuner(engines, self._synchronize())
+
+    def new_gate(self, name: str) -> StartGate | None:
+        """Return what decides when a step is captured, or ``None`` if it is captured at once."""
+        return StartGate(self, name, self._synchronize()) if self.amortized else None
+
+    def _synchronize(self) -> Callable[[], None]:
+        device = self._strategy.root_device
+        return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+    @functools.cached_property
+    def leaf_modules(self) -> int:
+        """How many modules without children there are."""
+        return sum(next(child.children(), None) is None for child in self.module.modules())
+
+    def begin_run(self) -> None:
+        """Note the first step of a run, which may go on where a checkpoint ends; later calls change nothing."""
+        if self._first_batch is None:
+            self._first_batch = self.module.trainer.fit_loop.total_batch_idx
+            self.budget.begin()
+
+    def outlook(self, name: str, done: int) -> Outlook:
+        """Return how the run goes on, after so many steps of this name."""
+        namespace = namespace_of(type(self._strategy))
+        assert namespace is not None
+        return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
+
+    def _stops_compiling(self) -> bool:
+        return self.account is not None and self.account.stops_compiling()
+
+    def at_window_start(self) -> bool:
+        """Return whether no gradients are accumulated now."""
+        return at_window_start(self.module.trainer)
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""

@@ -8,6 +8,9 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
+Under ``start="amortized"`` a step runs as it is until capturing it is expected to pay
+(:mod:`~lightning_ort.strategies.capture.gate`).
+
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
 ``engine="auto"`` also compiled by inductor, and the fastest way is kept
 (:mod:`~lightning_ort.strategies.capture.autotuner`).
@@ -29,8 +32,10 @@ from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+from lightning_ort.strategies.capture.gate import StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
@@ -71,7 +76,7 @@ class Capture:
             # not at the top: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            self.backend = ORTBackend(dataclasses.replace(self.config, engine="ort"))
+            self.backend = ORTBackend(dataclasses.replace(self.config, engine="ort", start=None))
             self.backend.report.optimizers = self.report.optimizers
             self.report = self.backend.report
         if not self.backend.available:
@@ -84,10 +89,15 @@ class Capture:
         self._module.start()
         if self._module.mode != mode or not self._steps:
             self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
+        for step in self._steps.values():
+            step.begin_run()
         self._active = True
 
     def teardown(self) -> None:
         """End the run; without a :meth:`setup` before it, do nothing."""
+        if self._active:
+            for step in self._steps.values():
+                step.end_run()
         self._active = False
         if self._module is not None:
             self._module.stop()
@@ -98,8 +108,8 @@ class Capture:
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step that is being timed if one is."""
-        autotuner = self._steps["training_step"].autotuner if self._active else None
-        with autotuner.timed() if autotuner is not None else _NO_CONTEXT:
+        timer = self._steps["training_step"].timer if self._active else None
+        with timer.timed() if timer is not None else _NO_CONTEXT:
             try:
                 return run(*args, **kwargs)
             except RuntimeError as error:
@@ -133,7 +143,29 @@ class CapturedStep(AbstractContextManager[None]):
         self._recompiled = 0  # steps since the mode was chosen
         self._breaks = GraphBreakNotes(name)
         self._autotuned = 0
+        self._gate: StartGate | None = None  # while the step waits
+        self._account = StepAccount(module, name)
         self.autotuner: StepAutotuner | None = None
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer, which is another to wait for."""
+        self._account.begin_run()
+        if self._gate is not None:
+            self._gate = self._module.new_gate(self._name)
+
+    def end_run(self) -> None:
+        """End a run of the Trainer: report what was not compiled, and remember what was."""
+        gate, run = self._gate, self._module.backend.report.run
+        if gate is None:
+            self._account.end_run()
+        elif gate.decision.done:
+            self._record_choice(ReasonType.NOT_COMPILED, gate.why_closed)
+            run.waiting = run.waiting or f"{self._name}: {gate.why_closed}"
+
+    @property
+    def timer(self) -> StepAutotuner | None:
+        """What times the step and its backward pass now."""
+        return self.autotuner if self._gate is None else self._gate.timer
 
     @override
     def __enter__(self) -> None:
@@ -166,6 +198,7 @@ class CapturedStep(AbstractContextManager[None]):
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 mode = "modules"
         self._set_mode(mode)
+        self._gate = self._module.new_gate(self._name) if self._mode != "off" else None
 
         @functools.wraps(step)  # Lightning reads the signature of a step
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -176,6 +209,15 @@ class CapturedStep(AbstractContextManager[None]):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
         self._restore()
+        if self._gate is not None:
+            if not self._gate.opens((args, kwargs)):
+                return self._gate.run(self._step, *args, **kwargs)
+            self._account.start(self._gate)
+            self._gate = None
+        account = self._account
+        account.count_step()
+        if account.exceeded and self._mode != "off" and self._module.at_window_start():
+            self._change_mode("off", ReasonType.BUDGET, account.exceeded)
         autotuner = self.autotuner
         if autotuner is None:
             return self._run_on(self._engine, *args, **kwargs)
@@ -200,6 +242,8 @@ class CapturedStep(AbstractContextManager[None]):
         else:
             call = self._compiled[engine] = module.compile(call, engine)
         logger = module.shims.logger
+        module.account = self._account
+        self._account.begin_call()
         try:
             try:
                 shims.install()
@@ -231,6 +275,7 @@ class CapturedStep(AbstractContextManager[None]):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
+        self._account.end_compiling_call(outcome)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
@@ -283,6 +328,7 @@ class CapturedStep(AbstractContextManager[None]):
         if backend.agree is not None:
             times = backend.agree(f"{self._name}/{self._autotuned}", times)
         self.autotuner = None
+        self._account.settle(times, autotuner.overhead())
         report = StepReport(self._name, times)
         backend.report.steps.append(report)
         if report.engine == "torch":
@@ -315,6 +361,7 @@ class CapturedStep(AbstractContextManager[None]):
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
         self._mode, self._compiled, self._engine = mode, {}, "ort"
         self._recompiling = self._recompiled = 0
+        self._account.close()
         self.autotuner = self._module.new_autotuner() if mode != "off" else None
 
     def _record_choice(self, kind: ReasonType, text: str) -> None:

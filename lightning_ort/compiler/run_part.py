@@ -1,0 +1,90 @@
+"""The part of a report that a Trainer's run adds; :mod:`~lightning_ort.compiler.report` has the whole."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """What runs one optimizer.
+
+    Args:
+        configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
+        runs_as: What replaced it, such as ``torch.AdamW (fused)``.
+        reason: Why it was left as it is, or a remark on the choice; may be empty.
+
+    """
+
+    configured: str
+    runs_as: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        runs = f"runs as {self.runs_as}" if self.runs_as != self.configured else "is left as it is"
+        return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step that was timed on several engines.
+
+    Args:
+        name: Such as ``training_step``.
+        ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
+            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile).
+
+    """
+
+    name: str
+    ms: dict[str, float]
+
+    @property
+    def engine(self) -> str:
+        """The fastest engine, which runs the step from then on."""
+        return min(self.ms, key=self.ms.__getitem__)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.ms.items())
+        return f"{self.name}: {times}; continues with {self.engine}"
+
+
+@dataclass
+class RunReport:
+    """What a Trainer run adds to the report.
+
+    Args:
+        optimizers: What runs each of the Trainer's optimizers.
+        steps: Steps of a LightningModule that were timed on several engines.
+        host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+        startup_seconds: Wall clock that compiling and trying took, dynamo included.
+        saved_seconds: What the steps since then were faster by, as the trials measured them.
+        paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
+        waiting: Why nothing has been compiled yet.
+
+    """
+
+    optimizers: list[OptimizerReport] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
+    host_memory: str = ""
+    startup_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    paid_after: int | None = None
+    waiting: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether compiling was worth it, in one line; empty without a Trainer."""
+        if self.startup_seconds == 0:
+            return f"not compiled yet: {self.waiting}" if self.waiting else ""
+        account = f"{self.startup_seconds:.1f} s to start up, {self.saved_seconds:.1f} s saved so far"
+        if self.paid_after is not None and self.saved_seconds >= self.startup_seconds:
+            return f"paid for itself after step {self.paid_after}: {account}"
+        latest = {step.name: step.engine for step in self.steps}
+        if any(engine != "torch" for engine in latest.values()):
+            return f"not paid for yet: {account}"
+        if self.waiting:
+            return f"not worth it: {account}; {self.waiting}"
+        if latest:
+            return (
+                f"not worth it: {account}; {', '.join(latest)} {'is' if len(latest) == 1 else 'are'} faster uncompiled"
+            )
+        return f"not known whether it is worth it: {self.startup_seconds:.1f} s to start up, no step was timed"

@@ -1,0 +1,103 @@
+"""What a captured step has cost and saved: :class:`StepAccount`."""
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from lightning_ort.strategies.capture.budget import GRACE, STOP, seconds_text
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+    from lightning_ort.strategies.capture.gate import History, StartGate
+    from lightning_ort.strategies.capture.module import CapturedModule
+
+
+class StepAccount:
+    """Counts one captured step's seconds, and says when there are too many."""
+
+    def __init__(self, module: "CapturedModule", name: str) -> None:
+        self.exceeded = ""  # by how much the budget is; then the step is to be left as it is
+        self._module = module
+        self._name = name
+        self._history: History | None = None  # of a step that has waited
+        self._usual = 0.0  # seconds of the step as it is, where it was timed
+        self._done = 0  # steps in this run
+        self._spent = 0.0  # in this run
+        self._saving = 0.0  # in each step
+        self._ms: dict[str, float] = {}
+        self._call_start = 0.0
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer."""
+        self._done, self._spent = 0, 0.0
+
+    def end_run(self) -> None:
+        """Write what a step that has waited took to start, for later runs."""
+        module = self._module
+        if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
+            self._history.store(module.backend, self._spent, self._ms, not self.exceeded)
+
+    def start(self, gate: "StartGate") -> None:
+        """Begin to capture a step that has waited."""
+        self._history, self._usual, self._done = gate.history, gate.step_seconds, gate.decision.done
+        self.exceeded = ""
+
+    def count_step(self) -> None:
+        """Count a step, and what it saves."""
+        self._done += 1
+        if self._saving:
+            run = self._module.backend.report.run
+            run.saved_seconds += self._saving
+            if run.paid_after is None and run.saved_seconds >= run.startup_seconds:
+                run.paid_after = self._done
+
+    def begin_call(self) -> None:
+        """Start the clock for a call that may compile."""
+        self._call_start = time.perf_counter()
+
+    def end_compiling_call(self, outcome: "Outcome") -> None:
+        """Count what a call took in which something was compiled."""
+        self._spend(time.perf_counter() - self._call_start - self._usual)
+        allowed = self._allowed
+        # one that has ended well is not thrown away for a little
+        limit = allowed if outcome.graph_breaks or outcome.recompiles else GRACE * allowed
+        spent, agree = self._module.budget.spent, self._module.backend.agree
+        exceeded = spent > limit
+        if agree is not None and self._module.amortized:
+            exceeded = agree(f"stop/{self._name}/{self._done}", {"stops": float(exceeded)})["stops"] > 0
+        if exceeded:
+            self.exceeded = (
+                f"{seconds_text(spent)} of {seconds_text(allowed)} allowed; raise ORTConfig(compile_budget=...) or"
+                " pass start='now'"
+            )
+            self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
+
+    def stops_compiling(self) -> bool:
+        """Return whether the call that runs has taken so much that what is left of it is not compiled."""
+        seconds = time.perf_counter() - self._call_start
+        return self._module.budget.spent + seconds > STOP * self._allowed
+
+    def settle(self, times: dict[str, float], overhead: float) -> None:
+        """Count a trial: the time of the step on each engine in ms, and the seconds that it took."""
+        self._spend(overhead)
+        self._ms = times
+        self._saving = (times["torch"] - min(times.values())) / 1000
+
+    def close(self) -> None:
+        """Nothing is saved any more: the step has changed."""
+        self._saving = 0.0
+
+    @property
+    def _allowed(self) -> float:
+        module = self._module
+        if not module.amortized:
+            return math.inf
+        return module.budget.allowed(module.outlook(self._name, self._done))
+
+    def _spend(self, seconds: float) -> None:
+        seconds = max(0.0, seconds)
+        module = self._module
+        self._spent += seconds
+        module.budget.spend(seconds)
+        module.startup_seconds[self._name] = module.startup_seconds.get(self._name, 0.0) + seconds
+        module.backend.report.run.startup_seconds += seconds
