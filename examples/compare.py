@@ -72,7 +72,7 @@ def compare(config: Path, batches: int) -> None:
     trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
     stock = train(config, batches, f"--trainer.strategy={'ddp' if trainer.get('devices', 1) > 1 else 'auto'}")
     # these are too few batches for compiling to pay; a person's run would wait until there are enough
-    ours = train(config, batches, "--trainer.strategy.init_args.config.start=now")
+    ours = train(config, batches)
     pairs = list(zip(stock["losses"], ours["losses"], strict=True))
     apart = max(abs(a - b) / abs(a) for a, b in pairs)
     # the first batches compile and take turns
@@ -82,7 +82,7 @@ def compare(config: Path, batches: int) -> None:
         f"{config.parent.name}/{config.name}: stock {stock_ms:.1f} ms a batch, {name} {our_ms:.1f} ms; "
         f"loss {stock['losses'][0]:.4f} -> {stock['losses'][-1]:.4f}, at most {apart:.0e} apart, relative; "
         f"{ours['share']:.0%} of the compute nodes on ONNX Runtime in {ours['runs']} runs; "
-        f"goes on with {ours['engine'] or 'regions as measured'}",
+        f"continues with {ours['engine'] or 'regions as measured'}",
         flush=True,
     )
     if not apart <= TOLERANCE:  # also catches nan

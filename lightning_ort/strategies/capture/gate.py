@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 _SAMPLES = 16  # steps as they are that are timed; timing waits for a GPU
 
 
-def default_start(config: ORTConfig) -> Start:
-    """Return what ``start=None`` means under a strategy."""
-    return "amortized" if config.placement == "measured" else "now"
-
-
 def is_amortized(config: ORTConfig) -> bool:
     """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
-    return (config.start or default_start(config)) == "amortized" and not torch.are_deterministic_algorithms_enabled()
+    return config.start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 
 
 class StartGate:

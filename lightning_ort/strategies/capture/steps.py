@@ -76,7 +76,7 @@ class Capture:
             # not at the top: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            self.backend = ORTBackend(dataclasses.replace(self.config, engine="ort", start=None))
+            self.backend = ORTBackend(dataclasses.replace(self.config, engine="ort", start="now"))
             self.backend.report.optimizers = self.report.optimizers
             self.report = self.backend.report
         if not self.backend.available:
