@@ -1,5 +1,6 @@
 """What people write in a training_step: each idiom gives under ``ort`` what it gives under the stock strategy."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -329,6 +330,116 @@ class DataloaderIterator(Small):
         return loss
 
 
+@idiom()
+class LogsItems(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        value = loss.item()
+        self.log("value", value, on_epoch=True)
+        self.log_dict({"rounded": round(value, 3), "float": float(loss * 2), "more": value * 2 + 1}, on_epoch=True)
+        self.log("array", loss.detach().cpu().numpy().item())
+        return loss
+
+
+@idiom()
+class SlicesByValue(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.loss(batch) + x[: max(1, int(y.sum()) % 4)].mean()
+
+
+@idiom()
+class MetricsInContainers(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_stage = {"train": Accuracy("multiclass", num_classes=3)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.log("accuracy", self.by_stage["train"](self(x), y), on_epoch=True)
+        return self.loss(batch)
+
+
+@idiom()
+class Hyperparameters(Small):
+    def __init__(self, alpha: float = 0.5, more: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters({"alpha": alpha, "more": {"beta": 2}})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * self.hparams.alpha * self.hparams["more"]["beta"] * self.hparams.get("none", 1)
+
+
+@idiom()
+class ReadsDevice(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log("lr", lr)
+        return loss + torch.zeros(3, device=self.device, dtype=self.dtype).sum() + self.trainer.world_size
+
+
+@idiom()
+class WarmsUp(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1 + min(1.0, self.current_epoch / 10))
+
+
+@idiom()
+class DictOrTuple(DictBatchWithStrings):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        pair = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        return {"loss": self.loss(pair), "id": batch["id"]}
+
+
+@dataclasses.dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+    scale: int = 3
+
+    def to(self, device: Any, **kwargs: Any) -> "Pair":
+        return Pair(self.x.to(device), self.y.to(device), self.scale)
+
+
+@idiom()
+class DataclassBatch(Small):
+    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+        return self.loss((batch.x, batch.y)) * batch.scale
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([Pair(*batch) for batch in loader()], batch_size=None)
+
+
+@idiom()
+class Distributions(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        normal = torch.distributions.Normal(out, F.softplus(out) + 0.1)
+        prior = torch.distributions.Normal(torch.zeros_like(out), torch.ones_like(out))
+        choice = torch.distributions.Categorical(logits=out)
+        loss = -normal.log_prob(normal.rsample()).mean() - choice.log_prob(y).mean()
+        return loss + torch.distributions.kl_divergence(normal, prior).mean()
+
+
+@idiom()
+class CopiesByIndex(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        copy = torch.zeros_like(out).index_copy(0, torch.arange(len(out)), out)
+        return copy.square().mean()
+
+
+@idiom()
+class LogsToLogger(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.logger is not None:
+            self.logger.log_metrics({"direct": loss.item()}, step=self.global_step)
+        return loss
+
+
 class Manual(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -513,3 +624,36 @@ def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.Captu
         assert ReasonType.CAPTURE_FAILED not in kinds
     elif mode == "modules":
         assert kinds.count(ReasonType.RECOMPILING) + kinds.count(ReasonType.CAPTURE_FAILED) == 1
+
+
+# graph breaks and frames that compile again in six steps of two epochs
+COMPILATIONS = {
+    "Plain": (0, 0),
+    "LogsMany": (0, 0),
+    "LogsItems": (0, 0),
+    "SlicesByValue": (0, 0),
+    "Hyperparameters": (0, 0),
+    "ReadsDevice": (0, 0),
+    "DictOrTuple": (0, 0),
+    "DataclassBatch": (0, 0),
+    "Distributions": (0, 0),
+    "CopiesByIndex": (0, 0),
+    "WarmsUp": (0, 1),  # the second epoch
+    "LogsToLogger": (0, 1),  # the step as a symbol
+    "MetricsInContainers": (1, 0),  # a metric runs outside of graphs
+    "ModuleMetric": (2, 0),
+    "MetricLoggedTwice": (3, 0),
+    "Collection": (2, 0),
+}
+
+
+@pytest.mark.parametrize("name", COMPILATIONS)
+def test_compilations_of_an_idiom(name: str, make_trainer: Callable[..., Any], tmp_path: Any) -> None:
+    strategy = ORTStrategy(config={"placement": "always"})
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(strategy=strategy, max_epochs=2, max_steps=6, limit_val_batches=0, logger=logger)
+    trainer.fit(IDIOMS[name][0]())
+    report = strategy.report
+    assert (report.graph_breaks, report.recompiles) == COMPILATIONS[name], report.to_text()
+    assert report.ort_runs > 0
+    assert not report.fallbacks
