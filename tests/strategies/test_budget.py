@@ -72,7 +72,9 @@ def test_a_long_run_of_known_length_starts_at_the_first_decision() -> None:
     ],
 )
 def test_a_run_that_does_not_pay_or_has_no_budget_never_starts(cost: float, fraction: float, why: str) -> None:
-    assert Run().starts_at(1000, cost, fraction) is None
+    run = Run()
+    assert run.starts_at(1000 + FIRST, cost, fraction) is None
+    assert str(run.decision.estimate) == why  # as it was at first, when there was most to save
     first = Run()
     first.budget.begin()
     first.decision.done, first.now = FIRST, first.now + FIRST * STEP

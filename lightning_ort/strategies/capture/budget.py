@@ -126,7 +126,7 @@ class StartDecision:
 
     def __init__(self, name: str, budget: CompileBudget) -> None:
         self.done = 0  # steps in this run
-        self.estimate: Estimate | None = None  # the last one
+        self.estimate: Estimate | None = None  # the best one: near its end no run has much to save
         self._name = name
         self._budget = budget
         self._next = FIRST
@@ -151,8 +151,10 @@ class StartDecision:
         """
         self._next = max(self.done + 1, math.ceil(GROWTH * self.done))
         saving = fraction * step_seconds * self._budget.steps_left(self.done, outlook)
-        self.estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.spent)
-        starts = self.estimate.pays
+        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.spent)
+        if self.estimate is None or estimate.saving > self.estimate.saving:
+            self.estimate = estimate
+        starts = estimate.pays
         if agree is not None:
             starts = agree(f"start/{self._name}/{self.done}", {"starts": float(starts)})["starts"] > 0
         return starts
