@@ -71,7 +71,6 @@ def compare(config: Path, batches: int) -> None:
     """Print one line about a project, or exit with an error."""
     trainer = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
     stock = train(config, batches, f"--trainer.strategy={'ddp' if trainer.get('devices', 1) > 1 else 'auto'}")
-    # these are too few batches for compiling to pay; a person's run would wait until there are enough
     ours = train(config, batches)
     pairs = list(zip(stock["losses"], ours["losses"], strict=True))
     apart = max(abs(a - b) / abs(a) for a, b in pairs)

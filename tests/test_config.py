@@ -44,7 +44,7 @@ def test_parse_refuses_what_is_no_mapping():
     ("field", "value", "error", "message"),
     [
         ("placement", "sometimes", ValueError, "choose one of 'measured', 'always'"),
-        ("start", "later", ValueError, "choose one of None, 'amortized', 'now'"),
+        ("start", "later", ValueError, "choose one of 'amortized', 'now'"),
         ("compile_budget", 0, ValueError, "must be above 0 and at most 1"),
         ("compile_budget", 1.5, ValueError, "must be above 0 and at most 1"),
         ("compile_budget", True, TypeError, "pass a number above 0 and at most 1"),

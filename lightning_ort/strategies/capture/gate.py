@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ort.compiler.cache import Startup
-from lightning_ort.config import ORTConfig, Start
+from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture import budget, outlook
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
 
