@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_ort
+from lightning_ort import ORTConfig, ORTStrategy
 
 
 class WineClassifier(LightningModule):
@@ -85,7 +86,7 @@ def search(
                 learning_rate=trial.suggest_float("learning_rate", *learning_rates, log=True),
             )
             trainer = Trainer(
-                strategy=lightning_ort.ORTStrategy(config={"start": start}) if strategy == "ort" else strategy,
+                strategy=ORTStrategy(config=ORTConfig(start=start)) if strategy == "ort" else strategy,
                 accelerator="cpu",
                 max_epochs=epochs,
                 log_every_n_steps=1,

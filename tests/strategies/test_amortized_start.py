@@ -18,6 +18,7 @@ from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import budget
+from lightning_ort.strategies.capture.autotuner import StepAutotuner
 from lightning_ort.strategies.capture.budget import FIRST, CompileBudget, Outlook
 from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
 
@@ -262,13 +263,19 @@ def test_later_runs_know_what_earlier_ones_found(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     names = lambda: [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("start-")]  # noqa: E731
+    ms = {"ort": 3.0, "torch": 2.0}
+    monkeypatch.setattr(
+        StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
+    )
     first = fit(Dropped(), amortized(), make_trainer).strategy.report
+    assert first.ort_runs > 0
+    assert [step.engine for step in first.steps] == ["torch"]
+    assert first.run.verdict.startswith("not worth it: ")
     (file,) = names()
     monkeypatch.setattr(budget, "_COST", 1e6)
     second = fit(Dropped(), amortized(), make_trainer).strategy.report
-    if first.steps[0].engine == "torch":  # nothing is tried that was slower
-        assert second.graphs == []
-        assert "an earlier run found it slower captured" in second.run.verdict
+    assert second.graphs == []  # nothing is tried that was slower
+    assert "an earlier run found it slower captured (3 ms ort, 2 ms torch)" in second.run.verdict
     # another structure is another matter, and so is a damaged file
     wider = Dropped()
     wider.net.append(nn.Linear(3, 3))
@@ -322,6 +329,30 @@ def test_outlook_of_validation_within_a_fit(make_trainer: Callable[..., Any]) ->
     # two batches after each of three epochs; in the first of the second epoch's there are 4 to come
     assert [view.steps for view in found][2] == pytest.approx(4, abs=2)
     assert all(view.steps is not None and math.isfinite(view.steps) for view in found)
+
+
+@pytest.mark.usefixtures("compiling_is_free")
+def test_a_faster_step_pays_and_is_known_to_later_runs(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step saves a second, and a start-up counts as five."""
+    ms = {"ort": 1000.0, "torch": 2000.0}
+    monkeypatch.setattr(
+        StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
+    )
+    monkeypatch.setattr(StepAutotuner, "overhead", lambda self: 5.0)
+    report = fit(Dropped(), amortized(), make_trainer).strategy.report
+    run = report.run
+    assert report.ort_runs > 0
+    assert run.startup_seconds == 5.0  # the call that compiled took less than the step that it replaced
+    assert run.saved_seconds == pytest.approx(round(run.saved_seconds))  # whole steps
+    assert run.paid_after is not None
+    assert run.paid_after > FIRST + 5
+    assert report.to_text().splitlines()[0].startswith(f"paid for itself after step {run.paid_after}: ")
+    # without a file of an earlier run this would not start
+    monkeypatch.setattr(budget, "_COST", 1e6)
+    assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
+    assert fit(Dropped(), amortized(cache_dir=None), make_trainer).strategy.report.graphs == []
 
 
 def test_the_account_survives_json() -> None:
