@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from torchmetrics import Metric
 
-
-def value_of_batch(metric: Metric) -> Any:
+def value_of_batch(metric: Any) -> Any:
     """Return what a metric's last call returned, which Lightning logs for the step; a graph may hold this (1.9)."""
     return metric._forward_cache
 
 
-def set_value_of_batch(metric: Metric, value: Any) -> None:
+def set_value_of_batch(metric: Any, value: Any) -> None:
     """Replace what :func:`value_of_batch` returns (1.9)."""
     metric._forward_cache = value

@@ -59,7 +59,7 @@ class DeferredLogger:
         """Record a call of ``log_dict``."""
         self._defer(self._module, "log_dict", (), dictionary, args, kwargs)
 
-    def log_metrics_of(self, logger: Any) -> Callable[..., None]:
+    def log_metrics_of(self, logger: Any, _: Any) -> Callable[..., None]:
         """Return a shim that records calls of a logger's ``log_metrics``."""
 
         def log_metrics(metrics: Any, *args: Any, **kwargs: Any) -> None:
@@ -177,7 +177,7 @@ class StepShims(Shims):
         for name in _HELPERS:
             add(module, name)
         for logger in loggers:
-            add(logger, "log_metrics", lambda _, logger=logger: self.logger.log_metrics_of(logger))
+            add(logger, "log_metrics", functools.partial(self.logger.log_metrics_of, logger))
         for child in (*module.modules(), *_metrics_in_containers(module)):
             if isinstance(child, _METRICS):
                 for name in _METRIC_METHODS:
