@@ -81,7 +81,7 @@ def compare(config: Path, batches: int) -> None:
         f"{config.parent.name}/{config.name}: stock {stock_ms:.1f} ms a batch, {name} {our_ms:.1f} ms; "
         f"loss {stock['losses'][0]:.4f} -> {stock['losses'][-1]:.4f}, at most {apart:.0e} apart, relative; "
         f"{ours['share']:.0%} of the compute nodes on ONNX Runtime in {ours['runs']} runs; "
-        f"goes on with {ours['engine'] or 'regions as measured'}",
+        f"continues with {ours['engine'] or 'regions as measured'}",
         flush=True,
     )
     if not apart <= TOLERANCE:  # also catches nan
