@@ -102,10 +102,10 @@ class Placer:
                         lost[region.key] = rejection.timing
                     if rejection.reason.type.is_failure:
                         self.fall_back(where, rejection.reason)
-        placed = PlacedGraph(gm, regions)
+        placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
         for region in regions:
             if region.executor == TORCH:
-                placed.calls.append(TorchExecutor(self.config, device).build(region))
+                placed.calls.append(torch_executor.build(region))
                 placed.reports.append(_torch_report(region, candidates.reasons, lost))
             else:
                 guarded = built[region.key]
@@ -153,7 +153,8 @@ class Placer:
 
     def _kept_in_torch_reason(self, node: fx.Node) -> Reason | None:
         name = str(node.target)
-        if isinstance(node.target, OpOverload) and {name, name.rpartition(".")[0]} & {*self.config.torch_ops}:
+        spellings = (name, name.rpartition(".")[0])  # with its overload, and for all overloads
+        if isinstance(node.target, OpOverload) and any(each in self.config.torch_ops for each in spellings):
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
 
