@@ -5,6 +5,7 @@
 """
 
 import functools
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,30 +96,33 @@ class ORTBackend:
         start = time.perf_counter()
         prefix, number = f"{self.label}/" if self.label else "", self._calls
         self._calls += 1
-        compiled = len(self.report.graphs)
+        compiled, messages = len(self.report.graphs), len(self.report.fallbacks) + len(self.report.notes)
         monitor = PassMonitor(len(example_inputs))
 
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
-        whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
-        aot = aot_backend(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
-            inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=whole),
-            decompositions=lowering.decompositions(whole),
-        )
+        collects = gc.isenabled()
+        gc.disable()  # tracing makes many objects, which live until it is over
         try:
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
+            # processes of a run go by what one of them measures, not by what each has kept
+            name = self.cache.graphs_name(gm, example_inputs) if self.agree is None else None
+            if name is not None and (kept := self.cache.load_graphs(name)) is not None:
+                self._report_kept(kept, prefix, number)
+                return gm.forward  # as below, without tracing it first, which takes as long as all the rest
             # the backward graph now: its regions are part of the decision
             with backward_at_once(), lowering.whole_shrinkages():
-                run = aot(gm, example_inputs)
+                run = self._aot_autograd(compiler)(gm, example_inputs)
         finally:
+            if collects:
+                gc.enable()
             self.report.compile_seconds += time.perf_counter() - start
         graphs = self.report.graphs[compiled:]
         if all(region.executor == TORCH for graph in graphs for region in graph.regions):
+            if name is not None and len(self.report.fallbacks) + len(self.report.notes) == messages:
+                self.cache.store_graphs(name, graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
 
         def eager(*args: Any) -> Any:
@@ -127,6 +131,25 @@ class ORTBackend:
 
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
         return GuardedGraph(run, eager, monitor, give_up)
+
+    def _report_kept(self, graphs: list[GraphReport], prefix: str, number: int) -> None:
+        for graph in graphs:
+            kind = graph.name.rpartition("/")[2].rpartition("_")[0]
+            graph.name, graph.seconds = f"{prefix}{kind}_{number}", 0.0
+            for region in graph.regions:
+                region.cached = True
+            _log_compiled(graph)
+        self.report.graphs += graphs
+
+    def _aot_autograd(self, compiler: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+        whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
+        return aot_backend(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=whole),
+            decompositions=lowering.decompositions(whole),
+        )
 
     def _compile(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, monitor: PassMonitor

@@ -2,13 +2,14 @@
 
 - ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
+- ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
 - ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
 
 The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
-the nodes of a graph its ``torch_ops``; for all else the processor, torch's thread count, ``intra_op_threads`` and
-``cuda_graphs``.
+the nodes of a graph its ``torch_ops``; for ``graphs`` what else decides where they run; for all but the nodes of a
+graph the processor, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -22,7 +23,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,9 +32,10 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.fingerprint import digest, fingerprint, processor, software
+from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, processor, software
+from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.regions import Support, Timing
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
 from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)
@@ -145,6 +147,24 @@ class Cache:
         # each file is valid with any version of the other: the process may be killed in between
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
+
+    def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+        """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it."""
+        config = self._config
+        wanted = config.cache_dir is not None and config.save_onnx_dir is None
+        text = captured_fingerprint(gm.graph, inputs) if wanted else None
+        if text is None:
+            return None
+        options = (config.placement, config.torch_ops, config.min_region_nodes, config.recompute, config.providers)
+        return self.name(text, tuple(map(repr, options)), "graphs")
+
+    def load_graphs(self, name: str) -> list[GraphReport] | None:
+        """Return the reports of a captured graph of which torch runs everything, and of its gradient, or ``None``."""
+        return self._read(name, lambda kept: from_plain(list[GraphReport], kept))
+
+    def store_graphs(self, name: str, graphs: Sequence[GraphReport]) -> None:
+        """Write that torch runs all of these."""
+        self._write_json(name, to_plain(list(graphs)))
 
     def load_startup(self, name: str) -> Startup | None:
         """Return what is known of a step's start; :meth:`name` with the kind ``"start"`` makes its name."""

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
-from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, values_of
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, is_view, values_of
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -20,33 +21,87 @@ def fingerprint(graph: fx.Graph) -> str:
     The names of nodes and of symbolic sizes do not matter. The sizes that were seen when the graph was traced do, since
     timings depend on them.
     """
-    symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+    lines = _Lines()
+    for node in graph.nodes:
+        lines.add(node, node.op)
+    return str(lines)
 
-    def size(value: Any) -> str:
+
+def node_fingerprint(node: fx.Node) -> str:
+    """Return a text that is equal for nodes that do the same with inputs of the same kind, views of them included."""
+    lines = _Lines()
+    for source in node.all_input_nodes:
+        if is_view(source):
+            for base in source.all_input_nodes:
+                lines.add(base)
+        lines.add(source, "view" if is_view(source) else "")
+    lines.add(node, node.op)
+    return str(lines)
+
+
+def captured_fingerprint(graph: fx.Graph, inputs: Sequence[Any]) -> str | None:
+    """Return the same for a graph that dynamo has captured, its inputs, and the modes of torch in which it is compiled.
+
+    ``None`` for a graph that holds more than calls of functions and methods.
+    """
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    remaining, lines = iter(inputs), _Lines()
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            return None
+        lines.add(node, node.op, [next(remaining)] if node.op == "placeholder" else [])
+    text = f"{autocast} {modes} {[getattr(value, 'requires_grad', None) for value in inputs]}\n{lines}"
+    return None if " at 0x" in text else text  # the address of an object, which says nothing
+
+
+class _Lines:
+    """Lines about nodes, in which the names of nodes and of symbolic sizes do not matter."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._numbers: dict[fx.Node, str] = {}
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+    def add(self, node: fx.Node, op: str = "", values: Sequence[Any] | None = None) -> None:
+        """Add a node, without ``op`` only what it returns: ``values``, by default those in its metadata."""
+        number = self._numbers.setdefault(node, f"%{len(self._numbers)}")
+        called = ""
+        arguments: Any = ""
+        if op:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Unquoted(self._numbers[source]))
+            called = "" if node.op in ("placeholder", "output", "get_attr") else _name_of(node.target)
+        if values is None:
+            values = [] if node.op == "output" else values_of(node)
+        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
+        self._lines.append(f"{number} {op} {called} {arguments} {';'.join(map(self._kind, values))} {conversion}")
+
+    def _kind(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            steps = value.stride() if value.layout is torch.strided else ()
+            sizes, strides = (",".join(map(self._size, numbers)) for numbers in (value.shape, steps))
+            return f"{value.dtype}[{sizes}][{strides}]{value.layout}{value.device.type}"
+        if isinstance(value, torch.SymFloat):
+            return f"SymFloat={hint_of(value)}"
+        return self._size(value) if isinstance(value, (int, torch.SymInt)) else type(value).__name__
+
+    def _size(self, value: Any) -> str:
         if isinstance(value, int):
             return str(value)
         expression = expression_of(value)
         for symbol in sorted(expression.free_symbols, key=str):
-            symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
-        return f"{expression.xreplace(symbols)}={hint_of(value)}"
+            self._symbols.setdefault(symbol, sympy.Symbol(f"n{len(self._symbols)}"))
+        return f"{expression.xreplace(self._symbols)}={hint_of(value)}"
 
-    def kind(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            sizes, strides = map(size, value.shape), map(size, value.stride())
-            return f"{value.dtype}[{','.join(sizes)}][{','.join(strides)}]{value.device.type}"
-        return size(value) if isinstance(value, (int, torch.SymInt)) else type(value).__name__
 
-    numbers: dict[fx.Node, str] = {}
-    lines = []
-    for node in graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        target = node.target if node.op == "call_function" else ""
-        called = target if isinstance(target, OpOverload) else getattr(target, "__qualname__", "")
-        arguments = fx.map_arg((node.args, node.kwargs), lambda source: _Unquoted(numbers[source]))
-        values = "" if node.op == "output" else ";".join(map(kind, values_of(node)))
-        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
-        lines.append(f"{numbers[node]} {node.op} {called} {arguments} {values} {conversion}")
-    return "\n".join(lines)
+def _name_of(target: Any) -> str:
+    if isinstance(target, (str, OpOverload)):
+        return str(target)
+    name = getattr(target, "__qualname__", None)
+    return f"{getattr(target, '__module__', None)}.{name}" if name else repr(target)
 
 
 class _Unquoted(str):

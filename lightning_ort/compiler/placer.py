@@ -25,7 +25,7 @@ from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
-from lightning_ort.compiler.fingerprint import fingerprint
+from lightning_ort.compiler.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.guarded_region import GuardedRegion
 from lightning_ort.compiler.nodes import is_compute, is_known, is_random
 from lightning_ort.compiler.regions import (
@@ -75,6 +75,7 @@ class Placer:
     record_choice: Callable[[str, Reason], None]
     agree: Callable[[str, dict[str, Any]], dict[str, Any]]
     _reported_ops: set[str] = field(default_factory=set)
+    _answers: dict[tuple[str, ...], Support] = field(default_factory=dict)  # a transformer's layers have the same nodes
 
     def place(self, gm: fx.GraphModule, device: torch.device, name: str) -> PlacedGraph:
         """Cut a lowered graph and build its regions."""
@@ -148,7 +149,10 @@ class Placer:
             elif (reason := self._kept_in_torch_reason(node)) is not None:
                 answers[node] = Support(False, reason)
             else:
-                answers[node] = executor.supports(node)
+                key = (*executor.cache_key, node_fingerprint(node))
+                if key not in self._answers:
+                    self._answers[key] = executor.supports(node)
+                answers[node] = self._answers[key]
         return answers
 
     def _kept_in_torch_reason(self, node: fx.Node) -> Reason | None:

@@ -29,7 +29,7 @@ class RegionModule:
         """Run it."""
         if self._run is not None:
             return self._run(*args)
-        first = _FirstRun(fx.GraphModule(torch.nn.Module(), self.graph, class_name=self._name))
+        first = _FirstRun(self.graph)
         outputs = first.run(*args)
         self._run = _with_layouts(self.graph, first.moved, self._name)
         return outputs
@@ -38,8 +38,8 @@ class RegionModule:
 class _FirstRun(fx.Interpreter):
     """Runs a graph node by node, each on tensors in the layout that was traced."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)  # not a GraphModule, which would generate code
         self.moved: dict[fx.Node, list[int]] = {}  # results in another layout, and the order of dimensions when traced
 
     def run_node(self, n: fx.Node) -> Any:

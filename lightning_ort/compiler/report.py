@@ -141,13 +141,14 @@ class RegionReport:
             The path of the script, ``reproduce.py``.
 
         Raises:
-            RuntimeError: If the report was loaded from JSON, or the graph could not be compiled.
+            RuntimeError: If the report was loaded from JSON, or the graph was not compiled in that run.
 
         """
         if self.reproducer is None:
             raise RuntimeError(
                 f"{self.name} has no code here: a report that was loaded from JSON has none, nor has a graph that could"
-                " not be compiled. Call save_reproducer on the report of the run, such as trainer.strategy.report."
+                " not be compiled, or that an earlier run has left to torch as a whole. Call save_reproducer on the"
+                " report of the run, such as trainer.strategy.report; for the last case with ORTConfig(cache_dir=None)."
             )
         return self.reproducer.save(Path(folder))
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -63,6 +64,23 @@ def test_training_step_equals_eager():
     assert backend.report.ort_node_fraction == 1.0
     assert [graph.name for graph in backend.report.graphs] == ["forward_0", "backward_0"]
     assert not backend.report.fallbacks
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_compiling_only(enabled, monkeypatch):
+    seen = []
+    compile_graph = ORTBackend._compile
+    monkeypatch.setattr(ORTBackend, "_compile", lambda *args: seen.append(gc.isenabled()) or compile_graph(*args))
+    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1))
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False, False]
+    assert backend.report.ort_runs > 0
 
 
 def test_a_compiled_module_stays_right_over_optimizer_steps():

@@ -22,6 +22,7 @@ from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.executors.ort import session, support
 from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.regions import Timing, Variant
+from lightning_ort.compiler.report import ReasonType
 
 MS = {"ort": 1.0, "torch": 2.0}
 TIMING = Timing(MS, Variant(1))
@@ -67,6 +68,84 @@ def test_second_run_converts_and_times_nothing(monkeypatch, choices):
     if choices["placement"] == "always":
         assert second.report.ort_runs == 2
     assert not second.report.fallbacks
+
+
+def torch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(executor: str, calls: Any, *args: Any) -> Timing:
+        return Timing({executor: 2.0, "torch": 1.0}, next(iter(calls)))
+
+    monkeypatch.setattr(timing, "measure", measure)
+
+
+def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
+    module, x = mlp(), torch.randn(4, 8)
+    torch_wins(monkeypatch)
+    first, second = ORTBackend(), ORTBackend()
+    expected = train(first, module, x)
+    assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache.default_folder()))
+    monkeypatch.setattr(ORTBackend, "_aot_autograd", lambda *args: pytest.fail("traced in spite of the cache"))
+    for got, wanted in zip(train(second, module, x), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert [graph.name for graph in second.report.graphs] == ["forward_0", "backward_0"]
+    assert second.report.to_text(200).splitlines()[1:-1] == first.report.to_text(200).splitlines()[1:-1]
+    assert all(region.cached for region in regions(second))
+    assert {region.reason.type for region in regions(second)} == {ReasonType.SLOWER}
+    with pytest.raises(RuntimeError, match="cache_dir=None"):
+        regions(second)[0].save_reproducer("folder")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"placement": "always"},
+        {"min_region_nodes": 1},
+        {"torch_ops": ["aten.gelu"]},
+        {"recompute": 1},
+        {"intra_op_threads": 3},
+        {"kernels": "standard"},
+    ],
+)
+def test_a_graph_left_to_torch_is_traced_under_another_config(monkeypatch, change):
+    module, x = mlp(), torch.randn(4, 8)
+    torch_wins(monkeypatch)
+    train(ORTBackend(), module, x)
+    other = ORTBackend(change)
+    train(other, module, x)
+    assert other.report.graphs
+    assert all(graph.seconds > 0 for graph in other.report.graphs)
+    assert (other.report.ort_runs > 0) == (change == {"placement": "always"})
+
+
+def test_a_graph_left_to_torch_is_traced_for_other_inputs_and_modes(monkeypatch):
+    module, x = mlp(), torch.randn(4, 8)
+    torch_wins(monkeypatch)
+    train(ORTBackend(), module, x)
+    wide = nn.Sequential(*mlp()[:3], nn.ReLU())
+    for other, batch in ((module, torch.randn(5, 8)), (module, x.double()), (wide, x)):
+        backend = ORTBackend()
+        train(backend, other.to(batch.dtype), batch)
+        assert not any(region.cached for region in regions(backend))
+        assert regions(backend)
+    module.float()
+    backend = ORTBackend()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend)(x)
+    assert [graph.name for graph in backend.report.graphs] == ["inference_0"]
+    assert not any(region.cached for region in regions(backend))
+
+
+def test_a_graph_with_a_part_on_onnxruntime_or_a_failure_is_traced_again(monkeypatch):
+    module, x = mlp(), torch.randn(4, 8)
+    for options in ({"placement": "always"}, {"providers": ["CPUExecutionProvider"]}):
+        first, second = ORTBackend(options), ORTBackend(options)
+        with monkeypatch.context() as patch:
+            if "providers" in options:
+                patch.setattr(timing, "race", lambda *args: 1 / 0)
+            train(first, module, x)
+        assert bool(first.report.fallbacks) == ("providers" in options)
+        train(second, module, x)
+        assert all(graph.seconds > 0 for graph in second.report.graphs)
 
 
 def test_nothing_is_kept_without_a_folder():

@@ -19,7 +19,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
-from lightning_ort.strategies.capture.autotuner import MAX_ROUNDS, ROUNDS, StepAutotuner
+from lightning_ort.strategies.capture.autotuner import CLEAR_ROUNDS, MAX_ROUNDS, ROUNDS, StepAutotuner
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
@@ -136,6 +136,28 @@ def test_close_engines_are_timed_longer(monkeypatch: pytest.MonkeyPatch) -> None
     # the first of each does not count
     assert {len(samples) - 1 for samples in clear._samples.values()} == {ROUNDS}
     assert {len(samples) - 1 for samples in close._samples.values()} == {MAX_ROUNDS}
+
+
+def test_one_that_is_far_ahead_needs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for captured, own in ((1.0, 3.0), (3.0, 1.0)):
+        tuner = script(monkeypatch, captured, own, spoiled=0)
+        assert {len(samples) - 1 for samples in tuner._samples.values()} == {CLEAR_ROUNDS}
+        assert tuner.milliseconds == {"ort": 1000 * (captured + 1), "torch": 1000 * (own + 1)}
+
+
+def test_an_interrupted_step_does_not_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(autotuner.time, "perf_counter", lambda: now)
+    tuner = StepAutotuner(("ort", "torch"), lambda: None)
+    seconds = {"ort": iter([1.0, 1.0, 9.0, *[1.0] * 20]), "torch": iter([1.4] * 23)}
+    while True:
+        engine = tuner.next_engine()
+        if tuner.done:
+            break
+        with tuner.timed():
+            now += next(seconds[engine])
+    assert tuner.rounds == ROUNDS
+    assert tuner.milliseconds == {"ort": pytest.approx(1000), "torch": pytest.approx(1400)}
 
 
 def test_a_failing_step_leaves_the_clock_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

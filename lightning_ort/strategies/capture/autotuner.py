@@ -11,6 +11,8 @@ Engine = Literal["ort", "torch", "inductor"]
 ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
 _CLOSE = 1.1
+CLEAR_ROUNDS = 2  # if one engine is far ahead in each sample
+_CLEAR = 1.5
 
 
 class StepAutotuner:
@@ -84,9 +86,13 @@ class StepAutotuner:
         """Whether there are enough samples."""
         rounds = self.rounds
         if rounds < ROUNDS:
-            return False
+            return rounds >= CLEAR_ROUNDS and self._one_is_far_ahead()
         fastest, second = sorted(self.milliseconds.values())[:2]
         return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
+
+    def _one_is_far_ahead(self) -> bool:
+        first, *others = sorted((samples[1:] for samples in self._samples.values()), key=statistics.median)
+        return all(min(samples) > _CLEAR * max(first) for samples in others)
 
     @property
     def milliseconds(self) -> dict[str, float]:

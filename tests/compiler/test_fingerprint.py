@@ -1,0 +1,103 @@
+"""Texts by which graphs and nodes are recognized."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executors.ort import support
+from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint
+
+X, Y = torch.randn(3, 4), torch.randn(4, 4)
+
+
+def node_of(function: Any, *inputs: torch.Tensor) -> str:
+    return node_fingerprint(list(make_fx(function)(*inputs).graph.nodes)[-2])
+
+
+def test_equal_nodes_of_different_places_have_one_fingerprint() -> None:
+    wanted = node_of(lambda x: x.relu() + 1, X)
+    assert node_of(lambda x: x + 1, X) == wanted
+    assert node_of(lambda x: x.sigmoid().relu() + 1, X) == wanted
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x + 2,
+        lambda x: x - 1,
+        lambda x: x.double() + 1,
+        lambda x: x.t() + 1,
+        lambda x: x[:2] + 1,
+        lambda x: x + x,
+    ],
+)
+def test_other_nodes_have_another(other: Any) -> None:
+    assert node_of(other, X) != node_of(lambda x: x + 1, X)
+
+
+def test_a_view_among_the_inputs_is_told_from_its_base() -> None:
+    texts = {
+        node_of(function, Y)
+        for function in (
+            lambda y: y.relu().mm(y.sigmoid()),
+            lambda y: y.t().mm(y),
+            lambda y: y.mm(y.t()),
+            lambda y: y.mm(y),
+            lambda y: y.t().mm(y.t()),
+            lambda y: y.t().mm(y.t().t()),
+        )
+    }
+    assert len(texts) == 6
+
+
+def test_equal_nodes_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[fx.Node] = []
+    check = support.check
+    monkeypatch.setattr(support, "check", lambda node, kernels: asked.append(node) or check(node, kernels))
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6)))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None))
+    torch.compile(layers, backend=backend)(torch.randn(4, 8)).sum().backward()
+    assert backend.report.ort_runs == 2
+    nodes = sum(graph.num_nodes for graph in backend.report.graphs)
+    assert nodes > 30
+    assert len(asked) < nodes
+
+
+def captured(function: Any, *inputs: Any, **modes: Any) -> str | None:
+    texts = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        texts.append(captured_fingerprint(gm.graph, example_inputs))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*inputs)
+    (text,) = texts
+    return text
+
+
+def test_captured_graphs_are_told_apart_by_calls_inputs_and_modes() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x) + 1
+
+    first = captured(function, X)
+    assert first is not None
+    assert captured(lambda y: torch.nn.functional.gelu(y) + 1, torch.zeros(3, 4)) == first
+    texts = {first, captured(lambda x: torch.nn.functional.gelu(x) + 2, X), captured(function, X.double())}
+    texts |= {captured(function, Y), captured(function, X.clone().requires_grad_())}
+    with torch.no_grad():
+        texts.add(captured(function, X))
+    with torch.autocast("cpu"):
+        texts.add(captured(function, X))
+    assert len(texts) == 7
+
+
+def test_a_graph_with_a_constant_tensor_has_none() -> None:
+    graph = fx.Graph()
+    graph.output(graph.get_attr("constant"))
+    assert captured_fingerprint(graph, []) is None
