@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.dynamo import aot_backend
+from lightning_ort.compat.dynamo import aot_backend, is_last_graph
 from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
@@ -28,9 +28,11 @@ from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
+from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.placer import Placer, region_report
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
+from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ class ORTBackend:
         label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         leave: Called for each graph; returns whether to leave it to torch.
+        one_graph: Whether a captured graph with a loss is run as one graph under ``step_graph="auto"``.
+        writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
+        misfit: Why a step that was run as one graph needs separate passes, once that has happened.
         cache: What is kept between runs.
 
     Raises:
@@ -80,6 +85,8 @@ class ORTBackend:
         self.label = ""
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
         self.leave: Callable[[], bool] | None = None
+        self.one_graph = self.writes_gradients = False
+        self.misfit: str | None = None
         self._calls = 0
         self.cache = Cache(self.config)
         self._placer = Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
@@ -101,12 +108,29 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
+        def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and (one := source.make()) is not None:
+                source.run = compiler("step")(one, inputs)
+                return boxed(forward.forward)
+            return compiler("forward")(forward, inputs)
+
+        def compile_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and source.run is not None:
+                return boxed(backward.forward)
+            return compiler("backward")(backward, inputs)
+
+        source = self._source(gm, len(example_inputs))
         whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
         aot = aot_backend(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
             inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=whole),
+            partition_fn=functools.partial(
+                lowering.split_joint,
+                recompute=self.config.recompute,
+                converted=whole,
+                keep_joint=None if source is None else source.keep_joint,
+            ),
             decompositions=lowering.decompositions(whole),
         )
         try:
@@ -125,8 +149,24 @@ class ORTBackend:
             assert gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
             return gm.forward(*args)
 
+        def misfit(why: str) -> None:
+            guard.leave()
+            self.misfit = why
+
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
-        return GuardedGraph(run, eager, monitor, give_up)
+        if source is None or source.run is None:
+            return GuardedGraph(run, eager, monitor, give_up)
+        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients)
+        guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
+        return guard
+
+    def _source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
+        """What a step as one graph is made of, if that is wanted and may be possible."""
+        wanted = self.config.step_graph == "joint" or (self.config.step_graph == "auto" and self.one_graph)
+        # a gradient of another result than the loss has to be possible to ask for after a graph break
+        if not wanted or self.config.recompute or not is_last_graph(gm) or (loss := loss_of(gm)) is None:
+            return None
+        return GraphSource(loss, num_inputs)
 
     def _compile(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, monitor: PassMonitor
