@@ -1,5 +1,6 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,7 +75,13 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
                 return False
             with gm.graph.inserting_before(node):
                 zero = insert_call(
-                    gm, aten.full.default, list(value.shape), 0, dtype=value.dtype, device=value.device, pin_memory=False
+                    gm,
+                    aten.full.default,
+                    list(value.shape),
+                    0,
+                    dtype=value.dtype,
+                    device=value.device,
+                    pin_memory=False,
                 )
             node.replace_input_with(source, zero)
     output = gm.graph.output_node()
@@ -162,7 +169,23 @@ def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def reaches_outputs(gm: fx.GraphModule, source: fx.Node, outputs: set[int]) -> bool:
-    """Whether any of these results of a graph depends on an input."""
-    found = _descendants([source])
+    """Whether any of these results of a graph depends on the value of an input."""
+    found, todo = {source}, [source]
+    while todo:
+        node = todo.pop()
+        new = [user for user in _readers(node) if user not in found]
+        found.update(new)
+        todo += new
     results = gm.graph.output_node().args[0]
     return any(results[index] in found for index in outputs)  # type: ignore[index]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes whose values depend on a node's; a batch norm in training mode only updates its running statistics."""
+    for user in node.users:
+        if user.target is aten._native_batch_norm_legit_functional.default and user.args[5] is True:
+            x, weight, bias, *statistics = user.args[:5]
+            if node in statistics and node not in (x, weight, bias):
+                yield from (item for item in user.users if item.args[1] in (3, 4))
+                continue
+        yield user
