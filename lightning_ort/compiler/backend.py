@@ -109,7 +109,7 @@ class ORTBackend:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
         def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            if source is not None and (one := source.make()) is not None:
+            if source is not None and (one := self._one_graph(source, f"{prefix}step_{number}")) is not None:
                 source.run = compiler("step")(one, inputs)
                 return boxed(forward.forward)
             return compiler("forward")(forward, inputs)
@@ -159,6 +159,15 @@ class ORTBackend:
         step = StepGraph(source, eager, misfit, lambda: self.writes_gradients)
         guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
         return guard
+
+    def _one_graph(self, source: GraphSource, name: str) -> fx.GraphModule | None:
+        try:
+            with without_fake_tensors(), torch.no_grad():
+                return source.make()
+        except Exception as error:  # a bug of ours must not end the run
+            log.debug("making one graph of %s failed", name, exc_info=True)
+            self.fall_back(name, RegionRejected(ReasonType.CONVERSION_FAILED, error).reason)
+            return None
 
     def _source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""

@@ -38,11 +38,14 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
 
     Returns:
         A graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
-        recomputed, or the graph holds an operation of a higher order.
+        recomputed, a gradient is sparse, or the graph holds an operation of a higher order.
 
     """
     if any(is_recomputed(node) or is_higher_order(node) for node in joint.graph.nodes):
         return None
+    results = [node.meta["val"] for node in joint.graph.output_node().all_input_nodes]
+    if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in results):
+        return None  # sparse gradients
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.graph, {}))
     gm = fx.GraphModule(joint, graph)
