@@ -21,6 +21,7 @@ from lightning_ort._arguments import (
 Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
+DEFAULT_START: Start = "now"  # what start=None is with placement="measured", under a strategy; else it is "now"
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
@@ -40,7 +41,7 @@ class ORTConfig:
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.
         start: ``"amortized"`` leaves each step of a LightningModule as it is until the steps that are still to come are
-            expected to save more than compiling takes; ``"now"`` compiles at the first step.
+            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is ``"now"``.
         compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
             the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
@@ -79,7 +80,7 @@ class ORTConfig:
 
     engine: Engine = "ort"
     placement: Placement = "measured"
-    start: Start = "now"
+    start: Start | None = None
     compile_budget: float = 0.05
     kernels: Kernels = "auto"
     fallback: Fallback = "warn"
@@ -155,7 +156,7 @@ class ORTConfig:
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": get_args(Engine),
     "placement": get_args(Placement),
-    "start": get_args(Start),
+    "start": (*get_args(Start), None),
     "kernels": get_args(Kernels),
     "fallback": get_args(Fallback),
     "recompute": get_args(Recompute),

@@ -49,6 +49,12 @@ def loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
+@pytest.fixture(autouse=True)
+def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # whatever the default is: no test is long enough for compiling to pay; those of the amortized start ask for it
+    monkeypatch.setattr("lightning_ort.strategies.capture.gate.DEFAULT_START", "now")
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Any]:
     """A Trainer that shows nothing and writes below ``tmp_path`` only."""

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ort
 from lightning_ort.cli import main
+from lightning_ort.compiler.report import CompileReport, ReasonType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +30,7 @@ FENCE = re.compile(
     r"(?P<above>[^\n]*)\n(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,13 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
         trainer.fit(MyModule(), MyDataModule())
     assert trainer.global_step > 0
     if hasattr(trainer.strategy, "report") and trainer.strategy.ort_config.capture != "off":
-        regions = [region for graph in trainer.strategy.report.graphs for region in graph.regions]
-        ran = [region for region in regions if region.runs or region.ms]  # used, or at least timed
-        assert ran or trainer.precision == "bf16-true", "nothing ran on ONNX Runtime"  # it has no bfloat16 on a CPU
+        # it has no bfloat16 on a CPU
+        assert ran(trainer.strategy.report) or trainer.precision == "bf16-true", "nothing ran on ONNX Runtime"
+
+
+def ran(report: CompileReport) -> bool:
+    """Return whether ONNX Runtime ran a region, if only to time it."""
+    return any(region.runs or region.ms for graph in report.graphs for region in graph.regions)
 
 
 def run_yaml(block: Block, folder: Path) -> None:
@@ -137,10 +143,27 @@ def run_yaml(block: Block, folder: Path) -> None:
     LightningCLI(MyModule, MyDataModule, args=arguments, run=False, save_config_callback=None)
 
 
+def train_with_variable(assignment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a variable, and train under the bare name of the strategy: the report has to say what the variable sets."""
+    name, value = ASSIGNMENT.fullmatch(assignment).groups()
+    monkeypatch.setenv(name, value)
+    trainer = Trainer(strategy="ort", max_epochs=1, **QUIET)
+    trainer.fit(MyModule(), MyDataModule())
+    report = trainer.strategy.report
+    told = [note.reason.text for note in report.notes if note.reason.type is ReasonType.ENVIRONMENT]
+    assert [text for text in told if text.startswith(f"{name} sets ")], f"the strategy does not read it: {assignment}"
+    assert ran(report), "nothing ran on ONNX Runtime"
+
+
 def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the commands of this package; of others look whether what they name is there."""
     words = shlex.split(line, comments=True)
     match words:
+        case ["export", assignment] if ASSIGNMENT.fullmatch(assignment):
+            train_with_variable(assignment, monkeypatch)
+        case [assignment, "python", "train.py"] if ASSIGNMENT.fullmatch(assignment):  # a script of the reader's
+            with monkeypatch.context() as for_this_line:
+                train_with_variable(assignment, for_this_line)
         case [] | ["cd" | "git" | ".ci/run", *_]:
             pass
         case ["lightning-ort", *_]:
@@ -175,8 +198,9 @@ def test_blocks_of_the_page(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
             elif block.language == "yaml":
                 run_yaml(block, tmp_path)
             elif block.language == "bash":
-                for line in block.code.splitlines():
-                    run_command(line, monkeypatch)
+                with monkeypatch.context() as shell:  # what it exports is gone with it
+                    for line in block.code.splitlines():
+                        run_command(line, shell)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"the block at {block}: {error!r}") from error
 
@@ -195,3 +219,10 @@ def test_a_wrong_block_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         run_yaml(blocks_of(tmp_path / "yaml.md")[0], tmp_path)
     with pytest.raises(AssertionError, match="no target"):
         run_command(blocks_of(tmp_path / "bash.md")[0].code, monkeypatch)
+    for line, error, message in (
+        ('export LIGHTNING_ORT_CONFIG=\'{"placment": "always"}\'', ValueError, "did you mean 'placement'"),
+        ("LIGHTNING_ORT_CONFG='{}' python train.py", AssertionError, "does not read it"),
+        ("LIGHTNING_ORT_OPTIM=keep python no_such_script.py", pytest.fail.Exception, "no way to check this line"),
+    ):
+        with monkeypatch.context() as shell, pytest.raises(error, match=message):
+            run_command(line, shell)

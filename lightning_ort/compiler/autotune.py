@@ -71,6 +71,10 @@ class OpAutotuner:
         (node,) = region.module.graph.find_nodes(op="call_function", target=region.nodes[0].target)
         calls: dict[str, Callable[..., Any]] = {}
         artifacts: set[bytes] = set()
+
+        def leave_out(variant: str, error: Exception) -> None:
+            log.debug("%s as %s: %s", node.target, variant, error)
+
         build_variant = max(self.executor.variants(region), key=lambda kind: (not kind.cuda_graph, kind.threads))
         for variant in variants:
             node.meta[VARIANT] = variant
@@ -80,11 +84,10 @@ class OpAutotuner:
                     artifacts.add(artifact)
                     calls[variant] = self.executor.build(region, artifact, build_variant)
             except RegionRejected as rejection:
-                log.debug("%s as %s: %s", node.target, variant, rejection)
+                leave_out(variant, rejection)
         calls[TORCH] = region.module.forward
         args = timing.samples(region)
-        for call in calls.values():  # first calls allocate
-            call(*args)
+        calls = timing.warm_up(calls, args, leave_out)
         # in a whole region, other ops have ended torch's threads already
         return timing.race(calls, args, before=openmp.pause_openmp)
 

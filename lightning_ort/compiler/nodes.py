@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload, fake_mode_of
+from lightning_ort.compat.torch import OpOverload, fake_mode_of, hint_of
 from lightning_ort.compiler.layouts import IN_ORDER
 
 aten = torch.ops.aten
@@ -89,6 +89,12 @@ def sizes_of(value: Any) -> Sequence[Any]:
 def is_static(node: fx.Node) -> bool:
     """Whether no size of the values that a node returns is symbolic."""
     return not any(isinstance(size, torch.SymInt) for value in values_of(node) for size in sizes_of(value))
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether the trace had values for all sizes and numbers that a node returns; none if they depend on data."""
+    numbers = (number for value in values_of(node) for number in sizes_of(value))
+    return all(hint_of(n) is not None for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)))
 
 
 def insert_call(gm: fx.GraphModule, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:

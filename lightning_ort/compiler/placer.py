@@ -27,7 +27,7 @@ from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
 from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.guarded_region import GuardedRegion
-from lightning_ort.compiler.nodes import is_compute, is_random
+from lightning_ort.compiler.nodes import is_compute, is_known, is_random
 from lightning_ort.compiler.regions import (
     TORCH,
     Candidates,
@@ -102,10 +102,10 @@ class Placer:
                         lost[region.key] = rejection.timing
                     if rejection.reason.type.is_failure:
                         self.fall_back(where, rejection.reason)
-        placed = PlacedGraph(gm, regions)
+        placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
         for region in regions:
             if region.executor == TORCH:
-                placed.calls.append(TorchExecutor(self.config, device).build(region))
+                placed.calls.append(torch_executor.build(region))
                 placed.reports.append(_torch_report(region, candidates.reasons, lost))
             else:
                 guarded = built[region.key]
@@ -119,6 +119,7 @@ class Placer:
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         answers: dict[str, dict[fx.Node, Support]] = {}
         unsupported: list[Reason] = []
+        untimed = _untimed(nodes) if self.config.placement == "measured" else {}
         for executor in executors:
             if (reason := executor.unsupported_reason()) is not None:
                 unsupported.append(reason)
@@ -127,7 +128,7 @@ class Placer:
             for option, reason in executor.ineffective_options().items():
                 self.record_choice(option, reason)
             ask = functools.partial(self._ask, executor, nodes)
-            answers[executor.name] = self.cache.support(gm, executor.cache_key, ask)
+            answers[executor.name] = self.cache.support(gm, executor.cache_key, ask) | untimed
         if len(unsupported) == len(executors):
             self.fall_back(name, unsupported[0])
         for node, answer in (pair for own in answers.values() for pair in own.items()):
@@ -152,9 +153,21 @@ class Placer:
 
     def _kept_in_torch_reason(self, node: fx.Node) -> Reason | None:
         name = str(node.target)
-        if isinstance(node.target, OpOverload) and {name, name.rpartition(".")[0]} & {*self.config.torch_ops}:
+        spellings = (name, name.rpartition(".")[0])  # with its overload, and for all overloads
+        if isinstance(node.target, OpOverload) and any(each in self.config.torch_ops for each in spellings):
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
+
+
+def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
+    """Leave to torch what no clock can decide about: nodes on numbers or sizes that depend on data."""
+    answers: dict[fx.Node, Support] = {}
+    for node in nodes:
+        made_by = node.args[0] if node.target is operator.getitem else None
+        if made_by in answers or not all(map(is_known, (node, *node.all_input_nodes))):
+            text = f"{node.target} with a number that depends on data, which cannot be timed"
+            answers[node] = Support(False, Reason(ReasonType.DYNAMIC_SHAPE, text))
+    return answers
 
 
 class RegionBuilder:
@@ -214,7 +227,7 @@ class RegionBuilder:
             if measured and count_flops(self._region) == 0:
                 raise RegionRejected(ReasonType.STATIC_RULE, "no matrix product or convolution")
             return Timing({}, self._variants[0])
-        if not measured and len(self._variants) == 1:
+        if not measured and (len(self._variants) == 1 or not all(map(is_known, self._region.inputs))):
             return Timing({}, self._variants[0])
         if entry is None or entry.timing.variant not in self._variants:
             return None

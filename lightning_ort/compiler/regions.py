@@ -20,7 +20,7 @@ from torch import fx
 
 from lightning_ort.compat.torch import expression_of, flop_formula
 from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import is_compute, is_random, is_view, sizes_of, values_of
+from lightning_ort.compiler.nodes import is_compute, is_known, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -235,10 +235,14 @@ def copy_with_views(node: fx.Node, graph: fx.Graph, inner: dict[fx.Node, fx.Node
 
 
 def count_flops(region: Region) -> float:
-    """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing."""
+    """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing.
+
+    Those of sizes that depend on data are left out.
+    """
     total = 0.0
     for node in region.nodes:
-        if (formula := flop_formula(node.target)) is not None:
+        formula = flop_formula(node.target)
+        if formula is not None and all(map(is_known, (node, *node.all_input_nodes))):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             total += int_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
     return total

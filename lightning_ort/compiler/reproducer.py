@@ -1,13 +1,16 @@
 """A script that runs one region alone: what is behind ``RegionReport.save_reproducer``."""
 
+import functools
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler import reproduce
@@ -15,30 +18,46 @@ from lightning_ort.compiler import reproduce
 _DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace knows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reproducer:
-    """What a script needs of a region: text, so that it keeps neither the graph nor its tensors alive.
+    """What a script needs of a region, without the graph and its tensors; few are asked for, so the text is made late.
 
     Args:
-        code: The region's torch code and the shapes of its inputs.
+        steps: The region's graph, node by node; an argument that is another node is its :class:`_Name`.
+        inputs: Its inputs: (sizes, strides, dtype, device), or a number.
         model: Its ONNX model, if it has one.
 
     """
 
-    code: str
+    steps: Sequence["_Step"]
+    inputs: Mapping[str, Any]
     model: bytes | None
 
     @classmethod
     def of(cls, graph: fx.Graph, model: bytes | None = None) -> "Reproducer":
         """Return the reproducer of a region's graph."""
-        code = graph.python_code("self")
+        names = {node: _Name(node.name) for node in graph.nodes}
+        steps = [
+            _Step(name, node.op, node.target, *fx.map_arg((node.args, node.kwargs or None), names.__getitem__))
+            for node, name in names.items()
+        ]
+        return cls(steps, {node.name: _spec(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}, model)
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The region's torch code and the shapes of its inputs."""
+        code = _graph_of(self.steps).python_code("self")
         used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
         imports = [_import(name, value) for name, value in used]
         if "torch.ops.lightning_ort" in code.src:
             imports.append("import lightning_ort.compiler.layouts  # defines torch.ops.lightning_ort")
-        specs = [f"    {_spec(node.meta['val'])},  # {node.name}" for node in graph.find_nodes(op="placeholder")]
+        specs = [f"    {_text(spec)},  # {name}" for name, spec in self.inputs.items()]
         inputs = ["# sizes, strides, dtype, device; or a number", "INPUTS = [", *specs, "]\n"]
-        return cls("\n".join([*imports, "\n", code.src.strip(), "\n", *inputs]), model)
+        return "\n".join([*imports, "\n", code.src.strip(), "\n", *inputs])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the text in place of the steps: torch's ops cannot be pickled."""
+        return {"steps": (), "inputs": {}, "model": self.model, "code": self.code}
 
     def save(self, folder: Path) -> Path:
         """Write the script and the model to a folder; return the script's path."""
@@ -53,6 +72,29 @@ class Reproducer:
         return script
 
 
+class _Name(str):
+    """The name of a node where the node itself was an argument."""
+
+    __slots__ = ()
+
+
+class _Step(NamedTuple):
+    name: _Name
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+
+
+def _graph_of(steps: Sequence[_Step]) -> fx.Graph:
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for name, op, target, *arguments in steps:
+        args, kwargs = map_aggregate(arguments, lambda x: nodes[x] if isinstance(x, _Name) else x)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+    return graph
+
+
 def _import(name: str, value: Any) -> str:
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
@@ -61,11 +103,17 @@ def _import(name: str, value: Any) -> str:
     return f"from {value.__module__} import {value.__qualname__} as {name}"
 
 
-def _spec(value: Any) -> str:
+def _spec(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        sizes, strides = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
-        return f"({sizes}, {strides}, {value.dtype}, {str(value.device)!r})"
-    return repr(_number(value))
+        return tuple(map(_number, value.shape)), tuple(map(_number, value.stride())), value.dtype, str(value.device)
+    return _number(value)
+
+
+def _text(spec: Any) -> str:
+    if isinstance(spec, tuple):
+        sizes, strides, dtype, device = spec
+        return f"({sizes}, {strides}, {dtype}, {device!r})"
+    return repr(spec)
 
 
 def _number(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
+from lightning_ort.compiler.reproduce import make_input
 
 _SECONDS = 0.25
 _MIN_ROUNDS = 3  # after a single round, one interruption of the process would decide
@@ -27,15 +28,9 @@ def samples(region: Region) -> list[Any]:
 def _sample(val: Any, generator: torch.Generator) -> Any:
     if not isinstance(val, torch.Tensor):
         return float(hint_of(val)) if isinstance(val, torch.SymFloat) else int_hint(val)
-    sizes = [int_hint(size) for size in val.shape]
-    strides = [int_hint(stride) for stride in val.stride()]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
-    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
-    if val.dtype.is_floating_point:
-        flat = torch.rand(extent, generator=generator).add_(0.1).to(val.dtype)
-    else:
-        flat = torch.zeros(extent, dtype=val.dtype)
-    return flat.to(val.device).as_strided(sizes, strides)
+    # TypeError for a size that depends on data, which has no hint
+    sizes, strides = (tuple(map(int_hint, numbers)) for numbers in (val.shape, val.stride()))
+    return make_input((sizes, strides, val.dtype, val.device), generator)
 
 
 def measure(

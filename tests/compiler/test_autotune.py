@@ -136,6 +136,29 @@ def test_the_processes_of_a_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(aten.gelu_backward.default) in ops["torch"]
 
 
+@pytest.mark.parametrize("broken", [EXPANDED, TORCH])
+def test_what_fails_when_it_is_timed_is_left_out(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = prefer(monkeypatch, broken)
+    original = timing.warm_up
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    def warm_up(candidates: dict[Any, Any], args: Any, on_failure: Any) -> dict[Any, Any]:
+        calls = {name: fail if name == broken else call for name, call in candidates.items()}
+        return original(calls, args, on_failure)
+
+    monkeypatch.setattr(timing, "warm_up", warm_up)
+
+    backend = ORTBackend({"cache_dir": None, "min_region_nodes": 1})
+    got = gradient(torch.compile(F.gelu, backend=backend), X)
+    torch.testing.assert_close(got.double(), gradient(F.gelu, X.double()), rtol=1e-4, atol=2e-5)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+    assert races[0]
+    assert broken not in races[0]
+
+
 def test_variants_are_kernels_that_are_known() -> None:
     for listed in VARIANTS.values():
         for variant in listed:

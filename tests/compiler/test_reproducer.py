@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from lightning_ort import CompileReport
+from lightning_ort.compiler import reproducer
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import RegionReport
+from lightning_ort.compiler.reproducer import Reproducer
 
 
 def regions_of(module: nn.Module, x: torch.Tensor, **options: bool) -> tuple[list[RegionReport], ORTBackend, object]:
@@ -74,17 +76,40 @@ def test_difference_is_shown(tmp_path: Path) -> None:
     assert printed["largest difference"] > 1e-3
 
 
-def test_report_keeps_no_graph_alive(tmp_path: Path) -> None:
+def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    graphs = []
+    of = Reproducer.of
+
+    def recorded(graph: torch.fx.Graph, model: bytes | None = None) -> Reproducer:
+        graphs.append(weakref.ref(graph))
+        return of(graph, model)
+
+    monkeypatch.setattr(Reproducer, "of", recorded)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     regions, backend, compiled = regions_of(module, torch.randn(2, 4))
-    alive = weakref.ref(module[0].weight)
+    assert backend.report.ort_runs > 0
+    assert graphs
+    assert all(graph() is not None for graph in graphs)
+    alive = [weakref.ref(module[0].weight), *graphs]
     report = backend.report
     del module, backend, compiled
     torch._dynamo.reset()
     gc.collect()
-    assert alive() is None
+    assert [reference() for reference in alive] == [None] * len(alive)
     for again in (regions[0], copy.deepcopy(report).graphs[0].regions[0], pickle.loads(pickle.dumps(regions[0]))):
         assert "aten.tanh" in again.save_reproducer(tmp_path).read_text()
+
+
+def test_text_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = []
+    original = reproducer._graph_of
+    monkeypatch.setattr(reproducer, "_graph_of", lambda steps: made.append(len(steps)) or original(steps))
+    regions, backend, _ = regions_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    assert backend.report.ort_runs > 0
+    assert made == []
+    for _ in range(2):
+        assert "aten.tanh" in regions[0].save_reproducer(tmp_path).read_text()
+    assert len(made) == 1
 
 
 def test_report_of_a_file_says_that_it_has_no_code(tmp_path: Path) -> None:

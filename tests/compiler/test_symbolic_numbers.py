@@ -1,13 +1,16 @@
 """Sizes that are symbolic as numbers in a graph, and sizes that turn out to be 0."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.regions import Timing, Variant
 from lightning_ort.config import ORTConfig
 
 WEIGHT, BIAS = torch.randn(4, 4), torch.randn(4)
@@ -123,3 +126,52 @@ def test_size_becomes_0_in_a_graph_that_takes_it() -> None:
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(gradient, expected_gradient)
         assert backend.report.ort_runs - before == runs
+
+
+def _count(x: torch.Tensor) -> int:
+    number = (x.detach().sum(1) > -100).sum().item() - 1
+    torch._check(number >= 0)
+    torch._check(number <= x.shape[0])
+    return number
+
+
+TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a float": lambda x: x.softmax(1).clamp(max=x.detach().abs().mean().item() / 4).square().sum(1),
+    "an integer": lambda x: (x.softmax(1) / (_count(x) + 1)).square().sum(1),
+    "a size": lambda x: (x.narrow(0, 0, _count(x)) * 2).softmax(1).square().sum(1),
+    "a size of a matrix product": lambda x: (x.narrow(0, 0, _count(x)) @ x.T).softmax(1).square().sum(1),
+}
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("placement", ["always", "measured"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_number_depends_on_data(name: str, placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No region that takes it can be timed, neither against torch nor with as many threads as torch has."""
+    timed: list[Any] = []
+
+    def race(calls: Mapping[Variant, Any], args: Sequence[Any]) -> Timing:
+        for call in calls.values():
+            call(*args)
+        timed.append(args)
+        return Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(timing, "measure", lambda _, calls, in_torch, args, on_failure: race(calls, args))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return TAKEN[name](x.tanh().exp() + x)
+
+    backend = ORTBackend(ORTConfig(placement=placement, min_region_nodes=1, cache_dir=None))
+    compiled = torch.compile(step, backend=backend)
+    for rows in (7, 5, 6):
+        x = torch.randn(rows, 5)
+        for got, expected in zip(_gradient(compiled, x), _gradient(step, x), strict=True):
+            torch.testing.assert_close(got, expected)
+    report = backend.report
+    assert report.ort_runs > 0
+    assert report.fallbacks == []
+    regions = [region for graph in report.graphs for region in graph.regions]
+    untimed = [reason.text for region in regions for reason in region.node_reasons.values()]
+    assert any("depends on data" in text for text in untimed) == (placement == "measured")
+    assert timed  # the rest

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import budget
+from lightning_ort.config import DEFAULT_START, ORTConfig, Start
+from lightning_ort.strategies.capture import budget, gate
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
 from lightning_ort.strategies.capture.budget import FIRST, CompileBudget, Outlook
 from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
@@ -186,12 +187,23 @@ def test_always_is_now_and_amortized_is_honoured(make_trainer: Callable[..., Any
     assert report.graphs == []
 
 
-def test_the_default_is_amortized_where_regions_are_timed(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("default", get_args(Start))
+def test_the_default_holds_where_regions_are_timed(
+    default: str, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # what the tests take for the default
-    assert fit(Small(), ORTStrategy(), make_trainer).strategy.report.graphs == []
-    assert fit(Small(), ORTStrategy(config={"placement": "always"}), make_trainer).strategy.report.graphs != []
+    monkeypatch.setattr(gate, "DEFAULT_START", default)
+    report = fit(Small(), ORTStrategy(), make_trainer).strategy.report
+    assert (report.graphs == []) == (default == "amortized")
+    report = fit(Small(), ORTStrategy(config={"placement": "always"}), make_trainer).strategy.report
+    assert report.ort_runs > 0
+
+
+def test_the_default_is_as_documented() -> None:
+    assert ORTConfig().start is None
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `start` | `None` |")]
+    assert f'`None`: `"{DEFAULT_START}"`' in row
+    assert f'``None`` is ``"{DEFAULT_START}"``' in str(ORTConfig.__doc__)
 
 
 def test_torch_compile_has_no_run_to_wait_for() -> None:
@@ -335,22 +347,22 @@ def test_outlook_of_validation_within_a_fit(make_trainer: Callable[..., Any]) ->
 def test_a_faster_step_pays_and_is_known_to_later_runs(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step saves a second, and a start-up counts as five."""
-    ms = {"ort": 1000.0, "torch": 2000.0}
+    """Each step saves a thousand seconds, and a start-up counts as five thousand."""
+    ms = {"ort": 1e6, "torch": 2e6}  # longer than any compilation, however busy the machine is
     monkeypatch.setattr(
         StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
     )
-    monkeypatch.setattr(StepAutotuner, "overhead", lambda self: 5.0)
+    monkeypatch.setattr(StepAutotuner, "overhead", lambda self: 5000.0)
     report = fit(Dropped(), amortized(), make_trainer).strategy.report
     run = report.run
     assert report.ort_runs > 0
-    assert run.startup_seconds == 5.0  # the call that compiled took less than the step that it replaced
-    assert run.saved_seconds == pytest.approx(round(run.saved_seconds))  # whole steps
+    assert run.startup_seconds == 5000.0  # the call that compiled took less than the step that it replaced
+    assert run.saved_seconds == pytest.approx(round(run.saved_seconds, -3))  # whole steps
     assert run.paid_after is not None
     assert run.paid_after > FIRST + 5
     assert report.to_text().splitlines()[0].startswith(f"paid for itself after step {run.paid_after}: ")
     # without a file of an earlier run this would not start
-    monkeypatch.setattr(budget, "_COST", 1e6)
+    monkeypatch.setattr(budget, "_COST", 1e9)
     assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
     assert fit(Dropped(), amortized(cache_dir=None), make_trainer).strategy.report.graphs == []
 

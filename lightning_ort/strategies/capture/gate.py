@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ort.compiler.cache import Startup
-from lightning_ort.config import ORTConfig
+from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.strategies.capture import budget, outlook
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
 
@@ -24,7 +24,8 @@ _SAMPLES = 16  # steps as they are that are timed; timing waits for a GPU
 
 def is_amortized(config: ORTConfig) -> bool:
     """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
-    return config.start == "amortized" and not torch.are_deterministic_algorithms_enabled()
+    start = config.start or (DEFAULT_START if config.placement == "measured" else "now")
+    return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 
 
 class StartGate:

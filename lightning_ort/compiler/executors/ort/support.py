@@ -9,7 +9,7 @@ import operator
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload, hint_of
+from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
@@ -38,9 +38,6 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
     if node.target in _BETTER_IN_TORCH:
         return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
-        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(n, (torch.SymInt, torch.SymFloat)) and hint_of(n) is None for n in numbers):
-            return Support(False, Reason(ReasonType.DYNAMIC_SHAPE, f"{node.target} with a number that depends on data"))
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPES:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}"))
