@@ -28,6 +28,8 @@ def pytest_collection_finish() -> None:
 def clean_state(tmp_path: Path) -> Iterator[None]:
     environment = dict(os.environ)
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    logger = logging.getLogger("lightning_ort")  # its records may hold what a test counts
+    level = logger.level
     deterministic, default_dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
     os.environ["LIGHTNING_ORT_CACHE_DIR"] = str(tmp_path / "cache")  # not the user's, nor another test's
     torch._dynamo.reset()
@@ -36,6 +38,7 @@ def clean_state(tmp_path: Path) -> Iterator[None]:
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(default_dtype)
+    logger.setLevel(level)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     os.environ.clear()

@@ -32,5 +32,6 @@ def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
     for node in output.all_input_nodes:
         copy_with_views(node, graph, outer)
     graph.output(fx.map_arg(output.args[0], outer.__getitem__))
-    log.debug("%s", graph)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", str(graph))  # the text: whoever keeps the record would keep the sessions too
     return fx.GraphModule(gm, graph).forward

@@ -518,3 +518,14 @@ def test_sigmoid_far_below_zero(function: Callable[[Tensor], Tensor]) -> None:
     got = torch.compile(lambda x: function(x), backend=backend)(x)
     assert backend.report.ort_runs == 1
     torch.testing.assert_close(got.double(), function(x.double()), rtol=1e-5, atol=0)
+
+
+def test_log_records_hold_no_session(caplog: pytest.LogCaptureFixture) -> None:
+    """Who keeps records, as some handlers do, would keep what was compiled."""
+    backend = always(fallback="raise")
+    with caplog.at_level(logging.DEBUG, "lightning_ort"):
+        torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
+    assert backend.report.ort_runs > 0
+    graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.linking"]
+    assert len(graphs) == 2
+    assert all(type(arg) is str for record in graphs for arg in record.args)

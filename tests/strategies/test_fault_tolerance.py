@@ -20,6 +20,7 @@ from lightning_ort import ORTDDPStrategy, ORTStrategy
 from lightning_ort.lightning import AtomicCheckpointIO
 from lightning_ort.strategies import checkpoints
 from lightning_ort.strategies.checkpoints import save_atomically
+from lightning_ort.strategies.distributed import watchdog
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 
@@ -153,3 +154,14 @@ def test_checkpoint_io_is_atomic_unless_chosen() -> None:
     strategy = ORTDDPStrategy(checkpoint_io=wrapping)
     assert strategy.checkpoint_io is wrapping
     assert type(wrapping.checkpoint_io) is AtomicCheckpointIO
+
+
+def test_a_fork_of_what_started_others_was_not_started_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run of several processes, something else may fork those of a next one, as a notebook's launcher does."""
+    monkeypatch.setattr(watchdog, "_launcher_pid", os.getpid())
+    assert watchdog.is_launched_by_rank_zero(0)
+    if (pid := os.fork()) == 0:
+        os._exit(watchdog.is_launched_by_rank_zero(1))
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert watchdog.is_launched_by_rank_zero(0)

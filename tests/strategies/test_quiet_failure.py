@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.report import CompileReport, ReasonType
+from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 
 
 @functools.lru_cache
@@ -179,3 +180,17 @@ def test_recompiles_count_in_all(
     else:
         assert notes == []
         assert report.recompiles >= 5
+
+
+def test_warnings_are_heard_again_if_dynamo_is_reset_while_it_compiles() -> None:
+    """It then calls nobody back at the end."""
+    before = list(warnings.filters)
+    monitor = DynamoMonitor()
+    monitor.begin()
+    try:
+        monitor.on_compile_start()
+        assert warnings.filters != before
+    finally:
+        monitor.end()
+        monitor.remove()
+    assert warnings.filters == before

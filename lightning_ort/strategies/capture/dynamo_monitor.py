@@ -90,6 +90,7 @@ class DynamoMonitor:
     def end(self) -> None:
         """Stop observing, and restore dynamo's settings."""
         _thread.monitor = None
+        self._end_quiet()  # which dynamo has not told us to, if it was reset while it compiled
         if self._settings is not None:
             self._settings.__exit__(None, None, None)
             self._settings = None
@@ -155,12 +156,15 @@ class DynamoMonitor:
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""
-        if self._quiet is not None:
-            self._quiet.__exit__(None, None, None)
-            self._quiet = None
+        self._end_quiet()
         if self._breaks_before is not None:
             self._graph_breaks += dynamo.break_frames(self._breaks_before)
             self._breaks_before = None
+
+    def _end_quiet(self) -> None:
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            self._quiet = None
 
 
 class _Thread(threading.local):

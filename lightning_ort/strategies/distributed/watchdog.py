@@ -59,6 +59,16 @@ def start_watchdog(local_rank: int) -> "ParentWatchdog | None":
     return watchdog
 
 
+def _forget_launch() -> None:
+    """Forget, in a forked process, what its parent has started: a later run there is another one."""
+    global _launcher_pid, _children
+    _launcher_pid, _children = None, []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_launch)
+
+
 class ParentWatchdog(threading.Thread):
     """Ends this process when its parent, rank 0, is gone, because nothing else would."""
 
