@@ -54,9 +54,9 @@ class ORTConfig:
             from the start, ``False`` never.
         recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
             everything except matrix products, convolutions, reductions and random numbers.
-        step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one graph,
-            ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for the
-            ``training_step`` of a LightningModule with automatic optimization.
+        step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one
+            graph, ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for
+            the ``training_step`` of a LightningModule with automatic optimization.
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
             and modules if a step keeps recompiling, ``"off"`` nothing.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the

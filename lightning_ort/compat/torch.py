@@ -19,8 +19,10 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._guards import TracingContext
-from torch._ops import HigherOrderOperator
-from torch._ops import OpOverload  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
+from torch._ops import (
+    HigherOrderOperator,
+    OpOverload,  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
+)
 from torch._prims_common import (
     ELEMENTWISE_TYPE_PROMOTION_KIND,
     elementwise_dtypes,
@@ -177,7 +179,7 @@ def assign_to_backward(node: fx.Node) -> None:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether activation checkpointing asks to compute a node of a joint graph again in the backward pass (torch 2.13)."""
+    """Whether activation checkpointing wants a node of a joint graph to be computed again (torch 2.13)."""
     return partitioners.must_recompute(node)
 
 
@@ -262,6 +264,16 @@ def joint_facts(num_inputs: int) -> JointFacts | None:
         if issubclass(info.raw_type, torch.Tensor) and info.requires_grad_for_backward
     ]
     return JointFacts(list(meta.mutated_inp_runtime_indices), differentiable)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a leaf has hooks that autograd's engine runs when its gradient arrives (torch 2.13)."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to (torch 2.13)."""
+    return tensor._version
 
 
 def keeps_graph() -> bool:

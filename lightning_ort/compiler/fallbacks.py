@@ -196,10 +196,12 @@ class GradientsOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *gradients_and_inputs: Any) -> Any:
+        """Return the gradients; the inputs are there so that they need one."""
         return tuple(None if gradient is None else gradient.detach() for gradient in gradients_and_inputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Raise ``RuntimeError``."""
         raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
 
 

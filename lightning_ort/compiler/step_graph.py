@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import JointFacts, joint_facts, keeps_graph
+from lightning_ort.compat.torch import JointFacts, has_gradient_hooks, joint_facts, keeps_graph, version_of
 from lightning_ort.compiler.fallbacks import GradientsOnce, RunState, gradients_of, leaves
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
@@ -98,7 +98,9 @@ class StepGraph:
         misfit: Callable[[str], None],
         direct: Callable[[], bool],
     ) -> None:
-        assert source.facts is not None and source.gm is not None and source.run is not None
+        assert source.facts is not None
+        assert source.gm is not None
+        assert source.run is not None
         self._run = source.run
         self._eager = eager
         self._misfit = misfit
@@ -218,7 +220,7 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
     """Add gradients to those of the parameters as autograd's engine does; return whether that was possible."""
     sums, summands = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             return False
         before = parameter.grad
         if before is not None:
@@ -238,4 +240,4 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
 
 
 def _versions(args: Sequence[Any]) -> list[int]:
-    return [arg._version if isinstance(arg, torch.Tensor) else 0 for arg in args]
+    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]

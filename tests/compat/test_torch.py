@@ -251,14 +251,14 @@ def test_joint_facts() -> None:
 
     x = torch.randn(3, requires_grad=True)
     trace(counted, x, torch.zeros(()), compiler=look)
-    for other in (lambda x, y: x.view(-1), lambda x, y: (x * y).view(3, 1), lambda x, y: x.detach().add_(y)):
+    for other in (lambda x, y: x.view(-1), lambda x, y: ((z := x * y), z.view(3, 1)), lambda x, y: x.detach().add_(y)):
         torch._dynamo.reset()
         trace(other, x, torch.zeros(3), compiler=look)
     torch._dynamo.reset()
     trace(lambda x: x.sin(), x, compiler=look)  # one input
     plain, *others = [fact for fact in facts if fact is None or fact.differentiable]
     assert plain == compat.JointFacts([0], [1, 2])  # dynamo's order of inputs
-    assert others and others == [None] * len(others)
+    assert others == [None, None, None]
 
 
 @pytest.mark.parametrize("keep", [False, True])

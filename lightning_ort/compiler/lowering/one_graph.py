@@ -77,15 +77,8 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
             if not isinstance(value, torch.Tensor) or not is_static(source):
                 return False
             with gm.graph.inserting_before(node):
-                zero = insert_call(
-                    gm,
-                    aten.full.default,
-                    list(value.shape),
-                    0,
-                    dtype=value.dtype,
-                    device=value.device,
-                    pin_memory=False,
-                )
+                like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+                zero = insert_call(gm, aten.full.default, list(value.shape), 0, **like)
             node.replace_input_with(source, zero)
     output = gm.graph.output_node()
     output.args = (fx.map_arg(output.args[0], lambda node: None if node in zeros else node),)
