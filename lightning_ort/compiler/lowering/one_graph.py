@@ -99,7 +99,7 @@ def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
 
 
 def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Give each gradient memory of its own, in the order of its parameter: it becomes ``.grad``, which is written to."""
+    """Give each gradient memory of its own, laid out as its parameter: it becomes ``.grad``, which is written to."""
     output = gm.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     inputs = gm.graph.find_nodes(op="placeholder")
