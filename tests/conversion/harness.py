@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport, Reason
@@ -40,7 +39,7 @@ def compile_function(
     # what dynamo says of a step: it ends here, and its result is a loss
     graph.compile_subgraph_reason = SimpleNamespace(graph_break=False)
     graph.graph.output_node().all_input_nodes[0].meta["example_value"] = torch.zeros((), requires_grad=True)
-    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+    with tracing(TracingContext(FakeTensorMode(static_shapes=True))):
         return backend(graph, list(inputs)), backend.report
 
 
