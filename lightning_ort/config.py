@@ -25,6 +25,7 @@ DEFAULT_START: Start = "now"  # what start=None is with placement="measured", un
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
+StepGraph = Literal["auto", "joint", "split"]
 Capture = Literal["auto", "step", "modules", "off"]
 MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
 
@@ -53,6 +54,9 @@ class ORTConfig:
             from the start, ``False`` never.
         recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
             everything except matrix products, convolutions, reductions and random numbers.
+        step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one
+            graph, ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for
+            the ``training_step`` of a LightningModule with automatic optimization.
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
             and modules if a step keeps recompiling, ``"off"`` nothing.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
@@ -84,6 +88,7 @@ class ORTConfig:
     min_region_nodes: int = 2
     dynamic: bool | None = None
     recompute: Recompute = 0
+    step_graph: StepGraph = "auto"
     capture: Capture = "auto"
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
@@ -155,6 +160,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": get_args(Kernels),
     "fallback": get_args(Fallback),
     "recompute": get_args(Recompute),
+    "step_graph": get_args(StepGraph),
     "capture": get_args(Capture),
     "dynamic": (None, True, False),
     "check_against_eager": (True, False),

@@ -199,6 +199,12 @@ def release_backend(backend: Any) -> None:
 # The backend
 
 
+def is_last_graph(gm: Any) -> bool:
+    """Whether a captured graph ends where its function returns, and not at a graph break (torch 2.13)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break
+
+
 def aot_backend(**options: Any) -> Callable[..., Any]:
     """Return a backend that compiles ATen graphs, forward and backward, with these compilers (torch 2.13)."""
     return aot_autograd(**options)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.dynamo import aot_backend
+from lightning_ort.compat.dynamo import aot_backend, is_last_graph
 from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
@@ -29,9 +29,11 @@ from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
+from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.placer import Placer, region_report
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
+from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ class ORTBackend:
         label: Prefix for the names of graphs compiled from now on, such as ``"training_step"``.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         leave: Called for each graph; returns whether to leave it to torch.
+        one_graph: Whether a captured graph with a loss is run as one graph under ``step_graph="auto"``.
+        writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
+        misfit: Why a step that was run as one graph needs separate passes, once that has happened.
         cache: What is kept between runs.
 
     Raises:
@@ -81,6 +86,8 @@ class ORTBackend:
         self.label = ""
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
         self.leave: Callable[[], bool] | None = None
+        self.one_graph = self.writes_gradients = False
+        self.misfit: str | None = None
         self._calls = 0
         self.cache = Cache(self.config)
         self._placer = Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
@@ -102,19 +109,20 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
+        source = self._step_source(gm, len(example_inputs))
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             # processes of a run go by what one of them measures, not by what each has kept
-            name = self.cache.graphs_name(gm, example_inputs) if self.agree is None else None
+            name = self.cache.graphs_name(gm, example_inputs, source is not None) if self.agree is None else None
             if name is not None and (kept := self.cache.load_graphs(name)) is not None:
                 self._report_kept(kept, prefix, number)
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
             # the backward graph now: its regions are part of the decision
             with backward_at_once(), lowering.whole_shrinkages():
-                run = self._aot_autograd(compiler)(gm, example_inputs)
+                run = self._aot_autograd(compiler, source)(gm, example_inputs)
         finally:
             if collects:
                 gc.enable()
@@ -129,8 +137,33 @@ class ORTBackend:
             assert gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
             return gm.forward(*args)
 
+        def misfit(why: str) -> None:
+            guard.leave()
+            self.misfit = why
+
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
-        return GuardedGraph(run, eager, monitor, give_up)
+        if source is None or source.run is None:
+            return GuardedGraph(run, eager, monitor, give_up)
+        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients)
+        guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
+        return guard
+
+    def _step_source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
+        """What a step as one graph is made of, if that is wanted and may be possible."""
+        wanted = self.config.step_graph == "joint" or (self.config.step_graph == "auto" and self.one_graph)
+        # after a graph break another result than the loss is differentiated
+        if not wanted or self.config.recompute or not is_last_graph(gm) or (loss := loss_of(gm)) is None:
+            return None
+        return GraphSource(loss, num_inputs)
+
+    def _make_step(self, source: GraphSource) -> fx.GraphModule | None:
+        try:
+            with without_fake_tensors(), torch.no_grad():
+                return source.make()
+        except Exception as error:  # a bug of ours must not end the run
+            log.debug("making one graph of a step failed", exc_info=True)
+            self.fall_back(f"{self.label}/step", RegionRejected(ReasonType.CONVERSION_FAILED, error).reason)
+            return None
 
     def _report_kept(self, graphs: list[GraphReport], prefix: str, number: int) -> None:
         for graph in graphs:
@@ -141,13 +174,28 @@ class ORTBackend:
             _log_compiled(graph)
         self.report.graphs += graphs
 
-    def _aot_autograd(self, compiler: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    def _aot_autograd(
+        self, compiler: Callable[[str], Callable[..., Any]], source: GraphSource | None
+    ) -> Callable[..., Any]:
+        def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and (step := self._make_step(source)) is not None:
+                source.run = compiler("step")(step, inputs)
+                return boxed(forward.forward)
+            return compiler("forward")(forward, inputs)
+
+        def compile_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and source.run is not None:
+                return boxed(backward.forward)
+            return compiler("backward")(backward, inputs)
+
         whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
+        keep_joint = None if source is None else source.keep_joint
+        options = {"recompute": self.config.recompute, "converted": whole, "keep_joint": keep_joint}
         return aot_backend(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
             inference_compiler=compiler("inference"),
-            partition_fn=functools.partial(lowering.split_joint, recompute=self.config.recompute, converted=whole),
+            partition_fn=functools.partial(lowering.split_joint, **options),
             decompositions=lowering.decompositions(whole),
         )
 

@@ -148,14 +148,17 @@ class Cache:
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 
-    def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-        """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it."""
+    def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], one_graph: bool) -> str | None:
+        """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it.
+
+        ``one_graph`` tells whether it was tried as a :mod:`step <.step_graph>`.
+        """
         config = self._config
         wanted = config.cache_dir is not None and config.save_onnx_dir is None
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
         if text is None:
             return None
-        options = (config.placement, config.torch_ops, config.min_region_nodes, config.recompute, config.providers)
+        options = (config.placement, config.torch_ops, config.min_region_nodes, config.recompute, config.providers, one_graph)
         return self.name(text, tuple(map(repr, options)), "graphs")
 
     def load_graphs(self, name: str) -> list[GraphReport] | None:

@@ -62,7 +62,8 @@ class PassMonitor:
 class GuardedGraph:
     """A compiled graph that is replaced by eager, the graph as captured, once one of its passes has failed.
 
-    ``give_up`` gets what the pass failed with and may raise to refuse eager.
+    ``give_up`` gets what the pass failed with and may raise to refuse eager. Without ``has_backward`` gradients need no
+    compiled pass.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class GuardedGraph:
         eager: Callable[..., Any],
         monitor: PassMonitor,
         give_up: Callable[[Exception], None],
+        has_backward: bool = True,
     ) -> None:
         self.run = compiled
+        self._has_backward = has_backward
         self.eager = eager
         self.monitor = monitor
         self._give_up = give_up
@@ -81,7 +84,7 @@ class GuardedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        state = None if self.trusted else _State(args)
+        state = None if self.trusted else RunState(args)
         try:
             if state is None:
                 return self.run(*args)
@@ -96,22 +99,26 @@ class GuardedGraph:
         self.give_up(failure)
         return outputs
 
-    def _run_first(self, args: Sequence[Any], state: "_State") -> Any:
+    def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if backward and self.monitor.separate and self._calls <= _PATIENCE:
+        if self._has_backward and backward and self.monitor.separate and self._calls <= _PATIENCE:
             return _FirstBackward.apply(self, state, *args)
         outputs = self.run(*args)
         self.trusted = True
         return outputs
 
+    def leave(self) -> None:
+        """Go on in eager from now on, although nothing has failed."""
+        self.run, self.trusted = self.eager, True
+
     def give_up(self, error: Exception) -> None:
         """Go on in eager from now on."""
-        self.run, self.trusted = self.eager, True
+        self.leave()
         self._give_up(error)
 
 
-class _State:
+class RunState:
     """What a graph depends on besides its inputs: the states of torch's generators, and autocast."""
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -145,10 +152,10 @@ class _FirstBackward(torch.autograd.Function):
     """A graph that has not been through a backward pass: where that fails, eager does both passes again."""
 
     @staticmethod
-    def forward(ctx: Any, guard: GuardedGraph, state: _State, *args: Any) -> Any:
+    def forward(ctx: Any, guard: GuardedGraph, state: RunState, *args: Any) -> Any:
         ctx.guard, ctx.state, ctx.args = guard, state, args
         ctx.written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
-        ctx.inner = _leaves(args)
+        ctx.inner = leaves(args)
         with torch.enable_grad():
             ctx.outputs = guard.run(*ctx.inner)
         ctx.set_materialize_grads(False)
@@ -166,37 +173,39 @@ class _FirstBackward(torch.autograd.Function):
         failure = None
         if outputs is not None:
             try:
-                found = _gradients(outputs, inner, gradients)
+                found = gradients_of(outputs, inner, gradients)
             except ORTFallbackError:
                 raise
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
-            inner = _leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])
+            inner = leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])
             with ctx.state.again():
                 outputs = guard.eager(*inner)
-            found = _gradients(outputs, inner, gradients)
+            found = gradients_of(outputs, inner, gradients)
         if failure is not None:
             guard.give_up(failure)
         guard.trusted = True
         if torch.is_grad_enabled():  # `create_graph=True`
-            found = _GradientsOnce.apply(len(found), *found, *ctx.args)
+            found = GradientsOnce.apply(len(found), *found, *ctx.args)
         return None, None, *found
 
 
-class _GradientsOnce(torch.autograd.Function):
+class GradientsOnce(torch.autograd.Function):
     """Gradients that cannot be differentiated again, which AOTAutograd's say of themselves as well."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *gradients_and_inputs: Any) -> Any:
+        """Return the gradients; the inputs are there so that they need one."""
         return tuple(None if gradient is None else gradient.detach() for gradient in gradients_and_inputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Raise ``RuntimeError``."""
         raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
 
 
-def _leaves(args: Sequence[Any]) -> list[Any]:
+def leaves(args: Sequence[Any]) -> list[Any]:
     """The same values as leaves of another autograd graph, parameters as parameters."""
     return [_leaf(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
@@ -207,7 +216,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _gradients(outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def gradients_of(outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """The gradient of each input; ``None`` for one that has none."""
     pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     wanted = [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -58,6 +58,7 @@ class ReasonType(enum.Enum):
     ENVIRONMENT = "set by the environment"
     BUDGET = "compile budget used up"
     NOT_COMPILED = "not compiled"
+    SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
 

@@ -301,3 +301,14 @@ def test_numbers_in_graphs() -> None:
         with dynamo.settings_for_steps([], numbers):
             assert torch._dynamo.config.capture_scalar_outputs is numbers
     assert not torch._dynamo.config.capture_scalar_outputs
+
+
+def test_is_last_graph() -> None:
+    last: list[bool] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        last.append(dynamo.is_last_graph(gm))
+        return gm.forward
+
+    torch.compile(halves, backend=backend)(torch.ones(2))
+    assert last == [False, True]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.compiler.random_modules import PROGRAMS, Program
 from tests.conversion import harness
@@ -47,17 +48,18 @@ def jittered(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     return changed
 
 
-def check(program: Program) -> None:
+def check(program: Program, step_graph: str) -> None:
     fn, exact = function_of(program)
     single = harness.copies(exact, torch.float32)
     expected = harness.run(fn, harness.copies(exact))
     eager = [harness.run(fn, jittered(single, seed)) for seed in range(4)]  # the first as it is
     given = harness.copies(single)
-    compiled, report = harness.compile_function(fn, given, 1)
+    compiled, report = harness.compile_function(fn, given, 1, step_graph=step_graph)
     actual = harness.run(compiled, given)
 
     assert not [entry for entry in report.fallbacks if entry.reason.type.is_failure], report.fallbacks
     assert report.ort_runs > 0, report.to_text()
+    assert (report.graphs[0].name == "step_0") == (step_graph == "joint")
     for kind in ("outputs", "gradients", "inputs"):  # the inputs for the buffers, which a batch norm updates
         wants, gots = getattr(expected, kind), getattr(actual, kind)
         likes = zip(*(getattr(result, kind) for result in eager), strict=True)
@@ -77,11 +79,17 @@ COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCh
 @settings(max_examples=100, derandomize=True, **COMMON)
 @given(PROGRAMS)
 def test_random_modules(program: Program) -> None:
-    check(program)
+    check(program, "split")
+
+
+@settings(max_examples=100, derandomize=True, **COMMON)
+@given(PROGRAMS)
+def test_random_modules_as_one_graph(program: Program) -> None:
+    check(program, "joint")
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, print_blob=True, **COMMON)
-@given(PROGRAMS)
-def test_many_random_modules(program: Program) -> None:
-    check(program)
+@given(PROGRAMS, st.sampled_from(["split", "joint"]))
+def test_many_random_modules(program: Program, step_graph: str) -> None:
+    check(program, step_graph)

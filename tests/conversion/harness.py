@@ -3,10 +3,13 @@
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport, Reason
@@ -30,7 +33,14 @@ def compile_function(
 ) -> tuple[Callable[..., Any], CompileReport]:
     """Compile a function that returns a tuple as dynamo would hand it over, without the time that dynamo takes."""
     backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, intra_op_threads=1, **config))
-    return backend(as_graph(fn, len(inputs), num_outputs), list(inputs)), backend.report
+    graph = as_graph(fn, len(inputs), num_outputs)
+    if backend.config.step_graph != "joint":
+        return backend(graph, list(inputs)), backend.report
+    # what dynamo says of a step: it ends here, and its result is a loss
+    graph.compile_subgraph_reason = SimpleNamespace(graph_break=False)
+    graph.graph.output_node().all_input_nodes[0].meta["example_value"] = torch.zeros((), requires_grad=True)
+    with tracing(TracingContext(FakeTensorMode(static_shapes=True))):
+        return backend(graph, list(inputs)), backend.report
 
 
 def as_graph(fn: Callable[..., Any], num_inputs: int, num_outputs: int) -> fx.GraphModule:

@@ -314,5 +314,5 @@ def test_feature(name: str, tmp_path: Path) -> None:
     reports = check_feature(name, tmp_path)
     if FEATURES[name].group == "Shapes":
         graphs = [graph.name for report in reports for graph in report.graphs]
-        for kind in ("training_step/forward", "training_step/backward", "validation_step/inference"):
+        for kind in ("training_step/step", "validation_step/inference"):
             assert 0 < sum(name.startswith(kind) for name in graphs) <= 3

@@ -7,7 +7,7 @@
 A pass has the signature ``(gm) -> None`` and edits the graph in place.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,7 +19,7 @@ from lightning_ort.config import Recompute
 
 __all__ = ["decompositions", "lower", "split_joint", "whole_shrinkages"]
 
-JOINT_PASSES = (joint_passes.drop_detach, joint_passes.drop_casts, joint_passes.recompute_views)
+JOINT_PASSES = (joint_passes.drop_detach, joint_passes.drop_casts)
 FINAL_PASSES = (
     final_passes.divide_as_eager,
     final_passes.draw_masks_first,
@@ -45,12 +45,19 @@ def split_joint(
     *,
     recompute: Recompute,
     converted: Collection[OpOverload],
+    keep_joint: Callable[[fx.GraphModule, int], None] | None,
     num_fwd_outputs: int,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it with one of torch's partitioners."""
+    """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it with one of torch's partitioners.
+
+    ``keep_joint`` gets it before it is split, and the number of its outputs that are not gradients.
+    """
     for joint_pass in JOINT_PASSES:
         joint_pass(joint)
+    if keep_joint is not None:
+        keep_joint(joint, num_fwd_outputs)
+    joint_passes.recompute_views(joint)
     joint.graph.lint()
     joint.recompile()
     halves = split_joint_graph(joint, inputs, _MIN_CUT[recompute], num_fwd_outputs=num_fwd_outputs, **kwargs)

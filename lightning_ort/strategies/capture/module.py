@@ -3,7 +3,8 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
+from lightning_ort.strategies.capture.direct_gradients import may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.gate import StartGate, is_amortized
 from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
@@ -60,6 +62,7 @@ class CapturedModule:
         self._first_batch: int | None = None
         self._strategy = strategy
         self._optimizers: Any = None
+        self._writes_gradients: bool | None = None
         self._module_shims: dict[Engine, ModuleShims] = {}
         self._regions: list[int] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -70,7 +73,7 @@ class CapturedModule:
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
-        self._optimizers = None
+        self._optimizers = self._writes_gradients = None
         self.budget, self._first_batch = CompileBudget(self.config.compile_budget), None
         self.amortized = is_amortized(self.config)
         if (mode := self._choose_mode()) != self.mode:
@@ -150,6 +153,19 @@ class CapturedModule:
         namespace = namespace_of(type(self._strategy))
         assert namespace is not None
         return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Within the block a step that ran as one graph may write the gradients of parameters itself."""
+        if self._writes_gradients is None:
+            namespace = namespace_of(type(self._strategy))
+            assert namespace is not None
+            self._writes_gradients = may_write_gradients(self._strategy, namespace)
+        self.backend.writes_gradients = self._writes_gradients
+        try:
+            yield
+        finally:
+            self.backend.writes_gradients = False
 
     def _stops_compiling(self) -> bool:
         return self.account is not None and self.account.stops_compiling()

@@ -52,7 +52,11 @@ _MAX_RECOMPILING_STEPS = 3
 # In all, as many as dynamo by default allows a frame: a partial last batch, a first epoch and a few counters stay below
 # it, and what does not costs a compilation each time that a new case comes up, however long that takes.
 _MAX_RECOMPILING_STEPS_IN_ALL = 8
-_CHOICE = {"modules": "its child modules are captured instead", "off": "it is left as it is"}
+_CHOICE = {
+    "step": "it is captured as two graphs",
+    "modules": "its child modules are captured instead",
+    "off": "it is left as it is",
+}
 _NO_CONTEXT = nullcontext()
 
 
@@ -108,8 +112,10 @@ class Capture:
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step that is being timed if one is."""
-        timer = self._steps["training_step"].timer if self._active else None
-        with timer.timed() if timer is not None else _NO_CONTEXT:
+        if self._module is None or not self._active:
+            return run(*args, **kwargs)
+        timer = self._steps["training_step"].timer
+        with self._module.backward(), timer.timed() if timer is not None else _NO_CONTEXT:
             try:
                 return run(*args, **kwargs)
             except RuntimeError as error:
@@ -136,6 +142,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._step: Any = None  # the user's, bound
         self._function: Any = None
         self._compiled: dict[Engine, Any] = {}
+        self._one_graph = name == "training_step"  # whether to try
         self._engine: Engine = "ort"  # when the autotuner is done
         self._replacement: Any = None
         self._before: Any = MISSING
@@ -216,6 +223,9 @@ class CapturedStep(AbstractContextManager[None]):
             self._gate = None
         account = self._account
         account.count_step()
+        if self._one_graph and (misfit := self._module.backend.misfit) is not None:
+            self._one_graph = False
+            self._change_mode(self._mode, ReasonType.SPLIT, misfit)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._change_mode("off", ReasonType.BUDGET, account.exceeded)
         autotuner = self.autotuner
@@ -233,6 +243,7 @@ class CapturedStep(AbstractContextManager[None]):
             return self._step(*args, **kwargs)
         module, monitor = self._module, self._module.monitor
         module.backend.label = self._name
+        module.backend.one_graph = self._one_graph and self._mode == "step" and module.module.automatic_optimization
         call = self._step
         shims: Shims = module.shims
         if self._mode == "modules":

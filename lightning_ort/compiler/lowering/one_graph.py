@@ -1,0 +1,187 @@
+"""Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.torch import is_contiguous_or_false, is_higher_order, is_recomputed
+from lightning_ort.compiler.layouts import IN_ORDER, memory_order
+from lightning_ort.compiler.nodes import insert_call, is_static, is_view
+
+aten = torch.ops.aten
+
+
+def loss_of(gm: fx.GraphModule) -> int | None:
+    """Return which output of a captured step is its loss, if that is clear.
+
+    It is the only scalar that needs a gradient, or the one that all other such scalars are part of.
+    """
+    outputs = _outputs(gm)
+    scalars = [index for index, node in enumerate(outputs) if _is_differentiable_scalar(node)]
+    for index in scalars:
+        parts = _ancestors(outputs[index])
+        if all(other == index or outputs[other] in parts for other in scalars):
+            return index
+    return None
+
+
+def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) -> fx.GraphModule | None:
+    """Return a graph that computes the forward pass and the gradients of the loss.
+
+    Args:
+        joint: AOTAutograd's joint graph. Its inputs are those of the forward pass and a tangent for each output that
+            needs a gradient, its results the outputs and the gradient of each input, ``None`` where there is none.
+        num_fwd_outputs: How many outputs there are.
+        loss_tangent: Which of the tangents is the loss's.
+
+    Returns:
+        A graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
+        recomputed, a gradient is sparse, or the graph holds an operation of a higher order.
+
+    """
+    if any(is_recomputed(node) or is_higher_order(node) for node in joint.graph.nodes):
+        return None
+    results = [node.meta["val"] for node in joint.graph.output_node().all_input_nodes]
+    if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in results):
+        return None  # sparse gradients
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(joint.graph, {}))
+    gm = fx.GraphModule(joint, graph)
+    gm.graph.output_node().meta = dict(joint.graph.output_node().meta)
+    tangents = [node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    loss = tangents.pop(loss_tangent)
+    if not _drop_zeros(gm, tangents, loss):
+        return None
+    for node in tangents:
+        gm.graph.erase_node(node)
+    _separate_gradients(gm, num_fwd_outputs)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> bool:
+    """Remove what the tangents of other outputs contribute: a gradient is linear in them, and they are zero."""
+    of_loss, of_others = _descendants([loss]), _descendants(tangents)
+    zeros = of_others - of_loss
+    for node in list(gm.graph.nodes):
+        if node not in of_loss or node.op == "output":
+            continue
+        for source in [source for source in node.all_input_nodes if source in zeros]:
+            if (other := _other_addend(node, source)) is not None:
+                node.replace_all_uses_with(other)
+                break
+            value = source.meta["val"]
+            if not isinstance(value, torch.Tensor) or not is_static(source):
+                return False
+            with gm.graph.inserting_before(node):
+                like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+                zero = insert_call(gm, aten.full.default, list(value.shape), 0, **like)
+            node.replace_input_with(source, zero)
+    output = gm.graph.output_node()
+    output.args = (fx.map_arg(output.args[0], lambda node: None if node in zeros else node),)
+    gm.graph.eliminate_dead_code()
+    return all(not node.users for node in tangents)
+
+
+def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The tensor that a sum with zero is equal to."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    others = [arg for arg in node.args if arg is not source]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    mine, its = node.meta["val"], others[0].meta["val"]
+    alike = isinstance(its, torch.Tensor) and (mine.shape, mine.dtype) == (its.shape, its.dtype)
+    return others[0] if alike else None
+
+
+def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Give each gradient memory of its own, laid out as its parameter: it becomes ``.grad``, which is written to."""
+    output = gm.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    taken = {_base(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
+    for index in range(num_fwd_outputs, len(results)):
+        node, of = results[index], inputs[index - num_fwd_outputs]
+        if not isinstance(node, fx.Node):
+            continue
+        base, value, like = _base(node), node.meta["val"], of.meta["val"]
+        owned = base.op == "call_function" and base not in taken and (base is node or _is_whole(node, base))
+        taken.add(base)
+        if owned and str(value.stride()) == str(like.stride()):
+            continue
+        contiguous = is_contiguous_or_false(like)
+        order = torch.contiguous_format if contiguous else torch.preserve_format
+        with gm.graph.inserting_before(output):
+            results[index] = copy = insert_call(gm, aten.clone.default, node, memory_format=order)
+            if not contiguous:
+                results[index] = insert_call(gm, IN_ORDER, copy, memory_order(like))
+    output.args = (results,)
+
+
+def _is_whole(view: fx.Node, base: fx.Node) -> bool:
+    val = base.meta["val"]
+    return isinstance(val, torch.Tensor) and str(val.numel()) == str(view.meta["val"].numel())
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _outputs(gm: fx.GraphModule) -> list[Any]:
+    found: list[Any] = []
+    fx.map_arg(gm.graph.output_node().args[0], found.append)
+    return found
+
+
+def _is_differentiable_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return (
+        isinstance(value, torch.Tensor) and value.requires_grad and value.dim() == 0 and value.dtype.is_floating_point
+    )
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, todo = {node}, [node]
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        new = [user for user in todo.pop().users if user not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def reaches_outputs(gm: fx.GraphModule, source: fx.Node, outputs: set[int]) -> bool:
+    """Whether any of these results of a graph depends on the value of an input."""
+    found, todo = {source}, [source]
+    while todo:
+        node = todo.pop()
+        new = [user for user in _readers(node) if user not in found]
+        found.update(new)
+        todo += new
+    results = gm.graph.output_node().args[0]
+    return any(results[index] in found for index in outputs)  # type: ignore[index]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes whose values depend on a node's; a batch norm in training mode only updates its running statistics."""
+    for user in node.users:
+        if user.target is aten._native_batch_norm_legit_functional.default and user.args[5] is True:
+            x, weight, bias, *statistics = user.args[:5]
+            if node in statistics and node not in (x, weight, bias):
+                yield from (item for item in user.users if item.args[1] in (3, 4))
+                continue
+        yield user

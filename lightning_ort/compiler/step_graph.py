@@ -1,0 +1,243 @@
+"""A captured training step as one graph: :class:`StepGraph`.
+
+AOTAutograd makes two graphs of a step, with torch's autograd engine between them. A step that ends in a loss needs only
+one: it computes the loss and the gradients at once, and they wait until ``loss.backward()`` asks for them. Activations
+stay inside the graph, and between forward and backward pass nothing is handed over.
+
+Gradients are linear in the gradient of the loss, which is an input of the graph: the one that arrived last is expected
+again, such as 1, or the scale of a gradient scaler. If another one arrives, the gradients are multiplied.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.torch import JointFacts, has_gradient_hooks, joint_facts, keeps_graph, version_of
+from lightning_ort.compiler.fallbacks import GradientsOnce, RunState, gradients_of, leaves
+from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
+from lightning_ort.compiler.nodes import is_random
+
+
+class GraphSource:
+    """What one captured graph's :class:`StepGraph` is made of, collected while AOTAutograd compiles it.
+
+    Attributes:
+        loss: Which result of the graph is the loss.
+        facts: What AOTAutograd found out about it.
+        gm: The step as one graph.
+        run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
+
+    """
+
+    def __init__(self, loss: int, num_inputs: int) -> None:
+        self.loss = loss
+        self._num_inputs = num_inputs
+        self._joint: tuple[fx.GraphModule, int] | None = None
+        self.facts: JointFacts | None = None
+        self.gm: fx.GraphModule | None = None
+        self.run: Callable[[list[Any]], Sequence[Any]] | None = None
+
+    def keep_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+        """Keep a copy of the joint graph, which is split next."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(joint.graph, {}))
+        self._joint = fx.GraphModule(joint, graph), num_fwd_outputs
+
+    def make(self) -> fx.GraphModule | None:
+        """Return the step as one graph, or ``None`` if it cannot be one; called while the forward graph is compiled."""
+        if self._joint is None:
+            return None
+        (joint, num_fwd_outputs), self._joint = self._joint, None
+        self.facts = facts = joint_facts(self._num_inputs)
+        if facts is None or self.loss not in facts.differentiable:
+            return None
+        gm = one_graph(joint, num_fwd_outputs, facts.differentiable.index(self.loss))
+        if gm is None:
+            return None
+        inputs = gm.graph.find_nodes(op="placeholder")
+        results = set(range(len(facts.written), num_fwd_outputs))
+        if len(facts.differentiable) > 1 and any(reaches_outputs(gm, inputs[i], results) for i in facts.written):
+            return None  # the step could not be done again from what the buffer is afterwards
+        self.gm = gm
+        return gm
+
+
+@dataclass
+class _Pass:
+    """One run of a step, whose gradients wait."""
+
+    gradients: list[torch.Tensor] | None
+    expected: tuple[float, torch.Tensor]  # the gradient of the loss for which they were computed
+    results: Sequence[torch.Tensor]  # differentiable
+    parameters: Sequence[torch.Tensor] = ()  # if the gradients may be written to them
+    args: Sequence[Any] = ()  # and what else it takes to do the step again
+    versions: Sequence[int] = ()
+    state: RunState | None = None
+
+
+class StepGraph:
+    """Runs a captured step as one graph.
+
+    Args:
+        source: Its parts.
+        eager: The graph as captured.
+        misfit: Called with the reason if the step turns out to need passes of its own; it is not to be used again.
+        direct: Returns whether gradients may be written to parameters without the autograd engine: whether
+            ``loss.backward()`` runs, and nothing but the hooks of tensors observes it.
+
+    """
+
+    def __init__(
+        self,
+        source: GraphSource,
+        eager: Callable[..., Any],
+        misfit: Callable[[str], None],
+        direct: Callable[[], bool],
+    ) -> None:
+        assert source.facts is not None
+        assert source.gm is not None
+        assert source.run is not None
+        self._run = source.run
+        self._eager = eager
+        self._misfit = misfit
+        self._direct = direct
+        self._written, self._differentiable = source.facts.written, source.facts.differentiable
+        self._loss = self._differentiable.index(source.loss)
+        results: Sequence[Any] = source.gm.graph.output_node().args[0]  # type: ignore[assignment]
+        *inputs, tangent = source.gm.graph.find_nodes(op="placeholder")
+        self._start = len(results) - len(inputs)  # of the gradients
+        self._targets = [index for index in range(len(inputs)) if results[self._start + index] is not None]
+        self._draws = any(is_random(node) for node in source.gm.graph.nodes)
+        like = tangent.meta["val"]
+        self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
+        self._waits = False  # for a backward pass
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step; its gradients wait for the backward pass."""
+        if self._waits:
+            self._misfit("no gradient of its loss was asked for")
+            return self._eager(*args)
+        several = len(self._differentiable) > 1
+        state = RunState(args) if several and self._draws else None
+        expected = self._expected
+        with torch.no_grad():
+            outputs = self._run([*args, expected[1]])
+            for index, new in zip(self._written, outputs, strict=False):
+                args[index].copy_(new)
+        results = list(outputs[len(self._written) : self._start])
+        gradients = [outputs[self._start + index] for index in self._targets]
+        inputs = [args[index] for index in self._targets]
+        one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
+        if all(value.is_leaf for value in inputs):
+            one.parameters = inputs
+        if several:
+            one.args, one.state, one.versions = args, state, _versions(args)
+        for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs), strict=True):
+            results[index] = result
+        self._waits = True
+        return tuple(results)
+
+    def backward(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of a run for those of its results."""
+        self._waits = False
+        tangent = tangents[self._loss]
+        if any(other is not None for index, other in enumerate(tangents) if index != self._loss):
+            self._misfit("a result beside its loss is differentiated")
+            found = self._again(one, tangents)
+        elif tangent is None:
+            return [None] * len(self._targets)
+        else:
+            found = self._take(one)
+            self._multiply(found, tangent, one.expected)
+            if one.parameters and self._direct() and _accumulate(one.parameters, found):
+                return [None] * len(found)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            found = GradientsOnce.apply(len(found), *found, *one.parameters, tangent)
+        return found
+
+    def _take(self, one: _Pass) -> list[torch.Tensor]:
+        """The gradients of a run, which it gives away if its graph is not kept."""
+        if one.gradients is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward"
+                " through the graph a second time."
+            )
+        if keeps_graph():
+            return [gradient.clone() for gradient in one.gradients]
+        found, one.gradients = one.gradients, None
+        return found
+
+    def _multiply(
+        self, gradients: list[torch.Tensor], tangent: torch.Tensor, expected: tuple[float, torch.Tensor]
+    ) -> None:
+        """Multiply gradients by what the gradient of the loss is in units of the expected one."""
+        if tangent.device.type != "cpu":  # to compare would wait for the device
+            torch._foreach_mul_(gradients, tangent / expected[1])
+            self._expected = (1.0, tangent.detach().clone())
+            return
+        value = float(tangent)
+        if value == expected[0]:
+            return
+        torch._foreach_mul_(gradients, tangent / expected[1])
+        if value and math.isfinite(value):
+            self._expected = (value, tangent.detach().clone())
+
+    def _again(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of several results: eager does the step again."""
+        if one.versions != _versions(one.args):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation"
+            )
+        inner = leaves([arg.clone() if index in self._written else arg for index, arg in enumerate(one.args)])
+        assert one.state is not None or not self._draws
+        with one.state.again() if one.state is not None else torch.enable_grad():
+            outputs = self._eager(*inner)
+        by_index = dict(zip(self._differentiable, tangents, strict=True))
+        found = gradients_of(outputs, inner, [by_index.get(index) for index in range(len(outputs))])
+        return [found[index] for index in self._targets]
+
+
+class _Results(torch.autograd.Function):
+    """The differentiable results of a run, for the autograd engine."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: StepGraph, one: _Pass, *inputs: torch.Tensor) -> Any:
+        ctx.graph, ctx.one = graph, one
+        ctx.set_materialize_grads(False)
+        results, one.results = tuple(one.results), ()
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        return None, None, *ctx.graph.backward(ctx.one, tangents)
+
+
+def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
+    """Add gradients to those of the parameters as autograd's engine does; return whether that was possible."""
+    sums, summands = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if has_gradient_hooks(parameter):
+            return False
+        before = parameter.grad
+        if before is not None:
+            if before.requires_grad or before.layout is not torch.strided:
+                return False
+            sums.append(before)
+            summands.append(gradient)
+        elif gradient.stride() != parameter.stride():
+            return False
+    if sums:
+        torch._foreach_add_(sums, summands)
+    if len(sums) < len(parameters):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+    return True
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]

@@ -1,0 +1,34 @@
+"""Whether ``loss.backward()`` may write gradients to the parameters itself: :func:`may_write_gradients`."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_ort._imports import LightningNamespace
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+
+def may_write_gradients(strategy: "Strategy", namespace: LightningNamespace) -> bool:
+    """Return whether nobody takes part in the backward pass of a run but Lightning.
+
+    A wrapper such as DDP listens to autograd's engine, and code of the user that runs before ``loss.backward()``, or
+    instead of it, may ask for gradients without wanting them in ``.grad``.
+    """
+    module = strategy.lightning_module
+    if module is None or strategy.model is not module or not module.automatic_optimization:
+        return False
+    base = namespace.submodule("core.module").LightningModule
+    callback = namespace.submodule("callbacks.callback").Callback
+    precision = namespace.submodule("plugins.precision.precision").Precision
+    trainer: Any = module.trainer
+    return (
+        _keeps(module, base, "backward")
+        and _keeps(module, base, "on_before_backward")
+        and all(_keeps(one, callback, "on_before_backward") for one in trainer.callbacks)
+        and _keeps(strategy.precision_plugin, precision, "backward")
+    )
+
+
+def _keeps(instance: Any, base: type, method: str) -> bool:
+    """Whether a method is that of a base class."""
+    return getattr(getattr(instance, method), "__func__", None) is getattr(base, method)
