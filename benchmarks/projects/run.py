@@ -10,6 +10,7 @@ FILE]``. ``make projects`` makes the environments first.
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -62,7 +63,8 @@ def difference(one: Fit, other: Fit) -> float:
         return float("inf")
     pairs = [*zip(one["losses"], other["losses"], strict=True)]
     pairs += [(value, other["metrics"][name]) for name, value in one["metrics"].items()]
-    return max((abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs), default=float("inf"))
+    differences = [abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs if not math.isnan(a) or not math.isnan(b)]
+    return max((float("inf") if math.isnan(value) else value for value in differences), default=float("inf"))
 
 
 def new_lines(stock: Fit, ort: Fit) -> list[str]:
