@@ -61,6 +61,27 @@ def test_not_a_number_on_one_side_is_a_difference(projects: ModuleType, one: flo
 def test_lines_that_only_ort_printed(projects: ModuleType) -> None:
     stock = made([], lines=["epoch 1 took 2.5 s", "hello"])
     assert projects.new_lines(stock, made([], lines=["hello", "epoch 3 took 4.5 s", "oh"])) == ["oh"]
+    ours = ["lightning-ort: torch.Adam runs as torch.Adam (fused)", "step runs in torch: capture failed"]
+    assert projects.new_lines(stock, made([], lines=ours)) == ours[1:]
+
+
+@pytest.mark.parametrize(
+    ("engine", "seconds", "note", "text"),
+    [
+        ("ort", 1.0, "", "ORT"),
+        ("torch", 1.0, "SLOWER", "torch as it is"),
+        ("inductor", 1.0, "", "inductor"),
+        ("", 0.0, "NOT_COMPILED", "nothing compiled"),
+        ("", 1.0, "BUDGET", "torch as it is"),
+        ("", 1.0, "NOT_COMPILED", "torch as it is"),  # a validation step was compiled
+        ("", 1.0, "GRAPH_BREAK", "captured, not timed"),
+    ],
+)
+def test_what_was_kept(projects: ModuleType, engine: str, seconds: float, note: str, text: str) -> None:
+    steps = [{"name": "validation_step", "engine": "ort"}]
+    steps += [{"name": "training_step", "engine": engine}] if engine else []
+    notes = [{"where": "training_step", "reason": {"type": note}}] if note else []
+    assert projects.kept({"steps": steps, "notes": notes, "startup_seconds": seconds}) == text
 
 
 def test_page(projects: ModuleType, tmp_path: Path) -> None:

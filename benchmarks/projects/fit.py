@@ -9,17 +9,14 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
-import pytorch_lightning
+import cpu_torchvision
 import torch
-
-import lightning_ort  # noqa: F401  registers the strategies
 
 STRATEGIES = {"stock": {"strategy": "auto"}, "ort": {"strategy": "ort"}, "double": {"precision": "64-true"}}
 
@@ -73,9 +70,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
+    cpu_torchvision.make_importable()
+    import lightning.pytorch
+    import pytorch_lightning
+
+    import lightning_ort  # noqa: F401  registers the strategies
+
+    # one line for each, wherever it comes from: the same warning may come from a captured step and from stock's
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {' '.join(str(message).split())}\n"
     group, function = args.row.split(".")
     record: dict[str, Any] = {"losses": [], "metrics": {}, "seconds": 0.0, "processor_seconds": 0.0, "error": ""}
-    sys.path.insert(0, str(Path(__file__).parent))
     train = getattr(importlib.import_module(f"rows.{group}"), function)
     for namespace in (lightning.pytorch, pytorch_lightning):
         Watch(namespace, record)

@@ -68,23 +68,25 @@ def difference(one: Fit, other: Fit) -> float:
 
 
 def new_lines(stock: Fit, ort: Fit) -> list[str]:
-    """Return what ``ort`` printed and stock did not, without regard to numbers."""
+    """Return what ``ort`` printed and stock did not, without regard to numbers and to what we tell of ordinary runs."""
 
     def form(line: str) -> str:
         return re.sub(r"\d+", "0", line).strip()
 
     known = {form(line) for line in stock["lines"]}
-    return [line for line in ort["lines"] if form(line) not in known]
+    ordinary = re.compile(r"lightning-ort: |.* compute nodes on ONNX Runtime in ")
+    return [line for line in ort["lines"] if form(line) not in known and not ordinary.match(line)]
 
 
 def kept(report: dict[str, Any]) -> str:
     """Say what the training step runs on at the end of the run."""
-    if not report["graphs"]:
-        return "nothing compiled"
     engines = {step["name"]: step["engine"] for step in report["steps"]}
-    if "training_step" not in engines:
-        return "captured, not timed"
-    return {"ort": "ORT", "torch": "torch as it is"}.get(engines["training_step"], engines["training_step"])
+    if "training_step" in engines:
+        return {"ort": "ORT", "torch": "torch as it is"}.get(engines["training_step"], engines["training_step"])
+    if report["startup_seconds"] == 0:
+        return "nothing compiled"
+    choices = [note["reason"]["type"] for note in report["notes"] if note["where"] == "training_step"]
+    return "torch as it is" if {"BUDGET", "NOT_COMPILED"} & set(choices) else "captured, not timed"
 
 
 def measure(row: Row, length: str, start: str, rounds: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-VOCABULARY, LENGTH, EXAMPLES = 2000, 64, 64
+VOCABULARY, LENGTH, EXAMPLES, BATCH = 2000, 64, 64, 4
 
 
 class LanguageModel(pl.LightningModule):
@@ -42,14 +42,14 @@ def _tokens(seed: int, length: int = LENGTH) -> Tensor:
 def _fit(network: nn.Module, columns: dict[str, Tensor], steps: int, trainer: dict[str, Any]) -> None:
     examples = [{name: values[k] for name, values in columns.items()} for k in range(EXAMPLES)]
     pl.Trainer(max_steps=steps, max_epochs=-1, **trainer).fit(
-        LanguageModel(network), DataLoader(examples, batch_size=8, shuffle=True)
+        LanguageModel(network), DataLoader(examples, batch_size=BATCH, shuffle=True)
     )
 
 
 def t5(steps: int, **trainer: Any) -> None:
     """An encoder and a decoder with relative positions."""
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=256, d_kv=32, d_ff=1024, num_layers=4, num_heads=8, decoder_start_token_id=0
+        vocab_size=VOCABULARY, d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, decoder_start_token_id=0
     )
     columns = {"input_ids": _tokens(0), "labels": _tokens(1, 32)}
     _fit(transformers.T5ForConditionalGeneration(config), columns, steps, trainer)

@@ -1,29 +1,18 @@
 """Pictures: self-supervised learning with lightly, classifiers of timm."""
 
 import copy
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
-
-# PyPI's build of torchvision is for CUDA. Beside a CPU build of torch its operators are missing, which its import does
-# not survive; nothing here needs them.
-try:
-    import torchvision
-except RuntimeError:
-    with suppress(RuntimeError):
-        for _name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision
-
 import timm
+import torch
+import torchvision
 from lightly.loss import NegativeCosineSimilarity, NTXentLoss
 from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead, SimCLRProjectionHead
 from lightly.models.utils import deactivate_requires_grad, update_momentum
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES = 10
 
@@ -121,13 +110,13 @@ class Classifier(pl.LightningModule):
 
 
 def _fit(model: pl.LightningModule, second: Tensor, steps: int, trainer: dict[str, Any]) -> None:
-    pictures = torch.randn(128, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    pictures = torch.randn(128, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(pictures, second), batch_size=16, shuffle=True)
     pl.Trainer(max_steps=steps, max_epochs=-1, log_every_n_steps=5, **trainer).fit(model, loader)
 
 
 def _view() -> Tensor:
-    return torch.randn(128, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(128, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 def _labels() -> Tensor:
@@ -151,7 +140,7 @@ def resnet(steps: int, **trainer: Any) -> None:
 
 def vit(steps: int, **trainer: Any) -> None:
     """A small vision transformer."""
-    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_rate": 0.1}
+    sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "drop_rate": 0.1}
     _fit(Classifier("vit_tiny_patch16_224", **sizes), _labels(), steps, trainer)
 
 
