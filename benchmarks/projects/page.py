@@ -9,10 +9,10 @@ Result = dict[str, Any]
 
 HEAD = """# Other people's models
 
-{count} models of {packages} packages, trained on a CPU by stock Lightning and by `strategy="ort"`, on the same made-up
-data and from the same seeds. `make projects` writes this page; the models are in
+{count} models of other projects, trained on a CPU by stock Lightning and by `strategy="ort"`, on the same made-up data
+and from the same seeds. `make projects` writes this page; the models are in
 [`benchmarks/projects`](../benchmarks/projects). Each fit is a process of its own with empty caches, so its seconds
-contain all compiling. Measured on {dates} with {versions}.
+contain all compiling. {measured}
 
 - **stock, ort:** seconds of the whole `fit`, the median where there were several.
 - **kept:** what the training step runs on at the end. *Nothing compiled*: with
@@ -31,22 +31,19 @@ def write_page(path: Path, results: dict[str, Result]) -> None:
     good = [result for result in results.values() if not result["error"]]
     versions = sorted({f"{name} {version}" for result in good for name, version in result["versions"].items()})
     named = {row.name: row for row in ROWS}
-    measured = [named[name] for name in dict.fromkeys(result["row"] for result in results.values()) if name in named]
-    parts = [
-        HEAD.format(
-            count=len(measured),
-            packages=len({package_of(row) for row in measured}),
-            dates=" to ".join(sorted({min(r["date"] for r in good), max(r["date"] for r in good)})),
-            versions=", ".join(versions),
-        )
-    ]
+    dates = dict.fromkeys(sorted(result["date"] for result in good))
+    measured = (
+        f"Measured on {', '.join(dates)} with {', '.join(versions)}." if good else "Nothing has been measured yet."
+    )
+    parts = [HEAD.format(count=len(ROWS), measured=measured)]
     for length, start in dict.fromkeys((result["length"], result["start"]) for result in results.values()):
         chosen = [result for result in results.values() if (result["length"], result["start"]) == (length, start)]
         rows = [line_of(named[result["row"]], result) for result in chosen if result["row"] in named]
         parts.append(
             f'## {length.capitalize()} fits, `start="{start}"`\n\n{HEADINGS}\n' + "\n".join(sorted(rows)) + "\n"
         )
-    parts.append("## Left out\n\n" + "\n".join(f"- **{name}:** {reason}" for name, reason in LEFT_OUT.items()) + "\n")
+    if LEFT_OUT:
+        parts.append("\n".join(["## Left out", "", *(f"- **{name}:** {why}" for name, why in LEFT_OUT.items()), ""]))
     path.write_text("\n".join(parts), encoding="utf-8")
 
 

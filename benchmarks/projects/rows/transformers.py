@@ -89,7 +89,8 @@ def bert(steps: int, **trainer: Any) -> None:
 
 def gpt2(steps: int, **trainer: Any) -> None:
     """A causal language model."""
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=4, n_positions=LENGTH)
+    sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": LENGTH}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **sizes)
     tokens = _tokens(0)
     _fit(transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}, steps, trainer)
 
