@@ -10,12 +10,13 @@ TEST_ARGS ?=
 TEST_WORKERS ?= auto
 DEMO_ARGS ?=
 EXAMPLES_ARGS ?=
+PROJECTS_ARGS ?= --length short medium --start amortized now --rounds 3
 
-.PHONY: help install test test-slow coverage demo digits examples lint format bench docs conformance wheel clean distclean
+.PHONY: help install test test-slow coverage demo digits examples lint format bench projects docs conformance wheel clean distclean
 
 help:
-	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | docs | conformance | wheel | clean | distclean"
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS="
+	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | projects | docs | conformance | wheel | clean | distclean"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS= PROJECTS_ARGS="
 
 install: $(INSTALLED)
 
@@ -74,6 +75,20 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/hot_path.py
 	$(BIN)/python benchmarks/compile_time.py
 
+# Third-party packages, each in an environment of its own that sees this one's packages behind its own: `--no-deps`, since
+# the lists are complete, and nothing may bring another torch. In a worktree with another's environment:
+# make projects VENV=../main/.venv -o ../main/.venv/.installed
+PROJECTS := $(patsubst benchmarks/projects/requirements/%.txt,.projects/%/.installed,$(wildcard benchmarks/projects/requirements/*.txt))
+projects: $(PROJECTS)
+	$(BIN)/python benchmarks/projects/run.py --json benchmarks/results/projects.json --page docs/projects.md $(PROJECTS_ARGS)
+
+.projects/%/.installed: benchmarks/projects/requirements/%.txt $(INSTALLED)
+	$(BIN)/python -m venv --without-pip .projects/$*
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.projects/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/behind.pth"
+	.projects/$*/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps -r $<
+	touch $@
+
 docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -96,7 +111,7 @@ wheel: $(INSTALLED)
 
 clean:
 	rm -rf build dist site *.egg-info .coverage.* .pytest_cache .mypy_cache .ruff_cache lightning_logs
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.projects/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .projects

@@ -1,5 +1,6 @@
 """What torch's compiler says to its developers is recognised, and read in our words."""
 
+import contextlib
 import logging
 import os
 import warnings
@@ -91,6 +92,21 @@ def test_user_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert user_line([(mine, 3), (package, 7)]) == f"forecasting{os.sep}model.py:7"
     assert user_line([(mine, 3), (dynamo_messages.__file__, 5), ("<string>", 1)]) == "train.py:3"
     assert user_line([(torchs, 5)]) == user_line([]) == ""
+
+
+def test_a_function_whose_rest_is_left_as_it_is() -> None:
+    def leaves(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        x = x * 2
+        with contextlib.ExitStack() as stack:  # where no graph can begin again
+            stack.callback(print, end="")
+            torch._dynamo.graph_break()
+        return x
+
+    before = len(torch._dynamo.utils.graph_break_reasons)
+    torch.compile(leaves, backend="eager")(torch.ones(2))
+    reasons = [plain_reason(entry.reason) for entry in torch._dynamo.utils.graph_break_reasons[before:]]
+    assert "the rest of the function runs outside of graphs" in reasons
 
 
 def test_is_about_numbers() -> None:

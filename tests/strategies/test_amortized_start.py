@@ -102,6 +102,13 @@ def test_a_short_fit_compiles_nothing(make_trainer: Callable[..., Any]) -> None:
     assert report.to_dict()["verdict"].startswith("not compiled yet: ")
 
 
+def test_the_verdict_of_a_fit_is_that_of_its_training_step(make_trainer: Callable[..., Any]) -> None:
+    report = fit(Dropped(), amortized(), make_trainer, limit_val_batches=2, max_epochs=3).strategy.report
+    assert report.graphs == []
+    assert {"training_step", "validation_step"} <= {note.where for note in report.notes}  # validation decides last
+    assert report.run.verdict.startswith("not compiled yet: training_step: ")
+
+
 def test_a_run_of_two_steps_has_nothing_to_go_by(make_trainer: Callable[..., Any]) -> None:
     report = fit(Small(), amortized(), make_trainer, max_steps=2).strategy.report
     assert report.graphs == []

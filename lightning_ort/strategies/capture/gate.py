@@ -69,7 +69,7 @@ class StartGate:
         run = backend.report.run
         if starts:
             run.waiting = ""
-        elif run.startup_seconds == 0:
+        elif run.startup_seconds == 0 and (self._name == "training_step" or "training_step" not in run.waiting):
             run.waiting = f"{self._name}: {self.why_closed}"
         return starts
 
