@@ -17,10 +17,9 @@ from torch import fx, nn
 from torch._decomp import core_aten_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
-from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 from torch._ops import (
-    HigherOrderOperator,
     OpOverload,  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
 )
 from torch._prims_common import (
@@ -178,16 +177,6 @@ def assign_to_backward(node: fx.Node) -> None:
     node.meta["partitioner_tag"] = "is_backward"
 
 
-def is_recomputed(node: fx.Node) -> bool:
-    """Whether activation checkpointing wants a node of a joint graph to be computed again (torch 2.13)."""
-    return partitioners.must_recompute(node)
-
-
-def is_higher_order(node: fx.Node) -> bool:
-    """Whether a node calls an operation that takes functions, such as a branch or a hook (torch 2.13)."""
-    return isinstance(node.target, HigherOrderOperator)
-
-
 def is_graph_argument(node: fx.Node) -> bool:
     """Whether a node is an argument of the traced function, not a saved tensor or a gradient (torch 2.13)."""
     return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
@@ -219,66 +208,6 @@ def traced_graph_facts() -> GraphFacts | None:
         info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in inputs
     )
     return GraphFacts(len(inputs), [index for index, info in enumerate(inputs) if info.mutates_data], separate)
-
-
-class JointFacts(NamedTuple):
-    """What AOTAutograd found out about a joint graph that can be run at once.
-
-    Args:
-        written: Indices of the inputs that the graph writes to, whose new values are its first outputs.
-        differentiable: Indices of the outputs after those that have a tangent, in the order of the tangents.
-
-    """
-
-    written: list[int]
-    differentiable: list[int]
-
-
-def joint_facts(num_inputs: int) -> JointFacts | None:
-    """What AOTAutograd found out about the joint graph that is being compiled (torch 2.13).
-
-    ``None`` if its forward pass takes or returns something else than plain tensors that share no memory.
-    """
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return None
-    meta = context.fw_metadata
-    own = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
-    plain = (
-        len(meta.input_info) == num_inputs
-        and not any(info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in meta.input_info)
-        and all(info.output_type in own for info in meta.output_info)
-        and not meta.num_intermediate_bases
-        and not meta.tokens
-        and not meta.is_rng_op_functionalized
-        and meta.grad_enabled_mutation is None
-        and not any(
-            isinstance(one, SubclassCreationMeta) for one in [*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta]
-        )
-    )
-    if not plain:
-        return None
-    differentiable = [
-        index
-        for index, info in enumerate(meta.output_info)
-        if issubclass(info.raw_type, torch.Tensor) and info.requires_grad_for_backward
-    ]
-    return JointFacts(list(meta.mutated_inp_runtime_indices), differentiable)
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a leaf has hooks that autograd's engine runs when its gradient arrives (torch 2.13)."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to (torch 2.13)."""
-    return tensor._version
-
-
-def keeps_graph() -> bool:
-    """Whether the backward pass that runs is to be repeated, ``retain_graph=True`` (torch 2.13)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def allow_retain_graph() -> None:

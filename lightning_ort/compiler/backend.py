@@ -190,7 +190,7 @@ class ORTBackend:
 
         whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
         keep_joint = None if source is None else source.keep_joint
-        options = {"recompute": self.config.recompute, "converted": whole, "keep_joint": keep_joint}
+        options: dict[str, Any] = {"recompute": self.config.recompute, "converted": whole, "keep_joint": keep_joint}
         return aot_backend(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,

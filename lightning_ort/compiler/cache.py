@@ -158,7 +158,14 @@ class Cache:
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
         if text is None:
             return None
-        options = (config.placement, config.torch_ops, config.min_region_nodes, config.recompute, config.providers, one_graph)
+        options = (
+            config.placement,
+            config.torch_ops,
+            config.min_region_nodes,
+            config.recompute,
+            config.providers,
+            one_graph,
+        )
         return self.name(text, tuple(map(repr, options)), "graphs")
 
     def load_graphs(self, name: str) -> list[GraphReport] | None:

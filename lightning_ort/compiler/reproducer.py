@@ -90,7 +90,8 @@ def _graph_of(steps: Sequence[_Step]) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for name, op, target, *arguments in steps:
-        args, kwargs = map_aggregate(arguments, lambda x: nodes[x] if isinstance(x, _Name) else x)
+        filled: Any = map_aggregate(arguments, lambda x: nodes[x] if isinstance(x, _Name) else x)
+        args, kwargs = filled
         nodes[name] = graph.create_node(op, target, args, kwargs, name)
     return graph
 

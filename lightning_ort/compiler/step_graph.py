@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import JointFacts, has_gradient_hooks, joint_facts, keeps_graph, version_of
+from lightning_ort.compat.autograd import JointFacts, has_gradient_hooks, joint_facts, keeps_graph, version_of
 from lightning_ort.compiler.fallbacks import GradientsOnce, RunState, gradients_of, leaves
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
@@ -151,10 +151,11 @@ class StepGraph:
         elif tangent is None:
             return [None] * len(self._targets)
         else:
-            found = self._take(one)
-            self._multiply(found, tangent, one.expected)
-            if one.parameters and self._direct() and _accumulate(one.parameters, found):
-                return [None] * len(found)
+            gradients = self._take(one)
+            self._multiply(gradients, tangent, one.expected)
+            if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
+                return [None] * len(gradients)
+            found = [*gradients]
         if torch.is_grad_enabled():  # `create_graph=True`
             found = GradientsOnce.apply(len(found), *found, *one.parameters, tangent)
         return found

@@ -238,65 +238,6 @@ def test_traced_graph_facts() -> None:
     assert facts == [(2, [0], True), (1, [], False)]
 
 
-def test_joint_facts() -> None:
-    assert compat.joint_facts(1) is None
-    facts: list[compat.JointFacts | None] = []
-
-    def counted(x: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count.add_(1)
-        return x.argmax(), x * count, x.sin(), x.detach() + 1
-
-    def look(kind: str, gm: fx.GraphModule) -> None:
-        facts.append(compat.joint_facts(2))
-
-    x = torch.randn(3, requires_grad=True)
-    trace(counted, x, torch.zeros(()), compiler=look)
-    for other in (lambda x, y: x.view(-1), lambda x, y: ((z := x * y), z.view(3, 1)), lambda x, y: x.detach().add_(y)):
-        torch._dynamo.reset()
-        trace(other, x, torch.zeros(3), compiler=look)
-    torch._dynamo.reset()
-    trace(lambda x: x.sin(), x, compiler=look)  # one input
-    plain, *others = [fact for fact in facts if fact is None or fact.differentiable]
-    assert plain == compat.JointFacts([0], [1, 2])  # dynamo's order of inputs
-    assert others == [None, None, None]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_keeps_graph(keep: bool) -> None:
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            seen.append(compat.keeps_graph())
-            return gradient
-
-    Look.apply(torch.ones((), requires_grad=True)).backward(retain_graph=keep)
-    assert seen == [keep]
-
-
-def test_kinds_of_nodes_in_joint_graphs() -> None:
-    found: dict[str, tuple[bool, bool]] = {}
-
-    def split(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        for node in joint.graph.nodes:
-            found[str(node.target)] = compat.is_recomputed(node), compat.is_higher_order(node)
-        return compat.split_joint_graph(joint, inputs, None, **kwargs)
-
-    def checkpointed(x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(lambda x: x.sin().erf(), x, use_reentrant=False).tan()
-
-    trace(checkpointed, torch.randn(3, requires_grad=True), partition_fn=split)
-    assert found["aten.erf.default"] == (True, False)
-    assert found["aten.tan.default"] == (False, False)
-    graph = fx.Graph()
-    assert compat.is_higher_order(graph.call_function(torch.ops.higher_order.cond, ()))
-
-
 @pytest.mark.parametrize("allow", [False, True])
 def test_allow_retain_graph(allow: bool) -> None:
     compat.allow_retain_graph()  # nothing is traced

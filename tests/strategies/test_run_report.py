@@ -43,7 +43,7 @@ def test_report_in_the_log_after_each_run(make_trainer: Callable[..., Any], capl
         assert len(texts(caplog)) == 1
         trainer.validate(trainer.lightning_module, verbose=False)
     assert len(texts(caplog)) == 2
-    assert "training_step/forward" in texts(caplog)[0]
+    assert "training_step/step" in texts(caplog)[0]
 
 
 def test_report_in_a_file(make_trainer: Callable[..., Any], tmp_path: Path) -> None:

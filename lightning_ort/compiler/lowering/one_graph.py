@@ -1,12 +1,13 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import is_contiguous_or_false, is_higher_order, is_recomputed
+from lightning_ort.compat.autograd import is_higher_order, is_recomputed
+from lightning_ort.compat.torch import is_contiguous_or_false
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
 from lightning_ort.compiler.nodes import insert_call, is_static, is_view
 
@@ -172,8 +173,8 @@ def reaches_outputs(gm: fx.GraphModule, source: fx.Node, outputs: set[int]) -> b
         new = [user for user in _readers(node) if user not in found]
         found.update(new)
         todo += new
-    results = gm.graph.output_node().args[0]
-    return any(results[index] in found for index in outputs)  # type: ignore[index]
+    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    return any(results[index] in found for index in outputs)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
