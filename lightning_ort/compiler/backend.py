@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -70,6 +70,8 @@ class ORTBackend:
 
     """
 
+    _num_compiled: ClassVar[int] = 0  # graphs, by all backends of the process
+
     def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None) -> None:
         self.config = ORTConfig.parse(config)
         if self.config.engine != "ort":
@@ -103,6 +105,7 @@ class ORTBackend:
         start = time.perf_counter()
         prefix, number = f"{self.label}/" if self.label else "", self._calls
         self._calls += 1
+        ORTBackend._num_compiled += 1
         compiled, messages = len(self.report.graphs), len(self.report.fallbacks) + len(self.report.notes)
         monitor = PassMonitor(len(example_inputs))
 
@@ -147,6 +150,11 @@ class ORTBackend:
         step = StepGraph(source, eager, misfit, lambda: self.writes_gradients)
         guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
         return guard
+
+    @staticmethod
+    def compiled_in_process() -> bool:
+        """Return whether any backend has compiled a graph in this process, so that what is done once has been done."""
+        return ORTBackend._num_compiled > 0
 
     def _step_source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""

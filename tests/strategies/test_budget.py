@@ -123,9 +123,10 @@ def test_time_spent_compiling_is_no_measure_of_the_steps() -> None:
 
 
 def test_a_warm_cache_is_cheap() -> None:
-    assert expected_cost(150) == pytest.approx(15.5)
-    assert expected_cost(4) == pytest.approx(0.9)
-    assert expected_cost(150, cold=12.0) == pytest.approx(6.0)
+    assert expected_cost(150) == pytest.approx(23.0)
+    assert expected_cost(4) == pytest.approx(1.1)
+    assert expected_cost(4, first=True) == pytest.approx(2.1)
+    assert expected_cost(150, cold=12.0) == pytest.approx(8.4)
     assert expected_cost(150, cold=12.0, warm=1.5) == 1.5
     assert expected_cost(150, training_seconds=8.0) == pytest.approx(4.0)
     run = 1000 * STEP

@@ -17,8 +17,9 @@ STOP = 2.0  # with this many times what is allowed, nothing more is compiled, no
 
 _DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
 _SAVED_DISPATCH, _SAVED = 0.3, 0.1  # shares of a step that capture saves
-_COST, _COST_PER_MODULE = 0.5, 0.1  # seconds: three layers take one, a transformer of twelve about fifteen
-_WARM = 0.5  # of the cold start-up's seconds, until a warm one has been seen
+_COST, _COST_PER_MODULE = 0.5, 0.15  # seconds: three layers take one, a transformer of six about fifteen
+_FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
+_WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
 _EVALUATION = 0.5  # of what the training step took: there is no backward graph
 
 
@@ -166,7 +167,11 @@ def prior_fraction(step_seconds: float) -> float:
 
 
 def expected_cost(
-    modules: int, training_seconds: float | None = None, cold: float | None = None, warm: float | None = None
+    modules: int,
+    training_seconds: float | None = None,
+    cold: float | None = None,
+    warm: float | None = None,
+    first: bool = False,
 ) -> float:
     """Return how many seconds compiling a step is expected to take.
 
@@ -175,6 +180,7 @@ def expected_cost(
         training_seconds: What the training step of this run took.
         cold: What an earlier run took with an empty cache.
         warm: What an earlier run took with the cache that it found.
+        first: Whether nothing was compiled in this process before.
 
     """
     if warm is not None:
@@ -183,7 +189,7 @@ def expected_cost(
         return _WARM * cold
     if training_seconds is not None:
         return _EVALUATION * training_seconds
-    return _COST + _COST_PER_MODULE * modules
+    return _COST + _COST_PER_MODULE * modules + first * _FIRST_COMPILATION
 
 
 def seconds_text(seconds: float) -> str:

@@ -62,8 +62,9 @@ class StartGate:
         fraction = self.history.fraction
         if fraction is None:
             fraction = budget.prior_fraction(seconds)
-        cost = self.history.cost(self._module.leaf_modules, self._module.startup_seconds.get("training_step"))
         backend = self._module.backend
+        training = self._module.startup_seconds.get("training_step")
+        cost = self.history.cost(self._module.leaf_modules, training, not backend.compiled_in_process())
         view = self._module.outlook(self._name, self.decision.done)
         starts = self.decision.decide(seconds, fraction, cost, view, backend.agree)
         run = backend.report.run
@@ -128,13 +129,13 @@ class History:
             return None
         return ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.startup.ms.items())
 
-    def cost(self, modules: int, training_seconds: float | None) -> float:
+    def cost(self, modules: int, training_seconds: float | None, first: bool) -> float:
         """Return the seconds that starting is expected to take."""
         known = self.startup
         if known is None:
-            return budget.expected_cost(modules, training_seconds)
+            return budget.expected_cost(modules, training_seconds, first=first)
         if not known.finished:  # it takes more than that
-            return max(budget.STOP * known.cold, budget.expected_cost(modules, training_seconds))
+            return max(budget.STOP * known.cold, budget.expected_cost(modules, training_seconds, first=first))
         return budget.expected_cost(modules, training_seconds, known.cold, known.warm)
 
     def store(self, backend: "ORTBackend", seconds: float, ms: dict[str, float], finished: bool) -> None:
