@@ -1,0 +1,128 @@
+"""A training step as one graph and as two, beside eager: forward and backward pass alone, without an optimizer.
+
+All ways take turns in one process. The table shows medians in ms, and each way's time in units of eager's.
+``python benchmarks/step_graph.py [--rounds N] [--placement measured|always] [--modules NAME ...]``
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import held_out
+import onnxruntime
+import torch
+import zoo
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.strategies.host_memory import RetainedMemory
+
+WARM_UP = 10
+
+
+class Layers(zoo.Classifier):
+    """Equal layers."""
+
+    def __init__(self, width: int, depth: int, batch: int, *kinds: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.batch, self.width = batch, width
+        layers = (layer for _ in range(depth) for layer in (nn.Linear(width, width), *(kind(width) for kind in kinds)))
+        self.net = nn.Sequential(*layers, nn.Linear(width, self.classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify (batch, width)."""
+        return self.net(x)
+
+    def samples(self, count: int) -> tuple[Tensor, ...]:
+        """Return columns and classes."""
+        return torch.randn(count, self.width), self.labels(count)
+
+
+def relu(width: int) -> nn.Module:
+    """Return the activation."""
+    return nn.ReLU()
+
+
+def gelu(width: int) -> nn.Module:
+    """Return the activation."""
+    return nn.GELU()
+
+
+MODULES: dict[str, Callable[[], Any]] = {
+    "10 x 64, batch 8": lambda: Layers(64, 10, 8, relu),
+    "8 x 128 LayerNorm, batch 24": lambda: Layers(128, 8, 24, nn.LayerNorm, relu),
+    "6 x 192 GELU LayerNorm, batch 48": lambda: Layers(192, 6, 48, gelu, nn.LayerNorm),
+    "4 x 256, batch 256": lambda: Layers(256, 4, 256, relu),
+    **{kind.__name__: kind for kind in (*zoo.MODULES, *held_out.MODULES)},
+}
+
+
+def measure(make: Callable[[], Any], placement: str, rounds: int) -> tuple[dict[str, float], str]:
+    """Return the median of each way in seconds, and who runs the step as one graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = make()
+    module.log = lambda *args, **kwargs: None
+    batch = next(iter(module.train_dataloader()))
+    parameters = list(module.parameters())
+    steps: dict[str, Callable[..., Tensor]] = {"eager": lambda: module.training_step(batch, 0)}
+    one = ""
+    for way, options in (("two graphs", "split"), ("one graph", "joint")):
+        backend = ORTBackend(ORTConfig(placement=placement, step_graph=options, cache_dir=None))  # type: ignore[arg-type]
+        backend.writes_gradients = True
+        steps[way] = torch.compile(lambda way=way: module.training_step(batch, 0), backend=backend)  # type: ignore[misc]
+        run(steps[way], parameters)
+        graphs = backend.report.graphs
+        one = (
+            f"{backend.report.ort_node_fraction:.0%}" if any("step" in graph.name for graph in graphs) else "two graphs"
+        )
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for number in range(rounds + WARM_UP):
+        for way, step in steps.items():
+            start = time.perf_counter()
+            run(step, parameters)
+            if number >= WARM_UP:
+                times[way].append(time.perf_counter() - start)
+    return {way: statistics.median(values) for way, values in times.items()}, one
+
+
+def run(step: Callable[[], Tensor], parameters: list[nn.Parameter]) -> None:
+    """Run a forward and a backward pass."""
+    for parameter in parameters:
+        parameter.grad = None
+    step().backward()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--placement", choices=("measured", "always"), default="measured")
+    parser.add_argument("--modules", nargs="*", default=list(MODULES))
+    args = parser.parse_args()
+    RetainedMemory("retain").setup(torch.device("cpu"))  # as the strategies do
+    title = f"forward and backward pass, ms, {args.rounds} rounds in turns, placement={args.placement!r}"
+    table = Table(title=title)
+    for column in ("module", "eager", "two graphs", "one graph", "two / eager", "one / eager", "nodes on ORT"):
+        table.add_column(column, justify="left" if column == "module" else "right")
+    for name in args.modules:
+        ms, share = measure(MODULES[name], args.placement, args.rounds)
+        eager, *others = ms.values()
+        ratios = [f"{other / eager:.2f}" for other in others]
+        table.add_row(name, *(f"{value * 1e3:.3g}" for value in ms.values()), *ratios, share)
+    console = Console(width=110)
+    console.print(
+        f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
+        f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
+    )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
