@@ -66,12 +66,15 @@ class GraphSource:
         return gm
 
 
+_Expected = tuple[float, torch.Tensor]
+
+
 @dataclass
 class _Pass:
     """One run of a step, whose gradients wait."""
 
     gradients: list[torch.Tensor] | None
-    expected: tuple[float, torch.Tensor]  # the gradient of the loss for which they were computed
+    expected: _Expected  # the gradient of the loss for which they were computed
     results: Sequence[torch.Tensor]  # differentiable
     parameters: Sequence[torch.Tensor] = ()  # if the gradients may be written to them
     args: Sequence[Any] = ()  # and what else it takes to do the step again
@@ -112,8 +115,10 @@ class StepGraph:
         self._start = len(results) - len(inputs)  # of the gradients
         self._targets = [index for index in range(len(inputs)) if results[self._start + index] is not None]
         self._draws = any(is_random(node) for node in source.gm.graph.nodes)
-        like = tangent.meta["val"]
-        self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
+        self._expected: _Expected | None = None
+        if not any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes):
+            like = tangent.meta["val"]
+            self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
         self._waits = False  # for a backward pass
 
     def __call__(self, *args: Any) -> Any:
@@ -121,6 +126,10 @@ class StepGraph:
         if self._waits:
             self._misfit("no gradient of its loss was asked for")
             return self._eager(*args)
+        if self._expected is None:  # float16 needs the scale of a gradient scaler, which the first step shows
+            eager = self._eager(*args)
+            eager[self._differentiable[self._loss]].register_hook(self._expect)
+            return eager
         several = len(self._differentiable) > 1
         state = RunState(args) if several and self._draws else None
         expected = self._expected
@@ -172,18 +181,16 @@ class StepGraph:
         found, one.gradients = one.gradients, None
         return found
 
-    def _multiply(
-        self, gradients: list[torch.Tensor], tangent: torch.Tensor, expected: tuple[float, torch.Tensor]
-    ) -> None:
+    def _multiply(self, gradients: list[torch.Tensor], tangent: torch.Tensor, expected: _Expected) -> None:
         """Multiply gradients by what the gradient of the loss is in units of the expected one."""
-        if tangent.device.type != "cpu":  # to compare would wait for the device
+        # on another device, to compare would wait for it
+        if tangent.device.type != "cpu" or float(tangent) != expected[0]:
             torch._foreach_mul_(gradients, tangent / expected[1])
-            self._expected = (1.0, tangent.detach().clone())
-            return
-        value = float(tangent)
-        if value == expected[0]:
-            return
-        torch._foreach_mul_(gradients, tangent / expected[1])
+            self._expect(tangent)
+
+    def _expect(self, tangent: torch.Tensor) -> None:
+        """Expect this gradient of the loss from now on, if gradients can be computed from it."""
+        value = float(tangent) if tangent.device.type == "cpu" else 1.0
         if value and math.isfinite(value):
             self._expected = (value, tangent.detach().clone())
 
@@ -238,6 +245,10 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
             if parameter.grad is None:
                 parameter.grad = gradient
     return True
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float16
 
 
 def _versions(args: Sequence[Any]) -> list[int]:

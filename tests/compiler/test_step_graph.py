@@ -330,6 +330,25 @@ def test_autocast():
     assert pair.backend.report.ort_runs > 0
 
 
+def test_float16_with_a_gradient_scaler():
+    """Without its scale the gradients would underflow; the first step shows what it is."""
+
+    def step(module, x, y):
+        with torch.autocast("cpu", torch.float16):
+            return (module(x).float().square().mean() * 1e-6).float()
+
+    scale = 2.0**16
+    pair = Pair(step, module=nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)))
+    for seed in range(3):
+        for module, call in ((pair.eager, step), (pair.module, pair._compiled)):
+            module.zero_grad(set_to_none=True)
+            (call(module, *batch(seed)) * scale).backward()
+        for expected, got in zip(pair.eager.parameters(), pair.module.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-2, atol=1e-2 * float(expected.grad.abs().max()))
+    assert [graph.name for graph in pair.backend.report.graphs] == ["step_0"]
+    assert sum(region.runs for region in pair.backend.report.graphs[0].regions) >= 2
+
+
 def test_double_precision():
     pair = Pair(lambda module, x, y: F.cross_entropy(module(x.double()), y), module=Net().double())
     pair.run()
