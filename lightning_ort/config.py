@@ -21,7 +21,7 @@ from lightning_ort._arguments import (
 Engine = Literal["ort", "auto"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
-DEFAULT_START: Start = "now"  # what start=None is with placement="measured", under a strategy; else it is "now"
+DEFAULT_START: Start = "amortized"  # under a strategy, where nothing that the user asks for needs compiled graphs
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
@@ -41,7 +41,8 @@ class ORTConfig:
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.
         start: ``"amortized"`` leaves each step of a LightningModule as it is until the steps that are still to come are
-            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is ``"now"``.
+            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is ``"amortized"``,
+            but ``"now"`` with ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
         compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
             the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that

@@ -82,7 +82,7 @@ def main() -> None:
 
     for network in (MLP, CNN):
         seed_everything(0, verbose=False)
-        strategy = lightning_ort.ORTStrategy(config=lightning_ort.ORTConfig(placement=args.placement))
+        strategy = lightning_ort.ORTStrategy(config=lightning_ort.ORTConfig(placement=args.placement, start="now"))
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",

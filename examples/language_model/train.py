@@ -55,8 +55,9 @@ class Run:
 
 
 def train(name: str, args: argparse.Namespace) -> Run:
-    # `strategy="ort"` would do: only the class takes settings
-    ort = lightning_ort.ORTStrategy(config=lightning_ort.ORTConfig(placement=args.placement)) if name == "ort" else None
+    # `strategy="ort"` would do; these settings compile at the first step, which so short a run does not pay for
+    config = lightning_ort.ORTConfig(placement=args.placement, start="now")
+    ort = lightning_ort.ORTStrategy(config=config) if name == "ort" else None
     seed_everything(args.seed, verbose=False)
     recorder = StepRecorder()
     trainer = Trainer(

@@ -24,7 +24,8 @@ _SAMPLES = 16  # steps as they are that are timed; timing waits for a GPU
 
 def is_amortized(config: ORTConfig) -> bool:
     """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
-    start = config.start or (DEFAULT_START if config.placement == "measured" else "now")
+    wants_graphs = config.placement == "always" or config.check_against_eager or config.save_onnx_dir is not None
+    start = config.start or ("now" if wants_graphs else DEFAULT_START)
     return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 
 
