@@ -41,8 +41,8 @@ class ORTConfig:
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.
         start: ``"amortized"`` leaves each step of a LightningModule as it is until the steps that are still to come are
-            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is ``"amortized"``,
-            but ``"now"`` with ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
+            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is
+            ``"amortized"``, but ``"now"`` with ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
         compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
             the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
