@@ -72,7 +72,7 @@ def test_stock_and_ort_are_timed(
         assert row["step_ms"] > 0
     assert stock["ratios"] == [1, 1]
     assert stock["summary"]["ort_runs"] == 0
-    assert ort["summary"]["ort_runs"] >= 2 * (2 + 3 + 3)  # forward and backward
+    assert ort["summary"]["ort_runs"] >= 2 + 3 + 3  # loss and gradients in one
     assert "fused" in ort["summary"]["optimizers"][0]
     for ours, theirs in zip(ort["samples"], stock["samples"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
