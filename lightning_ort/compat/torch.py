@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 from torch.optim import Optimizer
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.flop_counter import flop_registry
 
@@ -111,6 +112,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 def without_fake_tensors() -> AbstractContextManager[Any]:
     """Within the block, new tensors are real ones although a graph is being traced (torch 2.13)."""
     return unset_fake_temporarily()
+
+
+def without_tracing() -> AbstractContextManager[Any]:
+    """Within the block, ops on tensors that are not traced leave no trace (torch 2.13)."""
+    return _disable_current_modes()
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode | None:

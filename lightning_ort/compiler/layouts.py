@@ -44,6 +44,11 @@ def is_in_order(x: torch.Tensor, order: Sequence[int]) -> bool:
     return x.layout is not torch.strided or x.dim() != len(order) or _is_dense(x.shape, x.stride(), order)
 
 
+def was_in_order(traced: torch.Tensor, order: Sequence[int]) -> bool:
+    """The same of a traced tensor, whose sizes may be symbolic."""
+    return _is_dense(list(map(int_hint, traced.shape)), list(map(int_hint, traced.stride())), order)
+
+
 def _is_dense(sizes: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
     """Whether dimensions follow each other in memory in this order; those of size 1 may be anywhere."""
     step = 1

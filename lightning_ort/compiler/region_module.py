@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.layouts import in_order, is_in_order, traced_order
+from lightning_ort.compiler.layouts import IN_ORDER, in_order, is_in_order, traced_order
 from lightning_ort.compiler.nodes import is_view
 
 
@@ -49,7 +49,7 @@ class _FirstRun(fx.Interpreter):
             return value
         _check_kind(n, value, traced)
         order = traced_order(traced)
-        if order is None or is_in_order(value, order):
+        if order is None or is_in_order(value, order) or all(user.target is IN_ORDER for user in n.users):
             return value
         self.moved[n] = order
         return in_order(value, order)

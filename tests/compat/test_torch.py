@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compat import torch as compat
 
@@ -150,6 +151,19 @@ def test_fake_tensors() -> None:
     trace(lambda x: x * 2, torch.randn(3), compiler=look)
     assert [compat.fake_mode_of(tensor) is None for tensor in seen] == [True, False]
     assert compat.fake_mode_of(3) is None
+
+
+def test_without_tracing() -> None:
+    lengths = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with compat.without_tracing():
+            lengths.append(torch.zeros(3, device="meta").exp().shape[0])
+        return x * 2
+
+    graph = make_fx(fn, tracing_mode="fake")(torch.randn(3)).graph
+    assert lengths == [3]
+    assert [str(node.target) for node in graph.nodes if node.op == "call_function"] == ["aten.mul.Tensor"]
 
 
 def test_symbolic_numbers() -> None:

@@ -85,9 +85,12 @@ def check(
     if isinstance(eager, Exception):
         return [Outcome(Status.EAGER_FAILS, detail=_text(eager))]
     at("compile")
-    example = copies(case.inputs)
+
+    def compiled_anew() -> tuple[Callable[..., Any], CompileReport]:
+        return compile_function(case.fn, copies(case.inputs), len(eager.outputs), kernels=kernels, cache_dir=None)
+
     try:
-        compiled, report = compile_function(case.fn, example, len(eager.outputs), kernels=kernels, cache_dir=None)
+        compiled, report = compiled_anew()
     except Exception as error:
         status = Status.NOT_TRACED if _torch_fails(case, len(eager.outputs)) else Status.MISMATCH
         return [Outcome(status, detail=f"compile: {_text(error)}")]
@@ -99,6 +102,8 @@ def check(
     outcomes = []
     for kind in ("plain", *values):
         inputs = case.inputs if kind == "plain" else with_values(case.inputs, kind)
+        if report.fallbacks:  # a graph that failed is not run again
+            compiled, report = compiled_anew()
         if inputs is not None:
             outcomes.append(_compare(case, inputs, compiled, report, kind, at))
     return outcomes
@@ -133,7 +138,7 @@ def _compare(
         status = Status.MISMATCH
         if isinstance(eager, _Run) and _differs_from_itself(case.fn, inputs, eager):
             status = Status.UNDEFINED
-        elif _torch_differs(case, inputs, ours, eager, kind):
+        elif _torch_differs(case, inputs, ours, eager, kind, bool(failed)):
             status = Status.TORCH
     return Outcome(status, kind, difference or "", forward, backward, _ops_on_ort(report) if kind == "plain" else ())
 
@@ -206,15 +211,20 @@ def _torch_fails(case: Case, num_outputs: int) -> bool:
 
 
 def _torch_differs(
-    case: Case, inputs: list[torch.Tensor], ours: _Run | Exception, eager: _Run | Exception, kind: str
+    case: Case, inputs: list[torch.Tensor], ours: _Run | Exception, eager: _Run | Exception, kind: str, failed: bool
 ) -> bool:
-    """Whether the graph that torch captures, run by torch, differs from eager as well, and as ours does."""
+    """Whether the graph that torch captures, run by torch, differs from eager as well, and as ours does.
+
+    Where ours ``failed``, that is whether theirs raises, and eager, which ran instead, gave eager's results.
+    """
 
     def captured(*given: torch.Tensor) -> Any:
         num_outputs = len((eager if isinstance(ours, Exception) else ours).outputs)  # type: ignore[union-attr]
         return aot_eager(as_graph(case.fn, len(inputs), num_outputs), copies(inputs))(*given)
 
     theirs = _attempt(captured, copies(inputs))
+    if failed and isinstance(ours, _Run) and isinstance(eager, _Run):
+        return isinstance(theirs, Exception) and _difference(case, inputs, ours, eager, kind) is None
     if isinstance(theirs, Exception) or isinstance(ours, Exception):
         return isinstance(theirs, Exception) and isinstance(ours, Exception)
     if isinstance(eager, Exception):

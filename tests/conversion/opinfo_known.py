@@ -71,16 +71,12 @@ KNOWN = [
         values=("limits",),
     ),
     Known(
-        ("native_dropout_backward", "put"),
-        "the result is contiguous; eager's has the layout of the input",
-        detail="strides",
-    ),
-    Known(
-        ("floor_divide", "div_floor_rounding"),
-        "if the operands are transposed and one is broadcast, torch traces a division that rounds down with another"
-        " layout than its kernel returns",
-        detail="strides",
-        variants=("transposed",),
+        ("nn_functional_normalize",),
+        "the gradient of a vector of one number is the difference of two equal terms, 1e8 for a vector of length 1e-8;"
+        " what rounding leaves of them, 0 or 16, lies in other elements than in eager",
+        detail="gradient",
+        values=("tiny",),
+        dtypes=("float32",),
     ),
     Known(
         ("logit",),

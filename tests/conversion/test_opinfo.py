@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import CONVERTERS, GraphBuilder
-from tests.conversion import opinfo, opinfo_run
+from tests.conversion import opinfo, opinfo_check, opinfo_run
 from tests.conversion.opinfo_cases import OPS, case_of, samples
 from tests.conversion.opinfo_check import Outcome, Status, check
 from tests.conversion.opinfo_judge import Leeway, judge
@@ -122,3 +122,15 @@ def test_a_jump_is_no_rounding() -> None:
     # moved by one unit in the last place, 1 // 0.1 is 10 instead of 9
     moved = [torch.tensor([value], dtype=torch.float64) for value in (9.0, 10.0, 9.0)]
     assert judge(torch.tensor([10.0]), torch.tensor([9.0]), moved, ORDINARY) is not None
+
+
+def test_a_graph_that_fails_where_torchs_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch captures singular values as a decomposition with vectors, which does not converge beside an infinity
+    case = case_of(OPS["linalg_matrix_rank"], next(samples(OPS["linalg_matrix_rank"], torch.float32, False)))
+    assert case is not None
+    first, inf, tiny = check(case, values=("inf", "tiny"))
+    assert (first.status, inf.status, tiny.status) == (Status.OK, Status.TORCH, Status.OK)
+    assert "LinAlgError" in inf.detail
+    assert tiny.forward  # compiled again, the failed graph is not run any more
+    monkeypatch.setattr(opinfo_check, "aot_eager", lambda graph, inputs: graph)
+    assert check(case, values=("inf",))[1].status is Status.MISMATCH

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ort.compiler.executors.ort import kernels
-from tests.conversion.harness import TOLERANCES, check
+from tests.conversion.harness import TOLERANCES, check, compile_function
 from tests.conversion.op_table import TABLE, Op
 from tests.conversion.samples import build
 
@@ -40,3 +40,10 @@ def test_op(op: Op, dtype: torch.dtype, kernel_set: str) -> None:
         in_torch=op.in_torch.get(dtype, frozenset()),
         kernels=kernel_set,
     )
+
+
+def test_a_long_cumulative_sum_is_as_exact_as_eagers() -> None:
+    x = torch.rand(300_000, generator=torch.Generator().manual_seed(0))
+    compiled, report = compile_function(lambda x: (x.cumsum(0),), [x], 1, cache_dir=None)
+    torch.testing.assert_close(compiled(x)[0], x.cumsum(0), rtol=1e-6, atol=0)
+    assert report.ort_runs == 1

@@ -1,5 +1,7 @@
 """What eager refuses is refused on ONNX Runtime, with eager's words."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,3 +40,18 @@ def test_bernoulli_draws_and_refuses_as_eager() -> None:
     assert report.ort_runs == 1
     with pytest.raises(RuntimeError, match="p_in"):
         compiled(p + 1)
+
+
+@pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
+def test_a_range_of_tensors_refuses_what_its_dtype_cannot_hold(make: Callable[..., torch.Tensor]) -> None:
+    def fn(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor]:
+        return (make(start, end, 5, dtype=torch.int32) + 1,)
+
+    low, high, huge = (torch.tensor(value) for value in (0, 4, 2**40))
+    compiled, report = compile_function(fn, [low, high], 1, cache_dir=None)
+    assert torch.equal(compiled(low, high)[0], fn(low, high)[0])
+    assert report.ort_runs == 1
+    with pytest.raises(RuntimeError, match="without overflow"):
+        fn(low, huge)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        compiled(low, huge)

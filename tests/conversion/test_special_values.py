@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from tests.conversion.harness import compile_function
 from tests.conversion.special_values import BINARY, ROWS, UNARY, Sweep, in_torch, numbers, rows, windows
 
 F32, F64 = torch.float32, torch.float64
@@ -73,3 +75,16 @@ def test_rows(dtype: torch.dtype, kernels: str, width: int) -> None:
     functions = {name: fn for name, fn in ROWS.items() if dtype is F32 or name != "std"}
     sweep = Sweep(functions, [values], ROUNDED_ROWS, kernels=kernels, fallback="warn")
     _check(sweep, sweep.differences([values]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("name", ["relu6", "hardtanh", "hardshrink", "softshrink", "hardswish", "elu"])
+def test_gradients_of_nan_in_vectors_and_left_over(name: str, dtype: torch.dtype) -> None:
+    for size in (4, 8, 12, 20, 24, 28, 40, 72):
+        x = torch.full((size,), float("nan"), dtype=dtype, requires_grad=True)
+        compiled, report = compile_function(lambda x: (getattr(F, name)(x),), [x], 1, cache_dir=None)
+        (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
+        (gradient,) = torch.autograd.grad(compiled(x)[0].sum(), x)
+        assert torch.equal(gradient.isnan(), expected.isnan()), size
+        assert torch.equal(gradient.nan_to_num(), expected.nan_to_num()), size
+        assert report.ort_runs > 0

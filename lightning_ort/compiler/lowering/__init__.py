@@ -1,6 +1,7 @@
 """Prepare graphs for the executors: decompositions for AOTAutograd, then ordered passes over its graphs.
 
 - :mod:`.decompositions`: which ops are split into simpler ones while AOTAutograd traces
+- :mod:`.eager_layouts`: results that torch traces with another memory layout than eager's
 - :mod:`.joint_passes`: over the joint graph, before it is split into forward and backward, and over the two halves
 - :mod:`.final_passes`: over each forward, backward or inference graph
 

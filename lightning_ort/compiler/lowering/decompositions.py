@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.torch import OpOverload, core_decompositions, python_kernels, suggest_memory_format
+from lightning_ort.compiler.lowering.eager_layouts import LAYOUTS, as_eager_lays_out
 
 aten = torch.ops.aten
 
@@ -21,13 +22,20 @@ _WHOLE = {
     aten.native_batch_norm_backward.default,
     aten.native_group_norm_backward.default,
     aten.max_pool2d_with_indices_backward.default,
-    aten.max_unpool2d.default,  # decomposed, its result would not be channels_last either
+    aten.max_unpool2d.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
     aten.nll_loss2d_backward.default,
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
+    # these refuse numbers that their dtype cannot hold, and round as their kernels do
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
 }
 
 _BATCH_NORMS = (
@@ -45,6 +53,7 @@ def decompositions(converted: frozenset[OpOverload]) -> dict[OpOverload, Callabl
     """Return torch's decompositions to core ATen, except of ops that have a converter or run well whole."""
     needed = {op: split for op, split in core_decompositions().items() if op not in converted and op not in _WHOLE}
     needed |= {aten.sgn.default: _sign, aten.take.default: _take, aten.put.default: _put}
+    needed |= {op: functools.partial(as_eager_lays_out, op, needed.get(op)) for op in LAYOUTS}
     return needed | {op: functools.partial(_with_eager_layout, op) for op in _BATCH_NORMS}
 
 

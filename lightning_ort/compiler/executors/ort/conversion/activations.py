@@ -26,18 +26,20 @@ _FEW = 4096
 
 
 @functools.cache
-def _vector_bytes() -> int:
-    return 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _closed(node: fx.Node, is_closed: Value, is_open: Value, vectors_at_once: int = 1) -> Value:
-    """Where the closed piece of a gradient counts, for a node whose kernel works on so many vectors at once.
+def _closed(node: fx.Node, is_closed: Value, is_open: Value, avx512: bool = False) -> Value:
+    """Where the closed piece of a gradient counts.
 
-    A NaN fails both comparisons. Elements that are left over ask for ``is_closed``, vector loops for not ``is_open``.
+    A NaN fails both comparisons. Elements that are left over ask for ``is_closed``, vector loops for not ``is_open``. A
+    vector loop takes two vectors at once: of 64 bytes if the processor has AVX-512 and the op a kernel for it
+    (``avx512``), else of 32.
     """
     sizes = shape_of(node)
     total = int(math.prod(sizes)) if static(sizes) else _FEW + 1
-    step = vectors_at_once * _vector_bytes() // dtype_of(node).itemsize
+    step = 2 * (64 if avx512 and _has_avx512() else 32) // dtype_of(node).itemsize
     whole = total if total > _FEW else total - total % step
     if not is_open.ctx.on_cpu or whole == 0:
         return is_closed
@@ -176,7 +178,7 @@ def elu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, *args: Any) ->
         left = (value + ctx.product(value.dtype, alpha, scale)) * input_scale
     else:
         left = exp(_scaled(value, input_scale)) * ctx.product(value.dtype, input_scale, alpha, scale)
-    return ctx.value(grad) * where(_closed(node, value <= 0, value > 0, 2), left, scale)
+    return ctx.value(grad) * where(_closed(node, value <= 0, value > 0, avx512=True), left, scale)
 
 
 @converts(aten.softplus.default)
@@ -251,7 +253,7 @@ def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
 def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """hardswish_backward(Tensor grad_output, Tensor self) -> Tensor"""
     value, grads = ctx.value(x), ctx.value(grad)
-    on_line = _closed(node, value < 3, value >= 3, 2)
+    on_line = _closed(node, value < 3, value >= 3, avx512=True)
     right = where(on_line, grads * (value * (1 / 3) + 0.5), grads)
     return where(value <= -3, 0, right)
 

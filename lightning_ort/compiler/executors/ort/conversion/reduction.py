@@ -74,7 +74,11 @@ def sum_(
 def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any = None) -> Value:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     value = ctx.value(x, dtype_of(node))
-    return value.op("CumSum", dim) if rank_of(x) else value
+    if not rank_of(x):
+        return value
+    if ctx.on_cpu and value.dtype is torch.float32:  # torch's kernel adds up in float64
+        return value.cast(torch.float64).op("CumSum", dim).cast(torch.float32)
+    return value.op("CumSum", dim)
 
 
 @converts(aten.any.dims, aten.any.dim, aten.any.default, aten.all.dims, aten.all.dim, aten.all.default)
