@@ -38,7 +38,7 @@ def clean_state(tmp_path: Path) -> Iterator[None]:
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(default_dtype)
-    if torch.distributed.is_initialized():  # processes that other tests fork would take it for theirs, and wait for ever
+    if torch.distributed.is_initialized():  # processes that later tests fork would take it for theirs
         torch.distributed.destroy_process_group()
     logger.setLevel(level)
     random.setstate(python_state)
