@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
+
+from lightning_ort.compiler.openmp import pause_openmp
 
 # pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
 logging.getLogger("torch.__trace").propagate = True
@@ -38,6 +41,7 @@ def clean_state(tmp_path: Path) -> Iterator[None]:
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(default_dtype)
+    pause_openmp()  # of a test that used several threads
     if torch.distributed.is_initialized():  # processes that later tests fork would take it for theirs
         torch.distributed.destroy_process_group()
     logger.setLevel(level)
@@ -58,6 +62,13 @@ def loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # whatever the default is: no test is long enough for compiling to pay; those of the amortized start ask for it
     monkeypatch.setattr("lightning_ort.strategies.capture.gate.DEFAULT_START", "now")
+
+
+@pytest.fixture
+def torchs_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Activation checkpointing as torch has it: dynamo knows no other."""
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+    return checkpoint
 
 
 @pytest.fixture

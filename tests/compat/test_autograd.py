@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ort.compat import autograd
 from lightning_ort.compat.torch import split_joint_graph
@@ -53,9 +52,8 @@ def test_keeps_graph(keep: bool) -> None:
     assert seen == [keep]
 
 
-def test_kinds_of_nodes_in_joint_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # onnxruntime's ORTModule, which other tests import, replaces it by a function that dynamo does not know
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+@pytest.mark.usefixtures("torchs_checkpoint")
+def test_kinds_of_nodes_in_joint_graphs() -> None:
     found: dict[str, tuple[bool, bool]] = {}
 
     def split(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -64,7 +62,7 @@ def test_kinds_of_nodes_in_joint_graphs(monkeypatch: pytest.MonkeyPatch) -> None
         return split_joint_graph(joint, inputs, None, **kwargs)
 
     def checkpointed(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: x.sin().erf(), x, use_reentrant=False).tan()
+        return torch.utils.checkpoint.checkpoint(lambda x: x.sin().erf(), x, use_reentrant=False).tan()
 
     trace(checkpointed, torch.randn(3, requires_grad=True), partition_fn=split)
     assert found["aten.erf.default"] == (True, False)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
@@ -371,7 +370,7 @@ def test_errors_of_the_user():
 
 
 def checkpointed(module, x, y):
-    hidden = checkpoint(module.layers[0], x, use_reentrant=False)
+    hidden = torch.utils.checkpoint.checkpoint(module.layers[0], x, use_reentrant=False)
     return F.cross_entropy(module.layers[2:](hidden), y % 6)
 
 
@@ -391,9 +390,8 @@ def spectral(module, x, y):
     ],
     ids=["checkpoint", "spectral_norm", "no_loss", "two_losses"],
 )
-def test_steps_that_need_two_graphs(step, module, monkeypatch):
-    # onnxruntime's ORTModule, which other tests import, replaces it by a function that dynamo does not know
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+@pytest.mark.usefixtures("torchs_checkpoint")
+def test_steps_that_need_two_graphs(step, module):
     pair = Pair(step, module, one_graph=False)
 
     def use(result, module):
