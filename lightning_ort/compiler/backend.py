@@ -112,12 +112,12 @@ class ORTBackend:
         def compiler(kind: str) -> Callable[..., Any]:
             return lambda gm, inputs: self._compile(gm, inputs, f"{prefix}{kind}_{number}", monitor)
 
-        source = self._step_source(gm, len(example_inputs))
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
+            source = self._step_source(gm, len(example_inputs))
             # processes of a run go by what one of them measures, not by what each has kept
             name = self.cache.graphs_name(gm, example_inputs, source is not None) if self.agree is None else None
             if name is not None and (kept := self.cache.load_graphs(name)) is not None:

@@ -1,13 +1,13 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
-from lightning_ort.compat.torch import is_contiguous_or_false
+from lightning_ort.compat.torch import half_of, is_contiguous_or_false
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
 from lightning_ort.compiler.nodes import insert_call, is_static, is_view
 
@@ -19,26 +19,27 @@ def loss_of(gm: fx.GraphModule) -> int | None:
 
     It is the only scalar that needs a gradient, or the one that all other such scalars are part of.
     """
-    outputs = _outputs(gm)
+    outputs = _results(gm)
     scalars = [index for index, node in enumerate(outputs) if _is_differentiable_scalar(node)]
     for index in scalars:
-        parts = _ancestors(outputs[index])
+        parts = _reached([outputs[index]], lambda node: node.all_input_nodes)
         if all(other == index or outputs[other] in parts for other in scalars):
             return index
     return None
 
 
 def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) -> fx.GraphModule | None:
-    """Return a graph that computes the forward pass and the gradients of the loss.
+    """Make a joint graph one that computes the forward pass and the gradients of the loss.
 
     Args:
-        joint: AOTAutograd's joint graph. Its inputs are those of the forward pass and a tangent for each output that
-            needs a gradient, its results the outputs and the gradient of each input, ``None`` where there is none.
+        joint: AOTAutograd's joint graph, which is edited in place. Its inputs are those of the forward pass and a
+            tangent for each output that needs a gradient, its results the outputs and the gradient of each input,
+            ``None`` where there is none.
         num_fwd_outputs: How many outputs there are.
         loss_tangent: Which of the tangents is the loss's.
 
     Returns:
-        A graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
+        The graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
         recomputed, a gradient is sparse, or the graph holds an operation of a higher order.
 
     """
@@ -47,25 +48,21 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
     results = [node.meta["val"] for node in joint.graph.output_node().all_input_nodes]
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in results):
         return None  # sparse gradients
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(joint.graph, {}))
-    gm = fx.GraphModule(joint, graph)
-    gm.graph.output_node().meta = dict(joint.graph.output_node().meta)
-    tangents = [node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    tangents = [node for node in joint.graph.find_nodes(op="placeholder") if half_of(node) == "backward"]
     loss = tangents.pop(loss_tangent)
-    if not _drop_zeros(gm, tangents, loss):
+    if not _drop_zeros(joint, tangents, loss):
         return None
     for node in tangents:
-        gm.graph.erase_node(node)
-    _separate_gradients(gm, num_fwd_outputs)
-    gm.graph.lint()
-    gm.recompile()
-    return gm
+        joint.graph.erase_node(node)
+    _separate_gradients(joint, num_fwd_outputs)
+    joint.graph.lint()
+    joint.recompile()
+    return joint
 
 
 def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> bool:
     """Remove what the tangents of other outputs contribute: a gradient is linear in them, and they are zero."""
-    of_loss, of_others = _descendants([loss]), _descendants(tangents)
+    of_loss, of_others = (_reached(starts, lambda node: node.users) for starts in ([loss], tangents))
     zeros = of_others - of_loss
     for node in list(gm.graph.nodes):
         if node not in of_loss or node.op == "output":
@@ -102,7 +99,7 @@ def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
 def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
     """Give each gradient memory of its own, laid out as its parameter: it becomes ``.grad``, which is written to."""
     output = gm.graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results = _results(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
     taken = {_base(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
     for index in range(num_fwd_outputs, len(results)):
@@ -134,32 +131,24 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _outputs(gm: fx.GraphModule) -> list[Any]:
-    found: list[Any] = []
-    fx.map_arg(gm.graph.output_node().args[0], found.append)
-    return found
+def _results(gm: fx.GraphModule) -> list[Any]:
+    """What a graph returns: nodes, and constants such as ``None``."""
+    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _is_differentiable_scalar(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
+def _is_differentiable_scalar(result: Any) -> bool:
+    value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
     return (
         isinstance(value, torch.Tensor) and value.requires_grad and value.dim() == 0 and value.dtype.is_floating_point
     )
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, todo = {node}, [node]
+def _reached(starts: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Some nodes, their neighbours, the neighbours of these, and so on."""
+    todo = list(starts)
+    found = set(todo)
     while todo:
-        new = [source for source in todo.pop().all_input_nodes if source not in found]
-        found.update(new)
-        todo += new
-    return found
-
-
-def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:
-    found, todo = set(nodes), list(nodes)
-    while todo:
-        new = [user for user in todo.pop().users if user not in found]
+        new = [node for node in neighbours(todo.pop()) if node not in found]
         found.update(new)
         todo += new
     return found
@@ -167,13 +156,7 @@ def _descendants(nodes: list[fx.Node]) -> set[fx.Node]:
 
 def reaches_outputs(gm: fx.GraphModule, source: fx.Node, outputs: set[int]) -> bool:
     """Whether any of these results of a graph depends on the value of an input."""
-    found, todo = {source}, [source]
-    while todo:
-        node = todo.pop()
-        new = [user for user in _readers(node) if user not in found]
-        found.update(new)
-        todo += new
-    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    found, results = _reached([source], _readers), _results(gm)
     return any(results[index] in found for index in outputs)
 
 
