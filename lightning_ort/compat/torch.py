@@ -19,9 +19,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
-from torch._ops import (
-    OpOverload,  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
-)
+from torch._ops import OpOverload  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
 from torch._prims_common import (
     ELEMENTWISE_TYPE_PROMOTION_KIND,
     elementwise_dtypes,

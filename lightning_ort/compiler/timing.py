@@ -15,7 +15,7 @@ from lightning_ort.compiler.reproduce import make_input
 _SECONDS = 0.25
 _MIN_ROUNDS = 3  # after a single round, one interruption of the process would decide
 _MAX_ROUNDS = 15
-_CLEAR_ROUNDS = 2
+CLEAR_ROUNDS = 2  # if one is far ahead in each
 _CLEAR = 1.5  # if each time of a candidate is so much longer than each of the fastest, it is not timed any more
 _Name = TypeVar("_Name")
 _Call = Callable[..., Any]
@@ -86,8 +86,8 @@ def race(
     racing = list(candidates)
     start = time.perf_counter()
     for rounds in range(_MAX_ROUNDS):
-        if rounds >= _CLEAR_ROUNDS:
-            racing = _not_far_behind({name: times[name] for name in racing})
+        if rounds >= CLEAR_ROUNDS:
+            racing = not_far_behind({name: times[name] for name in racing})
         if len(racing) == 1 or (rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS):
             break
         for name in racing:
@@ -97,7 +97,7 @@ def race(
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
-def _not_far_behind(times: Mapping[_Name, Sequence[float]]) -> list[_Name]:
+def not_far_behind(times: Mapping[_Name, Sequence[float]]) -> list[_Name]:
     """Return the candidates that may still be the fastest: one interruption of the process rules out none."""
     slowest_run_of_fastest = max(min(times.values(), key=statistics.median))
     return [name for name, values in times.items() if min(values) <= _CLEAR * slowest_run_of_fastest]

@@ -19,7 +19,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
-from lightning_ort.strategies.capture.autotuner import CLEAR_ROUNDS, MAX_ROUNDS, ROUNDS, StepAutotuner
+from lightning_ort.strategies.capture.autotuner import MAX_ROUNDS, ROUNDS, StepAutotuner
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
@@ -144,7 +144,7 @@ def test_close_engines_are_timed_longer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_one_that_is_far_ahead_needs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for captured, own in ((1.0, 3.0), (3.0, 1.0)):
         tuner = script(monkeypatch, captured, own, spoiled=0)
-        assert {len(samples) - 1 for samples in tuner._samples.values()} == {CLEAR_ROUNDS}
+        assert {len(samples) - 1 for samples in tuner._samples.values()} == {timing.CLEAR_ROUNDS}
         assert tuner.milliseconds == {"ort": 1000 * (captured + 1), "torch": 1000 * (own + 1)}
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from lightning_ort.compiler.timing import CLEAR_ROUNDS, not_far_behind
+
 Engine = Literal["ort", "torch", "inductor"]
 
 ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
 _CLOSE = 1.1
-CLEAR_ROUNDS = 2  # if one engine is far ahead in each sample
-_CLEAR = 1.5
 
 
 class StepAutotuner:
@@ -86,13 +86,10 @@ class StepAutotuner:
         """Whether there are enough samples."""
         rounds = self.rounds
         if rounds < ROUNDS:
-            return rounds >= CLEAR_ROUNDS and self._one_is_far_ahead()
+            samples = {engine: samples[1:] for engine, samples in self._samples.items()}
+            return rounds >= CLEAR_ROUNDS and len(not_far_behind(samples)) == 1
         fastest, second = sorted(self.milliseconds.values())[:2]
         return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
-
-    def _one_is_far_ahead(self) -> bool:
-        first, *others = sorted((samples[1:] for samples in self._samples.values()), key=statistics.median)
-        return all(min(samples) > _CLEAR * max(first) for samples in others)
 
     @property
     def milliseconds(self) -> dict[str, float]:
