@@ -58,6 +58,12 @@ def loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
+@pytest.fixture
+def torchs_loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "torch._dynamo"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+
+
 @pytest.fixture(autouse=True)
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # whatever the default is: no test is long enough for compiling to pay; those of the amortized start ask for it

@@ -368,14 +368,12 @@ class WritesInStep(Writes):
 
 
 @pytest.mark.parametrize("module_class", [Writes, WritesInStep])
+@pytest.mark.usefixtures("torchs_loggers_reach_caplog")
 def test_operation_that_no_graph_holds(
     module_class: type[Small],
     make_trainer: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("torch", "torch._dynamo"):  # whose records do not reach caplog
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     stock, ours = module_class(), module_class()
     fit(stock, "auto", make_trainer)
     report = fit(ours, always(), make_trainer)

@@ -86,16 +86,14 @@ def fit(module: Small, make_trainer: Callable[..., Any], **config: Any) -> Compi
         (ScriptedChild, "it calls a TorchScript module, which no graph can hold", None),
     ],
 )
+@pytest.mark.usefixtures("torchs_loggers_reach_caplog")
 def test_only_our_line_is_seen(
     kind: type[Small],
     line: str | None,
     note: str | None,
     make_trainer: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("torch", "torch._dynamo"):  # whose records do not reach caplog
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     plain, module = kind(), kind()
     make_trainer(max_epochs=1, limit_val_batches=0).fit(plain)
     caplog.clear()
