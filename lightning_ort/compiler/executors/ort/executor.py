@@ -9,6 +9,7 @@ from torch import fx
 from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
@@ -113,3 +114,9 @@ class OrtExecutor(Executor):
         several_threads = self.device.type == "cpu" and variant.threads > 1
         pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
         return BoundSession(region, built, self.device, pause_openmp=pause)
+
+    @override
+    def release_memory(self) -> None:
+        if self.device.type == "cpu":
+            session.shrink_cpu_arena()
+            malloc.trim()

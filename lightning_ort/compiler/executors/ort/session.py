@@ -1,5 +1,6 @@
 """Converts regions to ONNX models and builds sessions of them."""
 
+import functools
 import logging
 import math
 import os
@@ -7,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -115,6 +117,8 @@ def build(
     if device.type == "cpu":
         share_cpu_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
+        # a pattern is one more block of memory for all results of a run, beside what its first run took piece by piece
+        options.enable_mem_pattern = False
     # autograd's order. The default order delays the gradients of weights and keeps their inputs in memory: a GPT's
     # backward pass took 106 MB for intermediate results, with this order 78 MB (onnxruntime 1.19)
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
@@ -149,6 +153,33 @@ def session_options(threads: int) -> "onnxruntime.SessionOptions":
     options.add_session_config_entry("session.intra_op.allow_spinning", "1")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
+
+
+def shrink_cpu_arena() -> None:
+    """Give the memory of the CPU sessions' arena that no tensor uses back to the system.
+
+    An arena keeps what its largest run took. Only a run can shrink it, of any session that uses it (onnxruntime 1.19).
+    """
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    _negation().run(None, {"x": np.zeros(1, dtype=np.float32)}, options)
+
+
+@functools.cache
+def _negation() -> "onnxruntime.InferenceSession":
+    import onnxruntime
+
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "negation", [x], [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    share_cpu_arena()
+    options = session_options(1)
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    _alive.add(session)
+    return session
 
 
 def provider_missing_reason(session: "onnxruntime.InferenceSession", provider: str) -> str | None:

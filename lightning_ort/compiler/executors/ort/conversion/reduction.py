@@ -1,6 +1,7 @@
 """Reductions: sum, mean, extrema, variance, norms, cumulative sums, and sorting."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,38 @@ def reduce(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: b
     refuse_empty(x, "a reduction")  # ONNX has defined its result since opset 20
     if rank_of(x) == 0:  # torch takes dim 0 and -1 of a scalar, ONNX has no axis there
         return value.op(onnx_op, keepdims=0)
+    if onnx_op in ("ReduceSum", "ReduceMean") and value.dtype.is_floating_point:
+        axes = [dim % rank_of(x) for dim in as_list(dims)] or list(range(rank_of(x)))
+        if (result := _reduce_in_groups(onnx_op, shape_of(x), value, sorted(axes), keepdim)) is not None:
+            return result
     return value.op(onnx_op, as_list(dims) or None, keepdims=int(keepdim))
+
+
+# onnxruntime adds up in float32, one after the other: the mean of 10,000,000 squares was off by 5e-4, that of 100,000
+# rows by 2e-5 (1.19). Torch adds up pairs, and then pairs of sums.
+_MAX_SUMMANDS = 1 << 14
+
+
+def _reduce_in_groups(
+    onnx_op: str, shape: Sequence[Any], value: Value, axes: Sequence[int], keepdim: bool
+) -> Value | None:
+    """Reduce the first dimensions, or all, in groups where they may be long; otherwise return ``None``."""
+    if axes != list(range(len(axes))):  # of each row, say: onnxruntime adds up in groups itself
+        return None
+    if not static(shape):
+        if not 1 < len(axes) == len(shape):
+            return None
+        return value.op(onnx_op, axes[1:], keepdims=int(keepdim)).op(onnx_op, [0], keepdims=int(keepdim))
+    count, kept = math.prod(shape[: len(axes)]), list(shape[len(axes) :])
+    if count <= _MAX_SUMMANDS:
+        return None
+    while count > _MAX_SUMMANDS:
+        size = next((size for size in range(1 << 12, 31, -1) if count % size == 0), None)
+        if size is None:
+            raise Unsupported(f"the sum of {count} elements, a number without divisors to add them up in groups")
+        count //= size
+        value = value.reshape([count, size, *kept]).op(onnx_op, [1], keepdims=0)
+    return value.op(onnx_op, [0], keepdims=0).reshape([1] * len(axes) + kept if keepdim else kept)
 
 
 def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Value:
