@@ -127,7 +127,7 @@ def _arg_along(onnx_op: str, value: Value, axis: int, keepdim: bool) -> Value:
     if not value.dtype.is_floating_point:
         return index
     # for a row with a NaN torch returns the first NaN's index, onnxruntime 1.19 and 1.31 that of a number
-    is_nan = value.is_nan().cast(torch.int32)
+    is_nan = value.is_nan().cast(torch.int32 if value.ctx.on_cpu else torch.float32)  # no CUDA kernel for int32 (1.31)
     first = is_nan.op("ArgMax", axis=axis, keepdims=int(keepdim))
     has_nan = is_nan.op("ReduceMax", [axis], keepdims=int(keepdim)).cast(torch.bool)
     return where(has_nan, first, index)
