@@ -43,8 +43,8 @@ class _Binding(threading.local):
 class BoundSession:
     """A session of a region with its inputs and outputs bound to torch's memory; called like the region's module.
 
-    With ``pause_openmp`` it ends torch's OpenMP threads before each run. ``stream`` is that of a session on a GPU. Raises
-    ``RegionRejected`` if the shape of an output is not known before the run.
+    With ``pause_openmp`` it ends torch's OpenMP threads before each run. ``stream`` is that of a session on a GPU.
+    Raises ``RegionRejected`` if the shape of an output is not known before the run.
     """
 
     def __init__(

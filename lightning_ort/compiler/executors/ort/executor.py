@@ -118,7 +118,7 @@ class OrtExecutor(Executor):
         return BoundSession(region, built, self.device, pause, stream)
 
     def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
-        """The stream of a session: torch's current one, on which neither has to wait for the other, or a recording's."""
+        """The stream of a session: torch's current one, on which neither waits for the other, or a recording's."""
         if variant.cuda_graph:
             return cuda_graphs.stream_of(self.device)
         on_cuda = self.device.type == "cuda" and kernels.CUDA in self.providers

@@ -40,6 +40,8 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
     **dict.fromkeys(("GeluGrad", "FastGeluGrad", "ReluGrad", "SigmoidGrad", "TanhGrad"), ((_MATRIX, _MATRIX), 1, {})),
 }
 
+_CPU = torch.device("cpu")
+
 _load_errors: dict[Hashable, str | None] = {}
 
 
@@ -115,7 +117,7 @@ def providers_for(device: torch.device) -> tuple[str, ...] | None:
 
 
 def new_session(
-    model: bytes,
+    model: bytes | str,
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
@@ -139,10 +141,11 @@ def new_session(
 class Kernels:
     """The kernels that converters may use with these execution providers and :class:`ORTConfig`'s ``kernels=mode``.
 
-    They are looked for on ``device``. Raises ``ValueError`` if ``mode`` is ``"training"`` and the installed onnxruntime has no gradient kernels.
+    They are looked for on ``device``. Raises ``ValueError`` if ``mode`` is ``"training"`` and the installed onnxruntime
+    has no gradient kernels.
     """
 
-    def __init__(self, mode: str, providers: tuple[str, ...], device: torch.device = torch.device("cpu")) -> None:
+    def __init__(self, mode: str, providers: tuple[str, ...], device: torch.device = _CPU) -> None:
         self.providers = providers
         self.device = device
         self._standard = mode == "standard"

@@ -35,7 +35,7 @@ _ATTRIBUTES = {
     for plural in ("", "S")
 }
 _CONVOLUTION = torch.ops.aten.convolution.default
-_PRODUCTS = {getattr(torch.ops.aten, name).default for name in "mm bmm addmm baddbmm linear mv dot".split()}
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot")}
 _MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and index tables
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
@@ -199,7 +199,8 @@ def _may_use_tf32(region: Region) -> bool:
     """Whether torch computes all matrix products and convolutions of a region with TF32."""
     targets = {node.target for node in region.module.graph.nodes}
     convolves, multiplies = (not targets.isdisjoint(ops) for ops in ({_CONVOLUTION}, _PRODUCTS))
-    backends = ((convolves, torch.backends.cudnn.conv), (multiplies, torch.backends.cuda.matmul))
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # torch makes it with a class for modules
+    backends = ((convolves, conv), (multiplies, torch.backends.cuda.matmul))
     return all(backend.fp32_precision == "tf32" for is_used, backend in backends if is_used)
 
 

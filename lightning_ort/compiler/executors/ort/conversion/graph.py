@@ -25,8 +25,8 @@ from lightning_ort.compiler.report import ReasonType
 if TYPE_CHECKING:
     from lightning_ort.compiler.executors.ort.kernels import Kernels
 
-# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for what
-# needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
+# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for
+# what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
 OPSET = 18
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
@@ -38,14 +38,14 @@ _LIKE_SECOND_INPUT = {"DequantizeLinear", "Where"}
 
 # operators without kernels for these dtypes on CUDA (onnxruntime 1.31, opset 18; found by loading models of one node).
 # They compute in float32, as torch's own kernels do inside, between two casts
-_COMPARISONS = "Equal Less Greater LessOrEqual GreaterOrEqual"
+_BFLOAT16 = """
+    Equal Less Greater LessOrEqual GreaterOrEqual
+    Ceil Cos Elu Floor HardSigmoid IsInf LeakyRelu Log LogSoftmax Reciprocal Round Sin Softplus
+    ArgMax ArgMin AveragePool Clip CumSum Pad ReduceMax ReduceMin ReduceProd Resize TopK
+"""
 _IN_FLOAT32: dict[torch.dtype, set[str]] = {
     torch.float16: {"IsInf", "LogSoftmax"},
-    torch.bfloat16: {
-        *_COMPARISONS.split(),
-        *"Ceil Cos Elu Floor HardSigmoid IsInf LeakyRelu Log LogSoftmax Reciprocal Round Sin Softplus".split(),
-        *"ArgMax ArgMin AveragePool Clip CumSum Pad ReduceMax ReduceMin ReduceProd Resize TopK".split(),
-    },
+    torch.bfloat16: {*_BFLOAT16.split()},
 }
 # without a CUDA kernel from opset 22 on, in any dtype
 _ENDED = {"Elu", "EyeLike", "MaxPool"}
@@ -264,7 +264,9 @@ class GraphBuilder:
         ]
         narrow = self._dtype_without_kernel(op_type, values)
         if narrow is not None:
-            wide = [value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values]
+            wide = [
+                value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values
+            ]
             results = self.op(op_type, *wide, outputs=outputs, domain=domain, **attrs)
             several = results if isinstance(results, tuple) else (results,)
             back = tuple(value.cast(narrow) if value.dtype is torch.float32 else value for value in several)

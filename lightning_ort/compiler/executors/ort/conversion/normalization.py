@@ -26,9 +26,12 @@ def _work_dtype(x: fx.Node) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _as_traced(node: fx.Node, *results: Value) -> tuple[Value, ...]:
-    """The results in the dtypes that torch expects: statistics of half types are float32 on CUDA, on CPUs not always."""
-    return tuple(result.cast(expected.dtype) for result, expected in zip(results, node.meta["val"], strict=True))
+def _as_traced(node: fx.Node, *results: Value | None) -> tuple[Any, ...]:
+    """The results in the dtypes that torch expects: under autocast those of weights and statistics may be float32."""
+    return tuple(
+        None if result is None else result.cast(expected.dtype)
+        for result, expected in zip(results, node.meta["val"], strict=True)
+    )
 
 
 def _per_channel(value: Value, x: fx.Node) -> Value:
@@ -99,7 +102,10 @@ def layer_norm_backward(
         return tuple(value if wanted else None for value, wanted in zip(gradients, output_mask, strict=True))
     work = _work_dtype(x)
     centered = ctx.value(x, work) - mean
-    return _last_dims_backward(grad, x, centered, ctx.value(rstd, work), weight, output_mask, normalized_shape, True)
+    gradients = _last_dims_backward(
+        grad, x, centered, ctx.value(rstd, work), weight, output_mask, normalized_shape, True
+    )
+    return _as_traced(node, *gradients)
 
 
 @converts(aten._fused_rms_norm_backward.default, variants=(EXPANDED,))
@@ -110,7 +116,7 @@ def fused_rms_norm_backward(
     rstd, weight, output_mask = args
     work, mask = _work_dtype(x), (output_mask[0], output_mask[1] and weight is not None, False)
     value, rstd = ctx.value(x, work), ctx.value(rstd, work)
-    return _last_dims_backward(grad, x, value, rstd, weight, mask, normalized_shape, False)[:2]
+    return _as_traced(node, *_last_dims_backward(grad, x, value, rstd, weight, mask, normalized_shape, False)[:2])
 
 
 def _last_dims_backward(
@@ -251,7 +257,8 @@ def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: A
     weight, bias, running_mean, running_var, training, momentum, eps = args
     old_mean, old_var = ctx.value(running_mean), ctx.value(running_var)
     if not training:
-        return *_batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps), old_mean, old_var
+        results = _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
+        return _as_traced(node, *results, old_mean, old_var)
     if old_mean.dtype != _work_dtype(x):
         raise Unsupported(f"running statistics of {old_mean.dtype} for {dtype_of(x)}")
     result, mean, rstd, variance = _batch_norm_train(ctx, x, weight, bias, eps)
@@ -259,7 +266,7 @@ def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: A
     size = count(ctx, x, _channel_axes(x), old_mean.dtype)
     new_mean = old_mean * (1 - momentum) + mean * momentum
     new_var = old_var * (1 - momentum) + variance * (size / (size - 1)) * momentum
-    return result, mean, rstd, new_mean, new_var
+    return _as_traced(node, result, mean, rstd, new_mean, new_var)
 
 
 @converts(aten._native_batch_norm_legit.no_stats)

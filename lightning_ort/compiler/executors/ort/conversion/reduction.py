@@ -1,6 +1,8 @@
 """Reductions: sum, mean, extrema, variance, norms, cumulative sums, and sorting."""
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -48,7 +50,12 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Valu
     sizes = [shape_of(x)[axis] for axis in axes]
     if static(sizes):
         return ctx.const(math.prod(sizes), dtype)
-    return ctx.value(x).op("Shape").op("Gather", axes).op("ReduceProd", keepdims=0).cast(dtype)
+    shape = ctx.value(x).op("Shape")
+    if ctx.on_cpu:
+        return shape.op("Gather", axes).op("ReduceProd", keepdims=0).cast(dtype)
+    return functools.reduce(operator.mul, (shape.op("Gather", axis) for axis in axes)).cast(
+        dtype
+    )  # no kernel for int64
 
 
 def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
