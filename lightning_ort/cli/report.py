@@ -7,7 +7,12 @@ from pathlib import Path
 from lightning_ort._text import say
 from lightning_ort.compiler.report import CompileReport, ms_label
 
-_LABELS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
+_LABELS = {
+    "ort": "ONNX Runtime",
+    "torch": "PyTorch",
+    "inductor": "inductor",
+    "inductor-graphs": "inductor, CUDA graphs",
+}
 
 
 def report(file: Path, output: Path | None = None) -> None:

@@ -74,7 +74,7 @@ class ORTBackend:
 
     def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None) -> None:
         self.config = ORTConfig.parse(config)
-        if self.config.engine != "ort":
+        if self.config.engine == "auto":
             raise ValueError(
                 f"engine={self.config.engine!r} times whole training steps, which a Lightning strategy does."
                 " Without one, use engine='ort'."

@@ -30,7 +30,8 @@ class StepReport:
     Args:
         name: Such as ``training_step``.
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
-            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile).
+            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile),
+            ``"inductor-graphs"`` (and recorded as CUDA graphs).
 
     """
 

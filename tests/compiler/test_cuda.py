@@ -19,7 +19,7 @@ from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, streams, support
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
-from lightning_ort.compiler.regions import Region, Variant
+from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import ReasonType
 from tests.compiler.fake_cuda import CUDA, CudaBackend, FakeCuda, Stream, autocast
 from tests.strategies.parity_models import BERT, CLASSES, CNN, GPT, MLP, Block

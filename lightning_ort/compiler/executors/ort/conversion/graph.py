@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.executors.ort.conversion.cuda_kernels import ENDED, dtype_without_kernel
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
     Arg,
@@ -35,20 +36,6 @@ MICROSOFT = "com.microsoft"
 _BOOLEAN = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
 _INTEGER = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size"}
 _LIKE_SECOND_INPUT = {"DequantizeLinear", "Where"}
-
-# operators without kernels for these dtypes on CUDA (onnxruntime 1.31, opset 18; found by loading models of one node).
-# They compute in float32, as torch's own kernels do inside, between two casts
-_BFLOAT16 = """
-    Equal Less Greater LessOrEqual GreaterOrEqual
-    Ceil Cos Elu Floor HardSigmoid IsInf LeakyRelu Log LogSoftmax Reciprocal Round Sin Softplus
-    ArgMax ArgMin AveragePool Clip CumSum Pad ReduceMax ReduceMin ReduceProd Resize TopK
-"""
-_IN_FLOAT32: dict[torch.dtype, set[str]] = {
-    torch.float16: {"IsInf", "LogSoftmax"},
-    torch.bfloat16: {*_BFLOAT16.split()},
-}
-# without a CUDA kernel from opset 22 on, in any dtype
-_ENDED = {"Elu", "EyeLike", "MaxPool"}
 
 Operand = Union["Value", Arg]
 
@@ -221,7 +208,7 @@ class GraphBuilder:
             opset_imports={"": self._opset, MICROSOFT: 1},
             name=name,
         )
-        if self._opset > OPSET and (ended := _ENDED & {node.op_type for node in graph}):
+        if self._opset > OPSET and (ended := ENDED & {node.op_type for node in graph}):
             text = f"{', '.join(sorted(ended))} beside what needs opset {self._opset}"
             raise Unsupported(text, ReasonType.NO_KERNEL)
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
@@ -262,7 +249,11 @@ class GraphBuilder:
             None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)
             for arg in inputs
         ]
-        narrow = self._dtype_without_kernel(op_type, values)
+        narrow = (
+            None
+            if self.on_cpu
+            else dtype_without_kernel(op_type, [value.dtype for value in values if value is not None])
+        )
         if narrow is not None:
             wide = [
                 value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values
@@ -289,10 +280,6 @@ class GraphBuilder:
         second = torch.int64 if op_type in ("MaxPool", "TopK") else first  # indices
         results = tuple(Value(self, output, second if index else first) for index, output in enumerate(node.outputs))
         return results[0] if outputs == 1 else results
-
-    def _dtype_without_kernel(self, op_type: str, values: Sequence[Value | None]) -> torch.dtype | None:
-        dtypes = () if self.on_cpu else {value.dtype for value in values if value is not None}
-        return next((dtype for dtype in dtypes if op_type in _IN_FLOAT32.get(dtype, ())), None)
 
     def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:
         """Emit a node of ONNX Runtime's contributed operators (``com.microsoft``, version 1)."""
