@@ -61,6 +61,7 @@ class ReasonType(enum.Enum):
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
+    ADVICE = "unused"
 
     @property
     def is_failure(self) -> bool:

@@ -3,16 +3,20 @@
 What pays most comes first. Each piece of advice says what to do; nothing is changed.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
 
 _TILE = 64  # elements: tensor cores compute with blocks of this width, and a part of one takes as long
 _AMPERE = 8  # compute capability 8.0, the first with bfloat16 and TF32
@@ -23,17 +27,23 @@ def advice_for(trainer: "pl.Trainer", module: nn.Module, device: torch.device, c
     """Return what this run could do better on its GPU, in sentences; nothing on other devices."""
     if device.type != "cuda":
         return []
-    found = [
-        *_precision(str(trainer.precision), torch.cuda.get_device_capability(device)[0] >= _AMPERE),
-        *_attention(module),
-        *_optimizers(trainer.optimizers),
-        *_memory_format(module),
-        *_sizes(module),
-        *_data(trainer.train_dataloader),
-    ]
+    try:
+        return list(_found(trainer, module, device, config))
+    except Exception:  # of a module or a loader unlike all others: advice must not end a run
+        log.debug("no advice", exc_info=True)
+        return []
+
+
+def _found(trainer: "pl.Trainer", module: nn.Module, device: torch.device, config: ORTConfig) -> Iterator[str]:
+    is_ampere = torch.cuda.get_device_capability(device)[0] >= _AMPERE
+    yield from _precision(str(trainer.precision), is_ampere)
+    yield from _attention(module)
+    yield from _optimizers(trainer.optimizers)
+    yield from _memory_format(module)
+    yield from _sizes(module)
+    yield from _data(trainer.train_dataloader)
     if config.dynamic is True:
-        found.append("dynamic=True keeps steps from being recorded as CUDA graphs; leave it out if sizes are fixed")
-    return found
+        yield "dynamic=True keeps steps from being recorded as CUDA graphs; leave it out if sizes are fixed"
 
 
 def _precision(precision: str, is_ampere: bool) -> Iterator[str]:
@@ -49,7 +59,7 @@ def _attention(module: nn.Module) -> Iterator[str]:
         yield "flash attention is switched off; torch.backends.cuda.enable_flash_sdp(True)"
     # as Hugging Face's models name it
     if getattr(_config_of(module), "_attn_implementation", None) == "eager":
-        yield 'attention is computed step by step; from_pretrained(..., attn_implementation="sdpa") uses flash attention'
+        yield 'attention is computed step by step; from_pretrained(..., attn_implementation="sdpa") has flash attention'
 
 
 def _config_of(module: nn.Module) -> Any:
@@ -60,7 +70,7 @@ def _optimizers(optimizers: Iterable[Any]) -> Iterator[str]:
     for optimizer in optimizers:
         known = getattr(optimizer, "defaults", {})
         if "fused" in known and not any(group.get("fused") for group in optimizer.param_groups):
-            yield f"{type(optimizer).__name__} is not fused; optim=\"auto\" of the strategy, or fused=True"
+            yield f'{type(optimizer).__name__} is not fused; optim="auto" of the strategy, or fused=True'
 
 
 def _memory_format(module: nn.Module) -> Iterator[str]:
@@ -78,12 +88,11 @@ def _sizes(module: nn.Module) -> Iterator[str]:
         and any(size % _TILE for size in child.weight.shape if size > _TILE)
     ]
     if odd:
-        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-        yield f"sizes that are no multiples of {_TILE}: {', '.join(odd[:_SHOWN])}{more}; pad the vocabulary, or the width"
+        shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+        yield f"sizes that are no multiples of {_TILE}: {shown}; pad the vocabulary, or the width"
 
 
 def _data(loaders: Any) -> Iterator[str]:
-    from torch.utils.data import DataLoader
     from torch.utils._pytree import tree_leaves
 
     plain = [loader for loader in tree_leaves(loaders) if isinstance(loader, DataLoader) and not loader.pin_memory]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
 
+from lightning_ort.compat.torch import tree_map
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
