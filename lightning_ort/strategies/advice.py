@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_ort.compat.torch import tree_map
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def _sizes(module: nn.Module) -> Iterator[str]:
 
 
 def _data(loaders: Any) -> Iterator[str]:
-    from torch.utils._pytree import tree_leaves
-
-    plain = [loader for loader in tree_leaves(loaders) if isinstance(loader, DataLoader) and not loader.pin_memory]
-    if plain:
+    found: list[Any] = []
+    tree_map(found.append, loaders)
+    if any(isinstance(loader, DataLoader) and not loader.pin_memory for loader in found):
         yield "batches are copied to the GPU while it waits; DataLoader(pin_memory=True)"

@@ -35,7 +35,7 @@ class StepAutotuner:
         engines: Sequence[Engine],
         synchronize: Callable[[], None],
         last: Engine | None = None,
-        worth_trying: Callable[[Mapping[Engine, float]], bool] = lambda ms: True,
+        worth_trying: Callable[[Mapping[str, float]], bool] = lambda ms: True,
     ) -> None:
         self._synchronize = synchronize
         self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}

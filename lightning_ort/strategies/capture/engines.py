@@ -25,7 +25,7 @@ class Candidates:
 
     engines: Sequence[Engine]
     last: Engine | None = None
-    worth_trying: Callable[[Mapping[Engine, float]], bool] = lambda ms: True
+    worth_trying: Callable[[Mapping[str, float]], bool] = lambda ms: True
 
 
 def setting_for(config: ORTConfig, device: torch.device) -> Setting:
@@ -49,6 +49,6 @@ def engines_for(config: ORTConfig, device: torch.device, step: str, may_record: 
     return Candidates(engines, "ort", ort_may_win)
 
 
-def ort_may_win(ms: Mapping[Engine, float]) -> bool:
+def ort_may_win(ms: Mapping[str, float]) -> bool:
     """Return whether ONNX Runtime's projected time is the shortest: eager's, less what capture is expected to save."""
     return ms["torch"] * (1 - prior_fraction(ms["torch"] / 1000)) < min(ms.values())

@@ -358,7 +358,7 @@ class CapturedStep(AbstractContextManager[None]):
             text = f"{times.get('ort', captured):.3g} ms captured, {times['torch']:.3g} ms as it is"
             self._change_mode("off", ReasonType.SLOWER, text)
         elif fastest in inductor.ENGINES:
-            self._engine = fastest
+            self._engine = inductor.NAME if fastest == inductor.NAME else inductor.GRAPHS
             other = "ort" if "ort" in times else "torch"
             text = f"{times[other]:.3g} ms, {times[fastest]:.3g} ms compiled by {fastest}, which keeps it"
             self._record_choice(ReasonType.SLOWER, text)
