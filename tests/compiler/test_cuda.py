@@ -3,6 +3,7 @@
 On a GPU: ``tests/strategies/test_gpu.py``.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint
@@ -21,6 +23,7 @@ from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
 from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import ReasonType
+from lightning_ort.onnx_export.session import OnnxSession, Value
 from tests.compiler.fake_cuda import CUDA, CudaBackend, FakeCuda, Stream, autocast
 from tests.strategies.parity_models import BERT, CLASSES, CNN, GPT, MLP, Block
 
@@ -348,3 +351,34 @@ def test_plug_ins_are_providers_too(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     options = SimpleNamespace(add_provider_for_devices=lambda *args: added.append(args))
     kernels.new_session(b"", options, ("PlugInExecutionProvider",), torch.device("cpu"))  # type: ignore[arg-type]
     assert added == [([device], {})]
+
+
+# a model for prediction
+
+
+def test_a_predictor_binds_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    found = object.__new__(OnnxSession)
+    binding = SimpleNamespace(
+        bind_input=lambda *args: log.append(("input", *args[:3])),
+        bind_output=lambda *args: log.append(("output", *args[:3])),
+        get_outputs=lambda: [None],
+    )
+    found._session = SimpleNamespace(
+        io_binding=lambda: binding,
+        run_with_iobinding=lambda binding: log.append("run"),
+        get_provider_options=lambda: {"CUDAExecutionProvider": {"device_id": "0"}},
+    )
+    found.providers, found._structure, found._used = ("CUDAExecutionProvider",), "y", {"x"}
+    found.inputs = (Value("x", torch.float32, (2, 3)),)
+    found.outputs = (Value("y", torch.float32, (2, 3)),)
+    assert found._memory_for(torch.device("cuda", 1)) == torch.device("cpu")  # another GPU's
+    assert found._memory_for(torch.device("cpu")) == torch.device("cpu")
+    stream = SimpleNamespace(synchronize=lambda: log.append("torch is done"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with FakeTensorMode(), monkeypatch.context() as context:
+        context.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+        result = found({"x": torch.empty(2, 3, device="cuda")})
+    assert result.device == CUDA
+    assert log == [("input", "x", "cuda", 0), ("output", "y", "cuda", 0), "torch is done", "run"]

@@ -1,15 +1,19 @@
 """Which engines a step is tried on, in which order, by the clock of a script."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from small_modules import Small
 
-from lightning_ort import ORTConfig
+from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
 from lightning_ort.strategies.capture.engines import engines_for, setting_for
+from lightning_ort.strategies.environment import read_environment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -117,3 +121,29 @@ def test_fast_masks_need_inductor(settings: Any) -> None:
     with pytest.raises(ValueError, match="dropout_masks='fast'.* engine='auto'"):
         ORTConfig(dropout_masks="fast", **settings)
     assert ORTConfig(dropout_masks="fast", engine="auto").dropout_masks == "fast"
+
+
+def test_fast_masks_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ORT_CONFIG", "dropout_masks: fast")
+    assert read_environment().complete(None).dropout_masks == "fast"
+    monkeypatch.setenv("LIGHTNING_ORT_CONFIG", "dropout_masks: quick")
+    with pytest.raises(ValueError, match="dropout_masks"):
+        read_environment()
+
+
+def test_on_a_cpu_the_report_says_that_fast_masks_have_no_effect(make_trainer: Callable[..., Any]) -> None:
+    strategy = ORTStrategy(config={"dropout_masks": "fast", "placement": "measured"})
+    make_trainer(strategy=strategy, max_steps=2).fit(Small())
+    assert any(
+        note.where == "dropout_masks" and "not tried on cpu" in note.reason.text for note in strategy.report.notes
+    )
+
+
+def test_the_report_has_the_advice(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ort.strategies.mixin.advice_for", lambda *args: [f"advice of {len(args)} facts"])
+    strategy = ORTStrategy(config={"placement": "always"})
+    make_trainer(strategy=strategy, max_steps=2).fit(Small())
+    (note,) = (note for note in strategy.report.notes if note.where == "advice")
+    assert (note.reason.type, note.reason.text) == (ReasonType.ADVICE, "advice of 4 facts")
+    assert strategy.report.ort_runs > 0
+    assert "advice of 4 facts" in strategy.report.to_text(width=200)

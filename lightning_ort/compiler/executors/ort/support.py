@@ -39,8 +39,8 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
         return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
         if isinstance(value, torch.Tensor):
-            is_scalar = value.dim() == 0 and all(value is not own for own in values_of(node))
-            if value.device.type != kernels.device.type and not is_scalar:  # a number on the CPU may be read
+            if value.device.type != kernels.device.type and (value.dim() or any(value is x for x in values_of(node))):
+                # a number on the CPU may be read, and no more
                 return Support(False, Reason(ReasonType.DEVICE, f"{node.target} with a tensor on {value.device}"))
             if value.dtype not in DTYPES:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}"))
