@@ -96,8 +96,8 @@ class ORTMixin(_Strategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        self._run_report.setup(trainer)
         self._capture.setup(self)
+        self._run_report.setup(trainer, self.report)
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort._text import duration
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
@@ -286,7 +287,7 @@ class CapturedStep(AbstractContextManager[None]):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
-        self._account.end_compiling_call(outcome)
+        self._account.end_compiling_call(outcome, self.autotuner is not None)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
@@ -343,12 +344,13 @@ class CapturedStep(AbstractContextManager[None]):
         report = StepReport(self._name, times)
         backend.report.steps.append(report)
         if report.engine == "torch":
-            text = f"{times['ort']:.3g} ms captured, {times['torch']:.3g} ms as it is"
-            self._change_mode("off", ReasonType.SLOWER, text)
+            text = f"{duration(times['ort'])} captured, {duration(times['torch'])} as it is"
+            self._set_mode("off")
+            self._module.record_choice(self._name, ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
         elif report.engine == "inductor":
             self._engine = "inductor"
-            text = f"{times['ort']:.3g} ms, {times['inductor']:.3g} ms compiled by inductor, which keeps it"
-            self._record_choice(ReasonType.SLOWER, text)
+            text = f"{duration(times['ort'])}, {duration(times['inductor'])} compiled by inductor, which keeps it"
+            self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
