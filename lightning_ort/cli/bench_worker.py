@@ -23,7 +23,7 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 
-ENGINES = ("stock", "compile", "off", "ort", "auto")
+ENGINES = ("stock", "compile", "ort", "auto", "off")
 MATMUL_PRECISIONS = ("high", "medium")
 _MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
-from lightning_ort.compat.lightning import set_checkpoint_io
+from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
@@ -95,6 +95,7 @@ class ORTMixin(_Strategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        hide_leaf_spec_deprecation()
         super().setup(trainer)
         self._capture.setup(self)
         self._run_report.setup(trainer, self.report)

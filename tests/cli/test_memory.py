@@ -106,3 +106,16 @@ def test_every_prediction_is_of_a_known_name() -> None:
     from lightning_ort.optim.registry import OptimName
 
     assert set(STATES) <= set(get_args(OptimName))
+
+
+def test_auto_and_keep_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "[2,8]", "--measure"])
+    sys.argv += ["--args", '{"in_features": 64, "out_features": 64}', "--optim", "[auto,keep,adamw_torch_foreach]"]
+    monkeypatch.setenv("COLUMNS", "80")
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [index for index, line in enumerate(lines) if "33.3 kB" in line]
+    assert [lines[index].split()[1] for index in rows] == ["auto", "keep", "adamw_torch_foreach"]
+    assert [set(lines[index + 1]) & set("─") for index in rows] == [{"─"}] * 3  # a line between rows
+    assert "torch's AdamW" in lines[-2]
