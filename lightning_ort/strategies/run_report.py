@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
     names = ("lightning-ort", "torch", trainer.strategy.namespace.distribution, *kernels.DISTRIBUTIONS)  # type: ignore[attr-defined]
     return {
         "model": type(trainer.lightning_module).__name__,
-        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "date": datetime.now().isoformat(" ", "minutes"),
         "machine": machine,
         "versions": ", ".join(f"{name} {number}" for name in names if (number := kernels.installed(name))),
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
