@@ -1,4 +1,4 @@
-"""The text of a report in terminals of four widths; `python -m tests.compiler.test_report_text` writes the snapshots."""
+"""The text of a report in terminals of four widths; `python -m tests.compiler.test_report_text` writes the files."""
 
 from pathlib import Path
 
