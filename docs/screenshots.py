@@ -30,9 +30,10 @@ import sys
 sys.path.insert(0, "benchmarks")
 import logging, warnings
 warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 import lightning_ort, zoo
 from lightning.pytorch import Trainer, seed_everything
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
 from lightning.pytorch.callbacks import TQDMProgressBar
 seed_everything(0, verbose=False)
 strategy = lightning_ort.ORTStrategy(config={"start": "now", "cache_dir": None, "report": sys.argv[1]})
@@ -49,6 +50,8 @@ print(strategy.report)
 def train(report: Path) -> str:
     """Train a small GPT in a terminal of its own, and return what that shows in the end."""
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    # other programs on the machine slow down several threads more than one, and PyTorch's more than ONNX Runtime's
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", TRAIN, str(report)]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, cwd=ROOT, env=environment)
@@ -61,7 +64,8 @@ def train(report: Path) -> str:
         pass
     assert process.wait() == 0, shown.decode()
     lines = shown.decode().replace("\r\n", "\n").split("\n")
-    written = [line.rstrip("\r").rpartition("\r")[2] for line in lines]  # a bar is written over itself
+    # a bar is written over itself
+    written = [next((part for part in reversed(line.split("\r")) if part.strip()), "") for line in lines]
     return "\n".join(line for line in written if re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).strip())
 
 

@@ -108,7 +108,7 @@ def _totals(report: "CompileReport") -> list[tuple[str, object, str]]:
     run, used = report.run, in_use(report)
     net = run.saved_seconds - run.startup_seconds
     return [
-        ("speed of a training step, against the step as it is", _speed(report), "first"),
+        ("speed of a training step, compared with PyTorch", _speed(report), "first"),
         (
             "saved in the run, start-up deducted" if net >= 0 else "lost in the run, start-up included",
             f"{abs(net):.1f} s",

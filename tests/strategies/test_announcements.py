@@ -69,7 +69,7 @@ def trainer_with(bar: Bar | None, first: bool = True) -> Any:
     ("ms", "verdict"),
     [
         ({"ort": 10.0, "torch": 20.0}, "ONNX Runtime wins, 10 ms a step (20 ms in PyTorch), 2.00x as fast as before"),
-        ({"ort": 20.0, "torch": 10.0}, "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays as it is"),
+        ({"ort": 20.0, "torch": 10.0}, "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch"),
         (
             {"ort": 1500.0, "torch": 2000.0, "inductor": 1000.0},
             "inductor wins, 1 s a step (1.5 s in ONNX Runtime, 2 s in PyTorch), 2.00x as fast as before",

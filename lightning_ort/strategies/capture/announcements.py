@@ -56,7 +56,7 @@ class Announcement:
         name = _WINNERS.get(fastest, fastest)
         text = f"{name} wins, {duration(ms[fastest])} a step ({rivals})"
         if fastest == "torch":
-            self._end(trainer, f"{text}; the step stays as it is", _YELLOW)
+            self._end(trainer, f"{text}; the step stays in PyTorch", _YELLOW)
         else:
             self._end(trainer, f"{text}, {ms['torch'] / ms[fastest]:.2f}x as fast as before", _GREEN)
 

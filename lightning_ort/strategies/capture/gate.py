@@ -1,4 +1,4 @@
-"""A step that runs as it is until compiling it pays: :class:`StartGate`; what earlier runs found: :class:`History`.
+"""A step that stays unchanged until compiling it pays: :class:`StartGate`; what earlier runs found: :class:`History`.
 
 The decision itself is in :mod:`~lightning_ort.strategies.capture.budget`.
 """

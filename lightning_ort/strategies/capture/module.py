@@ -145,13 +145,13 @@ class CapturedModule:
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
     def begin_run(self) -> None:
-        """Note the first step of a run, which may go on where a checkpoint ends; later calls change nothing."""
+        """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
         if self._first_batch is None:
             self._first_batch = self.module.trainer.fit_loop.total_batch_idx
             self.budget.begin()
 
     def outlook(self, name: str, done: int) -> Outlook:
-        """Return how the run goes on, after so many steps of this name."""
+        """Return what is known about the rest of the run, after so many steps of this name."""
         namespace = namespace_of(type(self._strategy))
         assert namespace is not None
         return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)

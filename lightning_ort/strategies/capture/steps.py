@@ -8,7 +8,7 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
-Under ``start="amortized"`` a step runs as it is until capturing it is expected to pay
+Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay
 (:mod:`~lightning_ort.strategies.capture.gate`).
 
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
