@@ -47,6 +47,7 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
         )
     ],
     "report": [
+        (("file",), {"type": Path, "help": "the JSON report that a run with ORTConfig(report=PATH) wrote"}),
         (("other",), {"type": Path | None, "nargs": "?", "help": "a second report, to compare the runs"}),
         (("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"}),
     ],

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from rich.filesize import decimal
-from rich.measure import Measurement
 from torch import nn
 
 from lightning_ort._text import PlainTable, console, say
@@ -43,12 +42,14 @@ def memory(
     if not isinstance(made, nn.Module):
         sys.exit(f"{module} returned a {type(made).__name__}: name a class or function that creates a torch.nn.Module.")
     table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
-    headers = ["states", "per element", "states, parameters, gradients"]
-    headers += ["measured states"] if measure else []
+    headers = ["states", "per element", "in all"]
+    headers += ["measured"] if measure else []
     headers += [f"each of {count} ranks" for count in ranks or ()]
     for header in headers:
-        table.add_column(header, justify="right")
+        longest = max(map(len, header.split()))  # a word of a header is never broken, nor is a number of bytes
+        table.add_column(header, justify="right", min_width=max(len("99.9 kB"), longest))
     table.columns[0].no_wrap = True
+    table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
     for name in names:
         try:
             predicted = predict(made, name)
@@ -59,8 +60,8 @@ def memory(
             row.append(_measured(made, name))
         table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks or ()))
     out = console()
-    table.show_lines = Measurement.get(out, out.options.update(width=1000), table).maximum > out.width  # cells wrap
     out.print(table)
+    say("in all: states, parameters and gradients")
     if {"auto", "keep"} & set(names):
         say("auto and keep: where configure_optimizers returns torch's AdamW.")
     if ranks:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -22,9 +23,9 @@ def with_underscores(arguments: Sequence[str]) -> list[str]:
 class Parser(ArgumentParser):
     """A parser whose help is for people who do not read Python."""
 
-    def format_help(self) -> str:
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help without types, and with hyphens in the names of options."""
-        text = _TYPE.sub(_default, super().format_help())
+        text = _TYPE.sub(_default, super().format_help(*args, **kwargs))
         text = re.sub(r", --\w+\+ \w+", "", text)  # jsonargparse's way to add to a list
         text = re.sub(r"\n\S[^\n]+[^.\s]:\n(?=  \S+ )", "\narguments:\n", text)  # a title that repeats the summary
         text = re.sub(

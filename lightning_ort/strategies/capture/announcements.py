@@ -21,7 +21,7 @@ _WINNERS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
 def is_announced(trainer: "pl.Trainer") -> bool:
     """Return whether a run shows a progress bar here, and so gets the lines."""
     bar = trainer.progress_bar_callback
-    return bar is not None and bar.is_enabled and trainer.is_global_zero
+    return bar is not None and getattr(bar, "is_enabled", True) and trainer.is_global_zero
 
 
 class Announcement:
