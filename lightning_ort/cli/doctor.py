@@ -3,11 +3,15 @@
 import copy
 import dataclasses
 import importlib
+import io
+import logging
 import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from json import dumps
@@ -140,6 +144,7 @@ def _training_step() -> Finding:
         module, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
     reference = copy.deepcopy(module)
     backend = ORTBackend({"placement": "always", "cache_dir": None})
+    backend.logs_graphs = False
     torch.compile(module, backend=backend)(x).square().sum().backward()
     reference(x).square().sum().backward()
     report = backend.report
@@ -152,6 +157,20 @@ def _training_step() -> Finding:
     return Finding("training step", "ok", f"{report.ort_node_fraction:.0%} on ONNX Runtime, gradients match torch's")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep to itself what a package says while it is imported, on each channel; what is wrong raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    silence = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(silence), redirect_stderr(silence):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _packages() -> Iterator[Finding]:
     for name, (purpose, extra) in _OPTIONAL.items():
         todo = f"pip install 'lightning-ort[{extra}]'"
@@ -159,7 +178,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            with without_gpu_search():
+            with without_gpu_search(), quiet():
                 importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} cannot be imported: {error}", todo)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
-from lightning_ort.compat.lightning import set_checkpoint_io
+from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
@@ -97,9 +97,10 @@ class ORTMixin(_Strategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        hide_leaf_spec_deprecation()
         super().setup(trainer)
-        self._run_report.setup(trainer)
         self._capture.setup(self)
+        self._run_report.setup(trainer, self.report)
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)

@@ -17,6 +17,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
+from lightning_ort.strategies.capture.announcements import is_announced
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_write_gradients
@@ -85,6 +86,7 @@ class CapturedModule:
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
             self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
         self.monitor.install()
+        self.backend.logs_graphs = not is_announced(self.module.trainer)
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         self.backend.leave = lambda: self.monitor.calls_autograd_grad() or self._stops_compiling()
@@ -148,13 +150,13 @@ class CapturedModule:
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
     def begin_run(self) -> None:
-        """Note the first step of a run, which may go on where a checkpoint ends; later calls change nothing."""
+        """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
         if self._first_batch is None:
             self._first_batch = self.module.trainer.fit_loop.total_batch_idx
             self.budget.begin()
 
     def outlook(self, name: str, done: int) -> Outlook:
-        """Return how the run goes on, after so many steps of this name."""
+        """Return what is known about the rest of the run, after so many steps of this name."""
         namespace = namespace_of(type(self._strategy))
         assert namespace is not None
         return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
@@ -203,10 +205,11 @@ class CapturedModule:
             self._module_shims[engine] = ModuleShims(children, functools.partial(self.compile, engine=engine))
         return self._module_shims[engine]
 
-    def record_choice(self, where: str, kind: ReasonType, text: str) -> None:
-        """Report a choice that was made for the user, once."""
+    def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
+        """Report a choice that was made for the user, once; the console may have told an announced one already."""
         reason = Reason(kind, text)
-        if self.backend.report.record_choice(where, reason):
+        is_new = self.backend.report.record_choice(where, reason)
+        if is_new and not (announced and is_announced(self.module.trainer)):
             rank_zero_info("lightning-ort: %s: %s", where, reason)
 
     def _on_closure(self) -> None:

@@ -8,7 +8,7 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
-Under ``start="amortized"`` a step runs as it is until capturing it is expected to pay
+Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay
 (:mod:`~lightning_ort.strategies.capture.gate`).
 
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort._text import duration
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
@@ -289,7 +290,7 @@ class CapturedStep(AbstractContextManager[None]):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
-        self._account.end_compiling_call(outcome)
+        self._account.end_compiling_call(outcome, self.autotuner is not None)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
@@ -352,16 +353,16 @@ class CapturedStep(AbstractContextManager[None]):
         self._account.settle(times, autotuner.overhead())
         report = StepReport(self._name, times)
         backend.report.steps.append(report)
-        fastest = report.engine
-        if fastest == "torch":
+        if report.engine == "torch":
             captured = min(ms for engine, ms in times.items() if engine != "torch") if len(times) > 1 else math.nan
-            text = f"{times.get('ort', captured):.3g} ms captured, {times['torch']:.3g} ms as it is"
-            self._change_mode("off", ReasonType.SLOWER, text)
-        elif fastest in inductor.ENGINES:
-            self._engine = inductor.NAME if fastest == inductor.NAME else inductor.GRAPHS
-            other = "ort" if "ort" in times else "torch"
-            text = f"{times[other]:.3g} ms, {times[fastest]:.3g} ms compiled by {fastest}, which keeps it"
-            self._record_choice(ReasonType.SLOWER, text)
+            text = f"{duration(times.get('ort', captured))} captured, {duration(times['torch'])} as it is"
+            self._set_mode("off")
+            self._module.record_choice(self._name, ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
+        elif report.engine in inductor.ENGINES:
+            self._engine = inductor.NAME if report.engine == inductor.NAME else inductor.GRAPHS
+            other = duration(times["ort" if "ort" in times else "torch"])
+            text = f"{other}, {duration(times[report.engine])} compiled by {report.engine}, which keeps it"
+            self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
