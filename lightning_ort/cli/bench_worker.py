@@ -23,7 +23,7 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 
-ENGINES = ("stock", "compile", "ort", "auto")
+ENGINES = ("stock", "compile", "ort", "auto", "off")
 MATMUL_PRECISIONS = ("high", "medium")
 _MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
 
@@ -34,9 +34,10 @@ class Variant:
 
     Args:
         engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same, and ``torch.compile`` for the module's
-            children), ``"ort"`` or ``"auto"`` (the same with ``ORTConfig(engine="auto")``).
+            children), ``"ort"``, ``"auto"`` (the same with ``ORTConfig(engine="auto")``) or ``"off"`` (the same with
+            ``ORTConfig(capture="off")``: its optimizer and the memory that it keeps, without ONNX Runtime).
         optim: An implementation of the optimizer, as in ``ORTStrategy(optim=...)``. Left out, it is ``"auto"`` under
-            ``"ort"`` and ``"auto"``, and what the module configures elsewhere.
+            ``"ort"``, ``"auto"`` and ``"off"``, and what the module configures elsewhere.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for float32 with
             :class:`~lightning_ort.ORTMatmulPrecision`. Left out, it is the Trainer's default, or the configuration's.
 
@@ -68,7 +69,7 @@ class Variant:
     @property
     def is_ours(self) -> bool:
         """Whether the strategy is ours."""
-        return self.engine in ("ort", "auto")
+        return self.engine in ("ort", "auto", "off")
 
     def __str__(self) -> str:
         optim = f"+{self.optim}" if self.optim else ""
@@ -244,7 +245,8 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     }
     if variant.is_ours:
         # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
-        config = {"start": "now"} | job.ort_config | ({"engine": "auto"} if variant.engine == "auto" else {})
+        chosen = {"auto": {"engine": "auto"}, "off": {"capture": "off"}}.get(variant.engine, {})
+        config = {"start": "now"} | job.ort_config | chosen
         settings["strategy"] = ours.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:
         settings.update(precision=None, plugins=[ours.ORTMatmulPrecision(variant.precision)])

@@ -1,6 +1,8 @@
 """Reductions: sum, mean, extrema, variance, norms, cumulative sums, and sorting."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +82,12 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Valu
     sizes = [shape_of(x)[axis] for axis in axes]
     if static(sizes):
         return ctx.const(math.prod(sizes), dtype)
-    return ctx.value(x).op("Shape").op("Gather", axes).op("ReduceProd", keepdims=0).cast(dtype)
+    shape = ctx.value(x).op("Shape")
+    if ctx.on_cpu:
+        return shape.op("Gather", axes).op("ReduceProd", keepdims=0).cast(dtype)
+    return functools.reduce(operator.mul, (shape.op("Gather", axis) for axis in axes)).cast(
+        dtype
+    )  # no kernel for int64
 
 
 def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
@@ -159,7 +166,7 @@ def _arg_along(onnx_op: str, value: Value, axis: int, keepdim: bool) -> Value:
     if not value.dtype.is_floating_point:
         return index
     # for a row with a NaN torch returns the first NaN's index, onnxruntime 1.19 and 1.31 that of a number
-    is_nan = value.is_nan().cast(torch.int32)
+    is_nan = value.is_nan().cast(torch.int32 if value.ctx.on_cpu else torch.float32)  # no CUDA kernel for int32 (1.31)
     first = is_nan.op("ArgMax", axis=axis, keepdims=int(keepdim))
     has_nan = is_nan.op("ReduceMax", [axis], keepdims=int(keepdim)).cast(torch.bool)
     return where(has_nan, first, index)
