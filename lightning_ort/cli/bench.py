@@ -22,8 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
 from lightning_ort._text import PlainTable, console, plain
-from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
+from lightning_ort.cli.bench_worker import Job, Variant, Worker
 from lightning_ort.cli.load import load
+from lightning_ort.cli.trainer_process import Sample, Summary, VariantFailed
 from lightning_ort.compiler.executors.ort.kernels import installed
 from lightning_ort.config import ORTConfig
 
