@@ -11,9 +11,9 @@ import torch
 
 from lightning_ort._imports import LightningNamespace, preferred_namespace
 from lightning_ort.cli.load import load
-from lightning_ort.cli.trainer_process import Summary, TrainerProcess, make_sampler, namespace_of_class, summary_of
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
+from lightning_ort.tuning.trainer_process import Summary, TrainerProcess, make_sampler, namespace_of_class, summary_of
 
 ENGINES = ("stock", "compile", "ort", "auto")
 MATMUL_PRECISIONS = ("high", "medium")

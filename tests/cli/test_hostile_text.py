@@ -14,7 +14,7 @@ from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
 from lightning_ort.cli.bench_worker import Job, Variant
-from lightning_ort.cli.trainer_process import Sample
+from lightning_ort.tuning.trainer_process import Sample
 from lightning_ort.compiler import regions
 from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.report import (
