@@ -48,9 +48,10 @@ def tune(
     the best so far.
 
     Args:
-        module: A LightningModule, or a class or function without arguments that makes one; ``functools.partial`` gives
-            arguments. ``None`` if the configuration names it.
-        datamodule: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or configuration has it.
+        module: A LightningModule, or a class or function without arguments that makes one; ``functools.partial``
+            gives arguments. ``None`` if the configuration names it.
+        datamodule: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or the configuration
+            has it.
         config: A LightningCLI configuration as a mapping.
         time: Seconds for everything.
         memory: Bytes that the process, or what it has on the GPU, may take.
@@ -66,8 +67,8 @@ def tune(
         What was found.
 
     Raises:
-        TuneError: A ``ValueError`` that says why nothing can be tuned and what to do: the module does not train, nothing
-            fits into the memory, the time is too short, the data cannot be batched as asked for.
+        TuneError: A ``ValueError`` that says why nothing can be tuned and what to do: the module does not train,
+            nothing fits into the memory, the time is too short, the data cannot be batched as asked for.
         ValueError: If an argument has a value that is not allowed.
         TypeError: If an argument has a wrong type.
 
@@ -134,13 +135,13 @@ def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> 
     except VariantFailed as error:
         process.stop()
         raise TuneError(
-            f"The module does not train as it is, so there is nothing to tune: {error}. First make a few steps work with"
-            " Trainer.fit (or main.py fit), then tune."
+            f"The module does not train as it is, so there is nothing to tune: {error}. First make a few steps work"
+            " with Trainer.fit (or main.py fit), then tune."
         ) from None
     except TimeIsUp:
         process.stop()
         raise TuneError(
-            f"--time {seconds:.0f}s is too short: three steps of the module took longer. Pass five times as much or more."
+            f"--time {seconds:.0f}s is too short: three steps of the module took longer. Pass five times as much."
         ) from None
     except BaseException:
         process.stop()
@@ -154,7 +155,7 @@ def is_plain(project: Project) -> bool:
 
 
 def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
-    """Return what would be tried if nothing were faster than what there is, with the memory that it is expected to need.
+    """Return what would be tried if nothing were faster than what there is, with the memory that it may need.
 
     Raises:
         TuneError: If the data cannot be batched as asked for.

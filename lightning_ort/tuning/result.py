@@ -13,6 +13,7 @@ from lightning_ort._text import PlainTable, plain
 from lightning_ort.tuning.losses import sketch
 
 _VERSION = 1
+_COLUMNS = ("ms a sample", "samples/s", "speed-up", "(90 %)", "peak MB", "start s", "pays after", "loss differs")
 _NAMES = {"measured": "slower, or not clearly faster", "won": "won its stage"}
 
 
