@@ -45,8 +45,8 @@ def tune(
     """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
 
     Engines, precisions, implementations of the optimizer, ways to load the data, batch sizes and more are tried for a
-    few seconds each, in turns. A way whose loss departs from that of float32 is refused. Ctrl-C ends the search and keeps
-    the best so far. No file is ever overwritten.
+    few seconds each, in turns. A way whose loss departs from that of float32 is refused. Ctrl-C ends the search and
+    keeps the best so far. No file is ever overwritten.
 
     Args:
         module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".

@@ -17,6 +17,7 @@ from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, m
 from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, fastest, speed
 
+_UNIT = 1.5  # seconds of a sample, where there is time for it
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
@@ -66,7 +67,7 @@ class Search:
         self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
         self._deadline, self._listen = deadline, listen
         self._start = runner.clock()
-        self._unit = min(1.5, limits.seconds / 150)  # seconds of a sample
+        self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
         self._round = 0
         self._trials: list[Trial] = []
         self._notes: list[str] = []
@@ -328,10 +329,13 @@ class Search:
                     self._sample(one, missing, self._time_left())
         except (TimeIsUp, VariantFailed) as error:
             self._notes.append(f"{trial.candidate}: the loss could not be compared: {error}")
-        trial.loss_difference = losses.difference(trial.curve, reference.curve)
-        if trial.loss_difference is not None and not trial.loss_difference <= self._limits.tolerance:  # catches nan too
+        found = losses.departure(trial.curve, reference.curve)
+        if found is None:
+            return True
+        trial.loss_difference = found.difference
+        if found.exceeds(self._limits.tolerance):
             curves = f"{losses.sketch(trial.curve)} against {losses.sketch(reference.curve)}"
-            self._refuse(trial, f"its loss departs from float32's by {trial.loss_difference:.1%}: {curves}")
+            self._refuse(trial, f"its loss departs from float32's by {found.difference:.1%}: {curves}")
             return False
         return True
 

@@ -82,6 +82,8 @@ def base(facts: Facts, limits: Limits) -> Candidate:
 def stages(facts: Facts, limits: Limits, plain: bool) -> list[Stage]:
     """Return the stages, in their order; ``plain`` says that the user's own way is stock Lightning in float32."""
     return [
+        # first: on a busy machine nothing else can be told before
+        Stage("threads", lambda best: list(_threads(best, facts))),
         Stage("engine and precision", lambda best: list(_engines(best, facts, limits, plain))),
         Stage("data loading", lambda best: list(_loading(best, facts))),
         Stage("batch size", lambda best: list(_batches(best, facts, limits))),
@@ -99,6 +101,11 @@ def memory_stage(facts: Facts, limits: Limits) -> Stage:
 def reference(best: Candidate) -> Candidate:
     """Return what losses are compared with: Lightning's own strategy in float32, with the same batches."""
     return Candidate(engine="stock", precision="32-true", batch_size=best.batch_size, accumulate=best.accumulate)
+
+
+def _threads(best: Candidate, facts: Facts) -> Iterator[Option]:
+    if facts.device == "cpu" and facts.threads > 1:
+        yield Option(best.but(threads=1), "small operations take longer to share than to do")
 
 
 def _engines(best: Candidate, facts: Facts, limits: Limits, plain: bool) -> Iterator[Option]:
@@ -162,8 +169,6 @@ def _batches(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
 def _kernels(best: Candidate, facts: Facts) -> Iterator[Option]:
     if facts.convolutions:
         yield Option(best.but(channels_last=True), "the layout in which convolutions' kernels are fastest")
-    if facts.device == "cpu" and facts.threads > 1:
-        yield Option(best.but(threads=1), "small operations take longer to share than to do")
     if best.is_ours and facts.device == "cpu":
         yield Option(best.but(host_memory="default"), "freed memory goes back to the system")
 

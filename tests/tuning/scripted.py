@@ -48,7 +48,6 @@ class Machine:
     peak: Callable[[Candidate], int] = lambda candidate: 100
     loss: Callable[[Candidate], float] = lambda candidate: 1.0  # times the usual losses
     startup: float = 1.0
-    interrupt_at: float = float("inf")
     now: float = 0.0
     running: dict[Candidate, int] = field(default_factory=dict)
     started: list[Candidate] = field(default_factory=list)
@@ -76,9 +75,6 @@ class Machine:
             self.now += timeout
             raise TimeIsUp("too long")
         self.now += spent
-        if self.now > self.interrupt_at:
-            self.interrupt_at = float("inf")
-            raise KeyboardInterrupt
         done = self.running[candidate]
         self.running[candidate] = done + steps
         each = candidate.accumulate or 1

@@ -105,7 +105,9 @@ def test_comments_are_on_the_lines_of_their_settings() -> None:
     assert yaml.safe_load(text) == made.config
     lines = text.splitlines()
     assert lines[:2] == ["# Above", "# all"]
-    found = {line.strip().partition("  # because of ")[2]: line.split(":")[0].strip() for line in lines if "  # " in line}
+    found = {
+        line.strip().partition("  # because of ")[2]: line.split(":")[0].strip() for line in lines if "  # " in line
+    }
     assert found == {
         "engine: #1": "strategy",
         "precision: #1": "precision",

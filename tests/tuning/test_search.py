@@ -6,6 +6,7 @@ from scripted import Machine, facts
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.search import Outcome, Search
 from lightning_ort.tuning.space import Limits, TuneError
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, speed
 
 
@@ -20,7 +21,12 @@ def tried(outcome: Outcome, **settings: object) -> Trial:
 
 
 def test_the_fastest_of_each_stage_goes_on() -> None:
-    gains = {("engine", "ort"): 1.5, ("whole_batches", True): 1.3, ("threads", 1): 0.8, ("precision", "bf16-mixed"): 0.5}
+    gains = {
+        ("engine", "ort"): 1.5,
+        ("whole_batches", True): 1.3,
+        ("threads", 1): 0.8,
+        ("precision", "bf16-mixed"): 0.5,
+    }
     machine = Machine(gains)
     outcome = search(machine)
     assert outcome.best.candidate == Candidate(engine="ort", whole_batches=True)
@@ -58,8 +64,6 @@ def test_a_candidate_that_never_starts_is_a_row() -> None:
         def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
             if candidate.engine == "auto":
                 self.now += timeout
-                from lightning_ort.tuning.trainer_process import TimeIsUp
-
                 raise TimeIsUp("compiles and compiles")
             return super().sample(candidate, steps, timeout)
 
@@ -82,8 +86,13 @@ def test_failures_are_rows() -> None:
 
 
 def test_interrupted_search_keeps_the_best_so_far() -> None:
-    machine = Machine({("engine", "ort"): 1.5, ("whole_batches", True): 2.0})
-    machine.interrupt_at = 60.0
+    class Interrupted(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            if candidate.whole_batches:
+                raise KeyboardInterrupt
+            return super().sample(candidate, steps, timeout)
+
+    machine = Interrupted({("engine", "ort"): 1.5, ("whole_batches", True): 2.0})
     outcome = search(machine)
     assert outcome.best.candidate == Candidate(engine="ort")
     assert any("interrupted" in note for note in outcome.notes)
@@ -91,10 +100,12 @@ def test_interrupted_search_keeps_the_best_so_far() -> None:
 
 
 def test_interrupted_before_anything_is_measured() -> None:
-    machine = Machine()
-    machine.interrupt_at = 0.5
+    class Interrupted(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        search(machine)
+        search(Interrupted())
 
 
 @pytest.mark.parametrize("factor", [1.2, float("nan")])
@@ -155,8 +166,6 @@ def test_nothing_fits() -> None:
 def test_a_module_that_cannot_train() -> None:
     class Broken(Machine):
         def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
-            from lightning_ort.tuning.trainer_process import VariantFailed
-
             raise VariantFailed("RuntimeError: shapes")
 
     with pytest.raises(TuneError, match="does not train as it is.*RuntimeError: shapes"):
