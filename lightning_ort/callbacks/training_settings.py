@@ -91,7 +91,7 @@ class TrainingSettingsCallback(_Callback):
             self._undo.append(functools.partial(torch.set_num_threads, torch.get_num_threads()))
             torch.set_num_threads(self._threads)
         if self._channels_last:
-            pl_module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            pl_module.to(memory_format=torch.channels_last)
         if self._checkpoint_blocks:
             self._recompute_blocks(pl_module)
         if self._loader:

@@ -179,10 +179,8 @@ def result_of(project: Project, limits: Limits, facts: Facts, outcome: Outcome) 
     """Return an outcome with its configuration."""
     best, own = outcome.best, outcome.own
     made = configured(project.base(), best.candidate, project.batch_argument, project.namespace, limits.devices)
-    memory = {
-        "predicted": facts.memory and dataclasses.asdict(facts.memory.step),
-        "measured": facts.measured and dataclasses.asdict(facts.measured),
-    }
+    steps = {"predicted": facts.memory.step if facts.memory else None, "measured": facts.measured}
+    memory = {name: None if step is None else dataclasses.asdict(step) for name, step in steps.items()}
     return TuneResult(
         trials=[trial.to_dict(own) for trial in outcome.trials],
         chosen=next(place for place, trial in enumerate(outcome.trials) if trial is best),

@@ -168,7 +168,7 @@ def _put_strategy(made: Configured, candidate: Candidate, prefix: str, devices: 
         same = isinstance(before, Mapping) and before.get("class_path") == path  # with settings of the user's
         trainer["strategy"] = {"class_path": path}
         made.paths[("trainer", "strategy", "class_path")] = "engine"
-        arguments = dict(before.get("init_args") or {}) if same else {}  # type: ignore[union-attr]
+        arguments = dict(before.get("init_args") or {}) if same else {}
         if candidate.engine == "auto" or candidate.recompute is not None:
             config = dict(arguments.get("config") or {})
             config |= {"engine": "auto"} if candidate.engine == "auto" else {}
