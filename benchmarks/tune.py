@@ -1,8 +1,8 @@
 """What ``lightning-ort tune`` gives: five modules, each tuned, and then compared with what it was by other means.
 
 ``python benchmarks/tune.py [--modules NAME ...] [--time SECONDS] [--rounds N] [--steps N]``. The search decides on its
-own trials; the check afterwards trains the configuration that it wrote beside the module's own, in turns, in processes of
-``lightning-ort bench``. Losses are means over the last quarter of the same examples.
+own trials; the check afterwards trains the configuration that it wrote beside the module's own, in turns, in processes
+of ``lightning-ort bench``. Losses are means over the last quarter of the same examples.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from lightning_ort.tuning.yaml_file import commented
 __all__ = ["TuneError", "TuneResult", "tune"]
 
 Listener = Callable[[str, str], None]
+_BUSY = 0.5  # load for each core
 
 
 def tune(
@@ -116,6 +118,7 @@ def checked_limits(
 def tune_project(project: Project, limits: Limits, listen: Listener = lambda doing, best: None) -> TuneResult:
     """Do what :func:`tune` does with arguments that are checked."""
     deadline = time.monotonic() + limits.seconds
+    notes = busy()
     importlib.import_module(project.namespace.package)  # which processes inherit
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -123,7 +126,22 @@ def tune_project(project: Project, limits: Limits, listen: Listener = lambda doi
         runner = ProcessRunner(project, folder)
         stack.callback(runner.stop_all)
         outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
+    outcome.notes[:0] = notes
     return result_of(project, limits, facts, outcome)
+
+
+def busy() -> list[str]:
+    """Return a note if other programs use the machine."""
+    try:
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    except (AttributeError, OSError):  # Windows
+        return []
+    if load < _BUSY * cores:
+        return []
+    return [
+        f"the machine was busy at the start (load {load:.1f} on {cores} cores): what is fastest, the number of threads"
+        " above all, may be another when it is not"
+    ]
 
 
 def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> Facts:

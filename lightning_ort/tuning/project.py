@@ -10,11 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
 from lightning_ort.tuning import candidate as candidates
-from lightning_ort.tuning.candidate import Candidate, configured
+from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, configured
 from lightning_ort.tuning.trainer_process import TrainerProcess, make_sampler, namespace_of_class, summary_of
 
 _MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
@@ -115,6 +116,8 @@ def train(
     }
     argument = project.batch_argument
     made = configured(project.base(), candidate, argument, namespace, project.devices).config
+    if candidate.engine in SEVERAL_PROCESSES:
+        _start_from_here(made["trainer"])
     if project.config is not None:
         return _train_configured(project, made, namespace, callbacks(namespace), limits, folder)
     pl = importlib.import_module(namespace.package)
@@ -132,6 +135,15 @@ def train(
     trainer = pl.Trainer(**{"logger": False, "devices": 1, **trainer_args, **limits})
     trainer.fit(module, data)
     return trainer
+
+
+def _start_from_here(trainer: dict[str, Any]) -> None:
+    """Have a strategy start its processes from this one: started anew, the script would be this command."""
+    method = "fork" if torch.version.cuda is None else "spawn"
+    if isinstance(trainer["strategy"], str):
+        trainer["strategy"] += f"_{method}"
+    else:
+        trainer["strategy"].setdefault("init_args", {})["start_method"] = method
 
 
 def _train_configured(

@@ -132,7 +132,15 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")  # of what may be a page; the log has it all
+        if isinstance(error, SystemExit) and isinstance(error.code, int):  # what LightningCLI's parser says is there
+            first = _last_error(log)
         connection.send(VariantFailed(f"{type(error).__name__}: {first}"))
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    told = [number for number, line in enumerate(lines) if line.startswith("error:")]
+    return " ".join(lines[told[-1] : told[-1] + 3]) if told else lines[-1] if lines else ""
 
 
 def namespace_of_class(kind: type) -> LightningNamespace:
@@ -192,8 +200,10 @@ class _Sampler:
         seconds = (time.perf_counter() - self._start) / self._done
         losses = [loss.item() for loss in self._losses]
         settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
-        self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled))
-        self._steps = self._connection.recv()
+        if trainer.is_global_zero:
+            self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled))
+            self._steps = self._connection.recv()
+        self._steps = trainer.strategy.broadcast(self._steps)
         trainer.should_stop = self._steps == 0
         self._begin()
 

@@ -15,7 +15,7 @@ _T = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 
 @dataclass(frozen=True)
 class Speed:
-    """How many times as fast one is as another: the median over rounds, and a 90 % interval of the mean."""
+    """How many times as fast one is as another: the median over rounds, and a 90 % interval of the mean around it."""
 
     median: float
     low: float
@@ -99,7 +99,8 @@ def speed(trial: Trial, other: Trial) -> Speed | None:
     mean = statistics.fmean(logs)
     freedom = min(len(logs) - 1, len(_T))
     half = _T[freedom - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Speed(math.exp(center), math.exp(mean - half), math.exp(mean + half), len(logs))
+    low, high = min(mean - half, center), max(mean + half, center)
+    return Speed(math.exp(center), math.exp(low), math.exp(high), len(logs))
 
 
 def break_even(trial: Trial, own: Trial) -> int | None:

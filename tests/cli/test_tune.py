@@ -1,6 +1,7 @@
 """``lightning-ort tune``: a real search in processes of their own, its files, and what is refused."""
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import lightning_ort
 from lightning_ort import TuneResult
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
-from lightning_ort.tuning import search
+from lightning_ort.tuning import api, search
 from lightning_ort.tuning.space import Stage, TuneError
 
 MODULES = Path(__file__).parent / "bench_modules.py"
@@ -211,6 +212,21 @@ def test_a_configuration_without_class_paths(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config.yaml").write_text("- a\n- list\n")
     with pytest.raises(SystemExit, match="no LightningCLI configuration"):
         run(monkeypatch, f"--config={tmp_path / 'config.yaml'}")
+
+
+def test_what_the_parser_of_lightning_cli_says(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(text.replace("width", "breadth"))
+    with pytest.raises(SystemExit, match=r"does not train as it is.*SystemExit: error: .*breadth"):
+        run(monkeypatch, "--config=config.yaml")
+
+
+@pytest.mark.parametrize(("load", "notes"), [(0.1, 0), (50.0 * (os.cpu_count() or 1), 1)])
+def test_a_busy_machine_is_named(load: float, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    found = api.busy()
+    assert len(found) == notes
+    assert all("busy" in note for note in found)
 
 
 def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
