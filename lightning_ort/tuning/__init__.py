@@ -6,6 +6,7 @@
 - :mod:`~lightning_ort.tuning.memory`: bytes that a step needs, predicted and measured
 - :mod:`~lightning_ort.tuning.space`: the candidates that are tried, stage by stage, with the reasons
 - :mod:`~lightning_ort.tuning.trials`: the times of a candidate, and when one is clearly faster than another
+- :mod:`~lightning_ort.tuning.measuring`: trials, started and sampled within a time
 - :mod:`~lightning_ort.tuning.search`: the stages in turns, within a time
 - :mod:`~lightning_ort.tuning.losses`: whether a candidate learns as float32 does
 - :mod:`~lightning_ort.tuning.result`: what came out, :mod:`~lightning_ort.tuning.yaml_file` as a configuration,

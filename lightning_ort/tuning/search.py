@@ -11,23 +11,17 @@ from dataclasses import dataclass, field
 
 from lightning_ort.tuning import losses
 from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.measuring import MIN_ROUNDS, Measurer
 from lightning_ort.tuning.probe import Facts
 from lightning_ort.tuning.runner import Runner
 from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, memory_stage, reference, stages
-from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, fastest, speed
 
-_UNIT = 1.5  # seconds of a sample, where there is time for it
-_MIN_ROUNDS = 3
 _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
 _FINAL_ROUNDS = 8
-_WARM_UP = 4  # batches, before it is known whether a strategy has settled
-_MOST_WARM_UP = 64
-_SHARE_OF_A_TRIAL = 0.35  # of the time, for the start of a single candidate
-_SHARE_AT_THE_END = 0.12  # of the time, for the last rounds
 _SHARE_FOR_OWN = 0.5  # of the time: if the user's own way needs more until it is measured, nothing else can be tried
-_SLOWER = 2.0  # than it has been: what a sample may take on a busy machine, before its time is up
 _ROOM = 0.7  # of the free memory
 
 
@@ -66,12 +60,7 @@ class Search:
     ) -> None:
         self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
         self._deadline, self._listen = deadline, listen
-        self._start = runner.clock()
-        self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
-        self._round = 0
-        self._trials: list[Trial] = []
-        self._notes: list[str] = []
-        self._running: set[Candidate] = set()
+        self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
 
     def run(self) -> Outcome:
         """Search; ``KeyboardInterrupt`` ends it with the best so far.
@@ -84,7 +73,7 @@ class Search:
         self._own = self._best = own
         try:
             self._warm_up_own(own)
-            self._sample_all([own])
+            self._measurer.sample_all([own])
             start = base(self._facts, self._limits)
             if start != own.candidate:
                 self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
@@ -97,17 +86,17 @@ class Search:
                 self._stage(stage)
             self._confirm()
         except KeyboardInterrupt:
-            self._notes.append("interrupted: the best of what was finished")
+            self._measurer.notes.append("interrupted: the best of what was finished")
             if not own.rounds:
                 raise
-        for candidate in list(self._running):
-            self._stop(candidate)
-        return Outcome(own, self._best, self._trials, self._reference(), self._notes)
+        for candidate in list(self._measurer.running):
+            self._measurer.stop(candidate)
+        return Outcome(own, self._best, self._measurer.trials, self._reference(), self._measurer.notes)
 
     # one stage
 
     def _stage(self, stage: Stage) -> None:
-        tried = {trial.candidate for trial in self._trials}
+        tried = {trial.candidate for trial in self._measurer.trials}
         options = [one for one in stage.options(self._best.candidate) if one.candidate not in tried]
         unique = list({one.candidate: one for one in options}.values())
         at_once = self._at_once()
@@ -127,12 +116,12 @@ class Search:
             return
         racing = list(challengers)
         for number in range(1, _MAX_ROUNDS + 1):
-            if not self._time_for_round(2 + len(racing), self._reserve()):
+            if not self._measurer.time_for_round(2 + len(racing), self._measurer.reserve()):
                 break
-            self._sample_all([self._own, self._best, *racing], self._reserve())
+            self._measurer.sample_all([self._own, self._best, *racing], self._measurer.reserve())
             racing = [trial for trial in racing if trial.verdict == "measured"]
-            if number >= _MIN_ROUNDS:
-                racing = self._still_racing(racing, halve=number == _MIN_ROUNDS)
+            if number >= MIN_ROUNDS:
+                racing = self._still_racing(racing, halve=number == MIN_ROUNDS)
                 if self._is_decided(racing):
                     break
             if not racing:
@@ -173,7 +162,7 @@ class Search:
                 trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
         for trial in (*challengers, before):
             if trial not in (self._best, self._own):
-                self._stop(trial.candidate)
+                self._measurer.stop(trial.candidate)
 
     def _must_change(self, best: Trial) -> bool:
         """Whether the best so far is only where the search starts: it does not fit, or has another effective batch."""
@@ -183,13 +172,8 @@ class Search:
     # one candidate
 
     def _trial(self, option: Option, stage: str) -> Trial:
-        candidate, facts = option.candidate, self._facts
-        size = candidate.batch_size or facts.batch_size
-        accumulate = candidate.accumulate or facts.accumulate
-        processes = candidate.processes(self._limits.devices)
-        trial = Trial(candidate, stage, option.reason, size, accumulate, processes)
+        trial = self._measurer.trial(option, stage)
         trial.predicted_peak = self._predicted(trial)
-        self._trials.append(trial)
         return trial
 
     def _predicted(self, trial: Trial) -> int | None:
@@ -203,7 +187,7 @@ class Search:
 
     def _warm_up_own(self, own: Trial) -> None:
         try:
-            self._warm_up(own, self._deadline)
+            self._measurer.warm_up(own, self._deadline)
         except VariantFailed as error:
             raise TuneError(
                 f"The module does not train as it is, so there is nothing to compare with: {error}. First make a few"
@@ -212,7 +196,7 @@ class Search:
         except TimeIsUp:
             needed = 4 * self._limits.seconds
             raise TuneError(_too_short(self._limits.seconds, needed)) from None
-        spent = self._limits.seconds - self._time_left()
+        spent = self._limits.seconds - self._measurer.time_left()
         if spent > _SHARE_FOR_OWN * self._limits.seconds:
             raise TuneError(_too_short(self._limits.seconds, 4 * spent))
 
@@ -222,85 +206,10 @@ class Search:
         if (trial.predicted_peak or 0) > 1.5 * (self._limits.memory or math.inf):
             trial.verdict, trial.why = "skipped", f"would need about {_gigabytes(trial.predicted_peak)}"
             return None
-        left = self._time_left() - self._reserve()
-        rounds = _SLOWER * _MIN_ROUNDS * self._unit * (1 + len(self._running))
-        if left < self._expected_start(trial) + rounds:
-            trial.verdict, trial.why = "skipped", "no time left"
-            return None
-        try:
-            self._warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._limits.seconds))
-        except VariantFailed as error:
-            self._fail(trial, str(error))
-            return None
-        except TimeIsUp:
-            self._fail(trial, "did not start in the time that a candidate may take")
-            return None
-        return trial
-
-    def _expected_start(self, trial: Trial) -> float:
-        ours = trial.candidate.is_ours
-        alike = [one.startup for one in self._trials if one.candidate.is_ours is ours and one.startup is not None]
-        return max(alike, default=self._own.startup or 0.0)
-
-    def _warm_up(self, trial: Trial, until: float) -> None:
-        """Train until compiling and trying is done; note how long that took."""
-        clock, begin = self._runner.clock, self._runner.clock()
-        self._tell(f"{trial.stage}: starting {trial.candidate}")
-        chunk = trial.accumulate * math.ceil(_WARM_UP / trial.accumulate)
-        done, sample = 0, None
-        while sample is None or (not sample.settled and done < _MOST_WARM_UP) or done < 2 * chunk:
-            sample = self._sample(trial, chunk, until - clock())
-            done += chunk
-        if not sample.settled:
-            self._notes.append(f"{trial.candidate} was still compiling when it was timed")
-        trial.startup = max(0.0, clock() - begin - done * sample.step_seconds)
-
-    def _sample_all(self, trials: Sequence[Trial], reserve: float = 0.0) -> None:
-        self._round += 1
-        ordered = list({id(trial): trial for trial in trials}.values())
-        shift = self._round % len(ordered)
-        for trial in ordered[shift:] + ordered[:shift]:
-            if trial.verdict == "failed":
-                continue
-            self._tell(f"{trial.stage}: {trial.candidate}")
-            try:
-                steps = trial.accumulate * math.ceil(self._unit / trial.step_seconds / trial.accumulate)
-                sample = self._sample(trial, max(steps, 2), self._time_left() - reserve)
-            except VariantFailed as error:
-                self._fail(trial, str(error))
-            except TimeIsUp:
-                self._stop(trial.candidate)
-                if not trial.rounds:
-                    self._fail(trial, "no time left")
-            else:
-                each = sample.examples / max(steps, 2) if sample.examples else trial.batch_size
-                trial.rounds[self._round] = sample.step_seconds / each / trial.processes
-
-    def _sample(self, trial: Trial, steps: int, timeout: float) -> Sample:
-        if timeout <= 0:
-            raise TimeIsUp("no time left")
-        if trial.candidate not in self._running:  # it starts from the first step, if it has been stopped too
-            trial.losses = []
-            self._running.add(trial.candidate)
-        sample = self._runner.sample(trial.candidate, steps, timeout)
-        trial.step_seconds = max(sample.step_seconds, 1e-9)
-        trial.losses += sample.losses
-        if sample.peak_bytes is not None:
-            trial.peak = max(trial.peak or 0, sample.peak_bytes)
-        return sample
-
-    def _fail(self, trial: Trial, why: str) -> None:
-        if "code -9" in why:
-            why = f"the system ended its process, most likely for its memory ({why})"
-        trial.verdict, trial.why = "failed", why
-        self._stop(trial.candidate)
+        return trial if self._measurer.start(trial) else None
 
     def _refuse(self, trial: Trial, why: str) -> None:
         trial.verdict, trial.why = "refused", why
-
-    def _stop(self, candidate: Candidate) -> None:
-        self._running.discard(candidate)
-        self._runner.stop(candidate)
 
     # what has to hold
 
@@ -311,7 +220,7 @@ class Search:
         wanted = reference(self._best.candidate)
         if self._plain and self._own.effective_batch == self._best.effective_batch:
             return self._own
-        for trial in self._trials:
+        for trial in self._measurer.trials:
             alike = trial.candidate.engine in (None, "stock") and trial.candidate.precision in (None, "32-true")
             same = trial.effective_batch == self._best.effective_batch and trial.candidate.optim is None
             if trial.losses and same and (trial.candidate == wanted or (self._plain and alike)):
@@ -325,10 +234,10 @@ class Search:
         try:
             for one in (trial, reference):
                 missing = (losses.LEAST - len(one.curve)) * one.accumulate
-                if missing > 0 and one.losses and one.candidate in self._running:
-                    self._sample(one, missing, self._time_left())
+                if missing > 0 and one.losses and one.candidate in self._measurer.running:
+                    self._measurer.sample(one, missing, self._measurer.time_left())
         except (TimeIsUp, VariantFailed) as error:
-            self._notes.append(f"{trial.candidate}: the loss could not be compared: {error}")
+            self._measurer.notes.append(f"{trial.candidate}: the loss could not be compared: {error}")
         found = losses.departure(trial.curve, reference.curve)
         if found is None:
             return True
@@ -342,7 +251,7 @@ class Search:
     def _check_that_something_fits(self) -> None:
         if self._fits(self._best):
             return
-        known = [trial for trial in self._trials if trial.peak is not None and trial.verdict != "failed"]
+        known = [trial for trial in self._measurer.trials if trial.peak is not None and trial.verdict != "failed"]
         least = min(known, key=lambda trial: trial.peak or 0)
         raise TuneError(
             f"--memory: nothing that was tried fits into {_gigabytes(self._limits.memory)}. The least is"
@@ -355,9 +264,9 @@ class Search:
         if self._best is self._own:
             return
         for _ in range(_FINAL_ROUNDS):
-            if not self._time_for_round(2, 0.0):
+            if not self._measurer.time_for_round(2, 0.0):
                 break
-            self._sample_all([self._own, self._best])
+            self._measurer.sample_all([self._own, self._best])
         self._learns(self._best)
         found = speed(self._best, self._own)
         if self._best.verdict not in ("refused", "failed") and (
@@ -367,33 +276,18 @@ class Search:
         if self._best.verdict not in ("refused", "failed"):
             assert found is not None
             self._refuse(self._best, f"{found.low:.2f} to {found.high:.2f}x of yours in the end: not clearly faster")
-        self._notes.append("in the last rounds the best was not faster than yours, which is kept")
+        self._measurer.notes.append("in the last rounds the best was not faster than yours, which is kept")
         self._best = self._own
 
     def _reasons(self) -> str:
-        found = [f"{trial.candidate}: {trial.why}" for trial in self._trials if trial.why]
+        found = [f"{trial.candidate}: {trial.why}" for trial in self._measurer.trials if trial.why]
         return f"Tried: {'; '.join(found)}." if found else ""
-
-    # time
-
-    def _time_left(self) -> float:
-        return self._deadline - self._runner.clock()
-
-    def _time_for_round(self, trials: int, reserve: float) -> bool:
-        return self._time_left() - reserve > _SLOWER * trials * self._unit
-
-    def _reserve(self) -> float:
-        return _SHARE_AT_THE_END * self._limits.seconds
 
     def _tell(self, doing: str) -> None:
         best = getattr(self, "_best", None)
         found = speed(best, self._own) if best is not None else None
-        leader = (
-            ""
-            if best is None or best is self._own
-            else f"{best.candidate}" + (f" {found.median:.2f}x" if found else "")
-        )
-        self._listen(doing, leader)
+        times = f" {found.median:.2f}x" if found else ""
+        self._listen(doing, "" if best is None or best is self._own else f"{best.candidate}{times}")
 
 
 def _too_short(seconds: float, needed: float) -> str:

@@ -125,6 +125,7 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
     with log.open("w", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 which may be something else
     try:
         connection.send(fit(connection, folder))
     except (EOFError, ConnectionError):

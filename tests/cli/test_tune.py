@@ -18,7 +18,7 @@ import lightning_ort
 from lightning_ort import TuneResult
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
-from lightning_ort.tuning import api, search
+from lightning_ort.tuning import api, measuring, search
 from lightning_ort.tuning.space import Stage, TuneError
 
 MODULES = Path(__file__).parent / "bench_modules.py"
@@ -66,8 +66,8 @@ def everything_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search.Search, "_must_change", lambda self, trial: True)
     monkeypatch.setattr(search, "_FINAL_ROUNDS", 1)
     monkeypatch.setattr(search, "_MAX_ROUNDS", 3)
-    monkeypatch.setattr(search, "_SLOWER", 0.1)
-    monkeypatch.setattr(search, "_UNIT", 0.1)
+    monkeypatch.setattr(measuring, "_SLOWER", 0.1)
+    monkeypatch.setattr(measuring, "_UNIT", 0.1)
     monkeypatch.setenv("LIGHTNING_ORT_CONFIG", '{"start": "now", "placement": "always"}')
 
 
