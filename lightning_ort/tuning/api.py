@@ -127,6 +127,7 @@ def tune_project(project: Project, limits: Limits, listen: Listener = lambda doi
         stack.callback(runner.stop_all)
         outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
     outcome.notes[:0] = notes
+    outcome.notes += notes_on(project, outcome)
     return result_of(project, limits, facts, outcome)
 
 
@@ -142,6 +143,20 @@ def busy() -> list[str]:
         f"the machine was busy at the start (load {load:.1f} on {cores} cores): what is fastest, the number of threads"
         " above all, may be another when it is not"
     ]
+
+
+def notes_on(project: Project, outcome: Outcome) -> list[str]:
+    """Return what the user has to know of a result."""
+    notes = []
+    devices = ((project.config or {}).get("trainer") or {}).get("devices", 1)
+    if devices not in (1, "auto", "1"):
+        notes.append(f"your own way was measured on one device, not on devices: {devices}; --devices tries several")
+    if outcome.best.candidate.batch_size is not None and project.batch_argument is None:
+        notes.append(
+            "the data takes no batch_size, so ORTTrainingSettings changes its DataLoader; if your DataModule computes"
+            " with a batch size of its own, give it an argument batch_size and tune again"
+        )
+    return notes
 
 
 def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> Facts:

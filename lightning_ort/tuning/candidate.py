@@ -25,7 +25,6 @@ _OF_CALLBACK = (
     "num_workers",
     "pin_memory",
     "persistent_workers",
-    "prefetch_factor",
     "channels_last",
     "threads",
     "checkpoint_blocks",
@@ -50,7 +49,6 @@ class Candidate:
         num_workers: Processes that load data.
         pin_memory: Have the data in memory from which a GPU copies faster.
         persistent_workers: Keep the processes from epoch to epoch.
-        prefetch_factor: Batches that each process has ready.
         channels_last: The memory layout of convolutions.
         threads: Threads of torch's operations.
         checkpoint_blocks: Recompute repeated blocks.
@@ -68,7 +66,6 @@ class Candidate:
     num_workers: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
-    prefetch_factor: int | None = None
     channels_last: bool | None = None
     threads: int | None = None
     checkpoint_blocks: bool | None = None

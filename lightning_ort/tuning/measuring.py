@@ -14,6 +14,7 @@ MIN_ROUNDS = 3
 _UNIT = 1.5  # seconds of a sample, where there is time for it
 _WARM_UP = 4  # batches, before it is known whether a strategy has settled
 _MOST_WARM_UP = 64
+_HOPELESS = 5.0  # times as slow as the user's own way
 _SHARE_OF_A_TRIAL = 0.35  # of the time, for the start of a single candidate
 _SHARE_AT_THE_END = 0.12  # of the time, for the last rounds
 _SLOWER = 2.0  # than it has been: what a sample may take on a busy machine, before its time is up
@@ -61,14 +62,23 @@ class Measurer:
         """Train until compiling and trying is done; note how long that took."""
         clock, begin = self._runner.clock, self._runner.clock()
         self._tell(f"{trial.stage}: starting {trial.candidate}")
-        chunk = trial.accumulate * math.ceil(_WARM_UP / trial.accumulate)
-        done, sample = 0, None
-        while sample is None or (not sample.settled and done < _MOST_WARM_UP) or done < 2 * chunk:
+        chunk, done, sample = trial.accumulate, 0, None
+        whole = trial.accumulate * math.ceil(_WARM_UP / trial.accumulate)
+        while sample is None or (not sample.settled and done < _MOST_WARM_UP) or done < 2 * whole:
             sample = self.sample(trial, chunk, until - clock())
             done += chunk
+            if done == 2 * chunk == 2 * trial.accumulate:  # the first one allocates
+                self._check_that_it_may_win(trial)
+                chunk = whole
         if not sample.settled:
             self.notes.append(f"{trial.candidate} was still compiling when it was timed")
         trial.startup = max(0.0, clock() - begin - done * sample.step_seconds)
+
+    def _check_that_it_may_win(self, trial: Trial) -> None:
+        own = self.trials[0]
+        slower = trial.step_seconds / trial.batch_size / (own.step_seconds / own.batch_size) / trial.processes
+        if own.rounds and not trial.candidate.is_ours and slower > _HOPELESS:  # ours compile first
+            raise VariantFailed(f"not tried any further: its second step took {slower:.1f} times as long as yours")
 
     def sample_all(self, trials: Sequence[Trial], reserve: float = 0.0) -> None:
         """Do a round: each of these trains for a sample, one after the other; ``reserve`` seconds are left alone."""

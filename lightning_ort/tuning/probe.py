@@ -21,6 +21,7 @@ from lightning_ort.tuning.project import Project, train
 from lightning_ort.tuning.trainer_process import TrainerProcess
 
 _STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
+_PRODUCTS, _SIZE = 5, 512
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -46,6 +47,7 @@ class Facts:
     blocks: int  # that are repeated
     threads: int
     precision: str
+    bfloat16: float  # how many times as fast a matrix product is as in float32
     step_seconds: float  # of the last of three steps
     memory: MemoryModel | None  # None if nothing can be traced
     measured: StepMemory | None
@@ -145,11 +147,13 @@ class _Probe:
         module, trainer = self._module, self._trainer
         loader = _loader_of(trainer)
         modules = list(module.modules())
+        device = trainer.strategy.root_device
+        bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
         notes = [] if self._memory else ["activations could not be traced: no gradient is computed by Lightning"]
         return Facts(
             module=type(module).__name__,
             parameters=sum(p.numel() for p in module.parameters()),
-            device=trainer.strategy.root_device.type,
+            device=device.type,
             batch_size=getattr(loader, "batch_size", None) or 1,
             accumulate=trainer.accumulate_grad_batches,
             batch_argument=batch_argument,
@@ -164,11 +168,24 @@ class _Probe:
             blocks=len(list(repeated_blocks(module))),
             threads=torch.get_num_threads(),
             precision=trainer.precision,
+            bfloat16=bfloat16,
             step_seconds=self._seconds,
             memory=self._memory,
             measured=self._measured,
             notes=notes,
         )
+
+
+def bfloat16_speed() -> float:
+    """Return how many times as fast a product of two matrices is in bfloat16 as in float32 on the CPU."""
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(_PRODUCTS):
+        for dtype, found in seconds.items():
+            matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
+            start = time.perf_counter()
+            matrix @ matrix
+            found.append(time.perf_counter() - start)
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
 def _loader_of(trainer: Any) -> Any:

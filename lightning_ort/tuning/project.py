@@ -59,11 +59,11 @@ class Project:
 
     @property
     def batch_argument(self) -> candidates.Path | None:
-        """Where in a configuration the data's ``batch_size`` is; ``None`` if its class has no such argument."""
+        """Where in a configuration the data's ``batch_size`` is; ``None`` if no class has such an argument."""
         section = (self.config or {}).get("data")
         in_subclass_mode = isinstance(section, Mapping) and "class_path" in section
         kind = _imported(section["class_path"]) if in_subclass_mode else self.data  # type: ignore[index]
-        if not callable(kind) or "batch_size" not in inspect.signature(kind).parameters:
+        if not isinstance(kind, type) or "batch_size" not in inspect.signature(kind).parameters:
             return None
         return (
             ("data", "init_args", "batch_size") if in_subclass_mode or self.config is None else ("data", "batch_size")
@@ -119,6 +119,8 @@ def train(
     if candidate.engine in SEVERAL_PROCESSES:
         _start_from_here(made["trainer"])
     if project.config is not None:
+        if candidate.engine is None:  # of several processes only those of its own strategies can be measured
+            made["trainer"]["devices"] = 1
         return _train_configured(project, made, namespace, callbacks(namespace), limits, folder)
     pl = importlib.import_module(namespace.package)
     pl.seed_everything(project.seed, workers=True, verbose=False)
@@ -156,7 +158,6 @@ def _train_configured(
 ) -> Any:
     """Do what ``python project.py fit --config`` does."""
     trainer = config["trainer"] = dict(config.get("trainer") or {})
-    trainer["devices"] = 1 if project.devices == 1 else trainer.get("devices", 1)
     kept = trainer.get("callbacks") or []
     kept = kept if isinstance(kept, list) else [kept]
     trainer["callbacks"] = [one for one in kept if not _path_of(one).endswith(_DROPPED)]

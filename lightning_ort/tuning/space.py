@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.probe import Facts
 
+_EMULATED = 0.5  # times as fast as float32: a processor without instructions for bfloat16
 _HALVINGS = 3  # of the batch, at most
 
 
@@ -114,7 +115,7 @@ def _engines(best: Candidate, facts: Facts, limits: Limits, plain: bool) -> Iter
     yield Option(best.but(engine="ort"), "regions of the step on ONNX Runtime where they are faster; fused optimizer")
     if facts.fusable:
         yield Option(best.but(engine="stock", optim="auto"), "torch's fused optimizer: one kernel for all parameters")
-    if limits.keep_numerics or facts.precision != "32-true":
+    if limits.keep_numerics or facts.precision != "32-true" or facts.bfloat16 < _EMULATED:
         return
     low = ["bf16-mixed"] if facts.device == "cpu" else ["bf16-mixed", "16-mixed"]
     optim = "auto" if facts.fusable else None
@@ -177,7 +178,8 @@ def _compilers(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option
     if best.engine in (None, "stock", "ort") and any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         optim = None if best.optim == "auto" else best.optim  # of ort itself
         yield Option(best.but(engine="auto", optim=optim), "torch.compile's inductor as a third engine")
-    if not limits.keep_numerics and facts.precision == "32-true" and best.precision is None:
+    has_fewer_bits = facts.bfloat16 >= _EMULATED and facts.precision == "32-true"
+    if has_fewer_bits and not limits.keep_numerics and best.precision is None:
         level = "medium" if facts.device == "cpu" else "high"
         yield Option(best.but(precision=level), "float32 matrix products with fewer bits inside")
 

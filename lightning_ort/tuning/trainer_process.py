@@ -20,6 +20,7 @@ from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 
+_MOST_LETTERS = 600  # of what LightningCLI's parser says
 _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 
 
@@ -141,7 +142,7 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [number for number, line in enumerate(lines) if line.startswith("error:")]
-    return " ".join(lines[told[-1] : told[-1] + 3]) if told else lines[-1] if lines else ""
+    return " ".join(lines[told[-1] :])[:_MOST_LETTERS] if told else lines[-1] if lines else ""
 
 
 def namespace_of_class(kind: type) -> LightningNamespace:

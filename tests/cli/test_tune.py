@@ -19,7 +19,11 @@ from lightning_ort import TuneResult
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
 from lightning_ort.tuning import api, measuring, search
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.search import Outcome
 from lightning_ort.tuning.space import Stage, TuneError
+from lightning_ort.tuning.trials import Trial
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 SECONDS = 200.0  # of a search that ends long before
@@ -76,7 +80,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A LightningCLI project with no word about this package."""
     config = {
         "seed_everything": 1,
-        "trainer": {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": "runs", "enable_checkpointing": False},
+        "trainer": {
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": "runs",
+            "enable_checkpointing": False,
+        },
         "model": {"class_path": "test_tune.Net", "init_args": {"width": 16}},
         "data": {"class_path": "test_tune.Data", "init_args": {"width": 16, "batch_size": 8}},
     }
@@ -227,6 +237,20 @@ def test_a_busy_machine_is_named(load: float, notes: int, monkeypatch: pytest.Mo
     found = api.busy()
     assert len(found) == notes
     assert all("busy" in note for note in found)
+
+
+def test_notes_on_devices_and_batches() -> None:
+    def notes(project: Project, candidate: Candidate) -> list[str]:
+        trial = Trial(candidate, "a stage", "a reason", 4, 1)
+        return api.notes_on(project, Outcome(trial, trial, [trial]))
+
+    four = Project(config={"trainer": {"devices": 4}, "data": {"class_path": "test_tune.Data"}})
+    (note,) = notes(four, Candidate(batch_size=4))
+    assert "on one device, not on devices: 4" in note
+    (note,) = notes(Project(module=Net, data=NoBatchSize), Candidate(batch_size=4))
+    assert "give it an argument batch_size" in note
+    assert notes(Project(module=Net, data=Data), Candidate(batch_size=4)) == []
+    assert notes(Project(module=Net, data=NoBatchSize), Candidate(engine="ort")) == []
 
 
 def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

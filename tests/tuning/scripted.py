@@ -32,6 +32,7 @@ def facts(**changes: Any) -> Facts:
         "blocks": 2,
         "threads": 2,
         "precision": "32-true",
+        "bfloat16": 2.0,
         "step_seconds": STEP,
         "memory": None,
         "measured": None,

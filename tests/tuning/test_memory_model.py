@@ -60,6 +60,7 @@ def test_facts(tmp_path: Path) -> None:
     assert (facts.fixed_batches, facts.not_in_whole_batches, facts.batch_argument) == (None, None, False)
     assert not facts.batch_norm
     assert not facts.convolutions
+    assert facts.bfloat16 > 0
 
 
 def test_peak_is_the_largest_sum_on_the_way() -> None:

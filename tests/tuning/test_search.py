@@ -85,6 +85,21 @@ def test_failures_are_rows() -> None:
     assert "for its memory" in killed.why
 
 
+def test_what_is_many_times_as_slow_is_given_up_at_once() -> None:
+    machine = Machine({("precision", "bf16-mixed"): 0.1, ("engine", "ort"): 1.5})
+    outcome = search(machine)
+    slow = tried(outcome, engine="stock", precision="bf16-mixed", optim="auto")
+    assert slow.verdict == "failed"
+    assert "its second step took" in slow.why
+    assert len(slow.losses) == 2
+    assert outcome.best.candidate.engine == "ort"
+
+
+def test_bfloat16_is_not_tried_where_it_is_emulated() -> None:
+    outcome = search(Machine(), found={"bfloat16": 0.2})
+    assert {one.candidate.precision for one in outcome.trials} == {None}
+
+
 def test_interrupted_search_keeps_the_best_so_far() -> None:
     class Interrupted(Machine):
         def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
