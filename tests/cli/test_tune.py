@@ -18,7 +18,7 @@ import lightning_ort
 from lightning_ort import TuneResult
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
-from lightning_ort.tuning import api, measuring, search
+from lightning_ort.tuning import api, measuring, probe, search
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.search import Outcome
@@ -148,6 +148,7 @@ def test_from_python(tmp_path: Path) -> None:
 def test_dry_run_shows_what_would_be_tried(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(probe, "bfloat16_speed", lambda: 2.0)
     run(monkeypatch, "--config=config.yaml", "--dry-run")
     shown = capsys.readouterr().out
     for text in ("whole_batches", "bf16-mixed", "batch_size=4 accumulate=2", "--time allows 5.0", "MB of tensors"):
