@@ -9,6 +9,7 @@
 - :mod:`~lightning_ort.cli.report`: shows the report of a run as an HTML page
 - :mod:`~lightning_ort.cli.parser`: options and help in one style
 - :mod:`~lightning_ort.cli.run`: runs any script whose Trainer then knows the strategy names
+- :mod:`~lightning_ort.cli.tune`: finds the fastest way to train a module
 """
 
 import inspect
@@ -51,6 +52,13 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
         (("other",), {"type": Path | None, "nargs": "?", "help": "a second report, to compare the runs"}),
         (("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"}),
     ],
+    "tune": [
+        (("module",), {"type": str | None, "nargs": "?", "help": "what creates the LightningModule"}),
+        (("--output", "-o"), {"type": Path, "default": Path("tuned.yaml"), "help": "the configuration to write"}),
+        (("--effective_batch",), {"type": int | None, "help": "examples between two steps of the optimizer"}),
+        (("--keep_numerics",), {"action": "store_true", "help": "keep float32 and the optimizer's algorithm"}),
+        (("--dry_run",), {"action": "store_true", "help": "only show what would be tried"}),
+    ],
 }
 
 
@@ -80,6 +88,7 @@ def _run_command(summary_of_run: str) -> None:
     from lightning_ort.cli.export import export
     from lightning_ort.cli.memory import memory
     from lightning_ort.cli.report import report
+    from lightning_ort.cli.tune import tune
 
     commands: dict[str, Callable[..., None]] = {
         "bench": bench,
@@ -89,6 +98,7 @@ def _run_command(summary_of_run: str) -> None:
         "export": export,
         "memory": memory,
         "report": report,
+        "tune": tune,
     }
     from lightning_ort.cli.parser import Parser, with_underscores
 

@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,31 +13,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
 from lightning_ort._text import PlainTable, console, plain
-from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
+from lightning_ort.cli.bench_worker import Job, Variant, Worker
 from lightning_ort.cli.load import load
-from lightning_ort.compiler.executors.ort.kernels import installed
 from lightning_ort.config import ORTConfig
+from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 # told apart by the colour-blind, too
 _COLORS = {"stock": "#767676", "compile": "#0072b2", "off": "#009e73", "ort": "#d55e00", "auto": "#cc79a7"}
-_DISTRIBUTIONS = (
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "onnxruntime-training-cpu",
-    "onnxruntime-training",
-    "onnxruntime-gpu",
-    "onnxruntime",
-    "lightning-ort",
-)
 
 
 _EXPLANATION = (
@@ -311,19 +299,6 @@ def _differs(loss: float | None, other: float | None) -> str:
     if loss is None or other is None:
         return "-"
     return f"{abs(loss - other) / max(abs(other), 1e-12):.1e}"
-
-
-def machine() -> dict[str, str]:
-    """Return what a measurement depends on: date, processor, threads, versions."""
-    found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": str(torch.get_num_threads()),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found | {name: number for name in _DISTRIBUTIONS if (number := installed(name))}
 
 
 def _footnote() -> str:

@@ -17,7 +17,8 @@ from torch import nn
 
 from lightning_ort._imports import preferred_namespace
 from lightning_ort.cli import bench, bench_worker, main
-from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
+from lightning_ort.cli.bench_worker import Job, Variant, Worker
+from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
