@@ -152,7 +152,7 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     if variant.is_ours:
         # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
         chosen = {"auto": {"engine": "auto"}, "off": {"capture": "off"}}.get(variant.engine, {})
-        config = {"start": "now"} | job.ort_config | chosen
+        config = {"start": "now", "engine": "ort"} | job.ort_config | chosen
         settings["strategy"] = ours.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:
         settings.update(precision=None, plugins=[ours.ORTMatmulPrecision(variant.precision)])

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
 _MOST_LETTERS = 600  # of what LightningCLI's parser says
 _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 
@@ -142,7 +144,14 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [number for number, line in enumerate(lines) if line.startswith("error:")]
-    return " ".join(lines[told[-1] :])[:_MOST_LETTERS] if told else lines[-1] if lines else ""
+    if not told:
+        return lines[-1] if lines else ""
+    lines = lines[told[-1] :]
+    if (
+        start := next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), None)
+    ) is not None:
+        lines = lines[:start] + [line for line in lines[start:] if _ERROR.match(line)][-1:]
+    return " ".join(lines)[:_MOST_LETTERS]
 
 
 def namespace_of_class(kind: type) -> LightningNamespace:
