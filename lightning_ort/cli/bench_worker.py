@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace, preferred_namespace
 from lightning_ort.cli.load import load
+from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
@@ -263,7 +263,7 @@ def _compiled(module: Any, variant: Variant) -> Any:
     if variant.engine == "compile":
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
         # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
-        ModuleShims(callable_children(module), partial(torch.compile, isolate_recompiles=True)).install()
+        ModuleShims(callable_children(module), compile_isolated).install()
     return module
 
 

@@ -40,7 +40,7 @@ def halves(x: torch.Tensor, by: int = 2) -> torch.Tensor:
 
 
 def isolated(function: Callable[..., Any], backend: Any = "eager", **kwargs: Any) -> Any:
-    return torch.compile(function, backend=backend, isolate_recompiles=True, **kwargs)
+    return dynamo.compile_isolated(function, backend=backend, **kwargs)
 
 
 def test_compile_callbacks() -> None:
@@ -137,10 +137,12 @@ def test_suppressed_error(records: list[logging.LogRecord]) -> None:
     assert not any(map(dynamo.recompile_limit, records))
 
 
-def test_recompile_limit(records: list[logging.LogRecord]) -> None:
-    compiled = isolated(halves, dynamic=False, recompile_limit=2)
-    for by in range(1, 6):
-        compiled(torch.ones(2), by)
+def test_recompile_limit(records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "RECOMPILE_LIMIT", 2)
+    compiled = isolated(halves, dynamic=False)
+    with dynamo.settings_for_steps(()):
+        for by in range(1, 6):
+            compiled(torch.ones(2), by)
     limit, function, reason = next(filter(None, map(dynamo.recompile_limit, records)))
     assert str(limit) == "2"
     assert "halves" in str(function)

@@ -213,7 +213,7 @@ def test_recompiling_step_becomes_modules(make_trainer: Callable[..., Any]) -> N
 def test_recompiling_step_under_step(
     make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_ort.strategies.capture.module._RECOMPILE_LIMIT", 5)
+    monkeypatch.setattr("lightning_ort.compat.dynamo.RECOMPILE_LIMIT", 5)
     plain, module = Appends(), Appends()
     fit(plain, "auto", make_trainer, max_epochs=2)
     report = fit(module, always(capture="step"), make_trainer, max_epochs=2)
