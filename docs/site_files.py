@@ -61,4 +61,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.relpath(site_path(path), posixpath.dirname(page.file.src_uri) or ".")
         return f"[{match[1]}]({target}{match[3] or ''})"
 
+    if here == "README.md":  # pictures in HTML, which MkDocs leaves alone; the page is a folder of its own
+        markdown = markdown.replace('="docs/images/', '="../images/')
     return re.sub(r"\[([^\]]*)" + LINK.pattern, replace, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn the marks of docstrings, which are for Python's own tools, into HTML on the page that is made of them."""
+    html = re.sub(r":\w+:<code>~?(?:[\w.]+\.)?(\w+(?:\(\))?)</code>", r"<code>\1</code>", html)
+    return html.replace("Example::", "Example:")

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
         ORTOptimizer,
         ORTPredictor,
         ORTStrategy,
+        ORTTrainingSettings,
         ORTZeRO1Strategy,
     )
     from lightning_ort.onnx_export.export import export_onnx
     from lightning_ort.optim.param_groups import param_groups
+    from lightning_ort.tuning.api import TuneResult, tune
 
 __all__ = [
     "CompileReport",
@@ -40,11 +42,14 @@ __all__ = [
     "ORTOptimizer",
     "ORTPredictor",
     "ORTStrategy",
+    "ORTTrainingSettings",
     "ORTZeRO1Strategy",
     "OnnxExport",
+    "TuneResult",
     "__version__",
     "export_onnx",
     "param_groups",
+    "tune",
 ]
 
 # As in Lightning, INFO messages go to the console unless the program configures logging.
@@ -57,7 +62,12 @@ if not _log.hasHandlers():
 
 register_strategies()
 
-_FUNCTIONS = {"export_onnx": "lightning_ort.onnx_export.export", "param_groups": "lightning_ort.optim.param_groups"}
+_ELSEWHERE = {
+    "TuneResult": "lightning_ort.tuning.api",
+    "export_onnx": "lightning_ort.onnx_export.export",
+    "param_groups": "lightning_ort.optim.param_groups",
+    "tune": "lightning_ort.tuning.api",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -68,8 +78,8 @@ def __getattr__(name: str) -> Any:
         # first, and as a whole: two threads that import parts of Lightning at once wait for each other forever
         importlib.import_module(namespace.package)
         return getattr(importlib.import_module(namespace.module), name)
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

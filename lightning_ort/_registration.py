@@ -4,8 +4,12 @@ Importing Lightning takes seconds, and a program uses one of its two names. If t
 already, its names are registered at once; otherwise at the end of the program's own import of it. Both can happen while
 one of our modules, which need Lightning, is being imported. A name is therefore registered without its class, which is
 imported when the name is looked up.
+
+Lightning asks its registry for the list of names once for each Trainer. While our names are registered, that list knows
+which of them a misspelt one resembles.
 """
 
+import difflib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -34,6 +38,7 @@ NAMES = {
     "ORTNativeZeRO1Strategy": [f"ort_zero1_native{suffix}" for suffix in _PARALLEL],
     "ORTZeRO1Strategy": ["ort_zero1", "ort_zero1_offload"],
 }
+_SHORT = ("ort", "ort_ddp", "ort_zero1", "ort_zero1_native", "ort_zero1_offload")  # without the variants of a name
 
 
 def register_strategies() -> None:
@@ -53,10 +58,35 @@ def _register(namespace: LightningNamespace) -> None:
             for name in names:
                 if name not in registry:
                     registry[name] = RegistryEntry(name, namespace.module, kind, type(registry))
+        _explain_misspelt(registry)
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
             log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
+
+
+def _explain_misspelt(registry: Any) -> None:
+    """Let a registry's list of names raise an error with a question for a name that resembles one of ours."""
+    available = getattr(registry, "available_strategies", None)
+    if available is not None and "available_strategies" not in vars(registry):
+        registry.available_strategies = lambda: StrategyNames(available())
+
+
+class StrategyNames(list[str]):
+    """Names of strategies; a misspelt name of ours raises ``ValueError`` where it is looked up."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        ours = [each for names in NAMES.values() for each in names]
+        # those of Lightning too, so that `fdsp` is no question about ours
+        close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) else []
+        if close and close[0] in ours:
+            raise ValueError(
+                f"Trainer(strategy={name!r}): there is no such strategy; did you mean {close[0]!r}? The strategies of"
+                f" lightning-ort are {', '.join(each for each in ours if each in _SHORT)}."
+            )
+        return False
 
 
 class RegistryEntry(dict[str, Any]):

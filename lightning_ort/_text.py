@@ -28,6 +28,11 @@ def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
+def duration(ms: float) -> str:
+    """Return milliseconds for a message, in seconds where there are a thousand or more."""
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1000:,.3g} s" if ms < 999_500 else f"{ms / 1000:,.0f} s"
+
+
 def say(text: object) -> None:
     """Print a line."""
     print(plain(text))
@@ -64,4 +69,4 @@ def rendered(*parts: Any, width: int) -> str:
     out = console(width=width, file=io.StringIO(), record=True)
     for part in parts:
         out.print(plain(part, "utf-8") if isinstance(part, str) else part)
-    return out.export_text()
+    return "".join(f"{line.rstrip()}\n" for line in out.export_text().splitlines())

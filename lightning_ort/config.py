@@ -19,6 +19,7 @@ from lightning_ort._arguments import (
 )
 
 Engine = Literal["ort", "auto"]
+DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
 DEFAULT_START: Start = "amortized"  # under a strategy, where nothing that the user asks for needs compiled graphs
@@ -36,7 +37,8 @@ class ORTConfig:
 
     Args:
         engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` also times each step of a LightningModule
-            compiled by inductor, which needs a C++ compiler, and keeps the fastest of the three.
+            compiled by inductor, which needs a C++ compiler, and keeps the fastest. ``None`` is ``"auto"`` on a GPU
+            with ``placement="measured"``, where inductor is tried before ONNX Runtime, else ``"ort"``.
         placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.
@@ -67,6 +69,8 @@ class ORTConfig:
             as a failure of that region.
         cuda_graphs: On a GPU, also time each region of fixed sizes recorded as a CUDA graph, and keep that if it is
             faster. It copies the region's inputs and outputs, and needs extra memory for them.
+        dropout_masks: In steps that inductor compiles, ``"exact"`` draws the masks that eager would, ``"fast"`` lets
+            inductor draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
             ``LIGHTNING_ORT_CACHE_DIR``, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
@@ -79,7 +83,7 @@ class ORTConfig:
 
     """
 
-    engine: Engine = "ort"
+    engine: Engine | None = None
     placement: Placement = "measured"
     start: Start | None = None
     compile_budget: float = 0.05
@@ -95,6 +99,7 @@ class ORTConfig:
     intra_op_threads: int | None = None
     check_against_eager: bool = False
     cuda_graphs: bool = False
+    dropout_masks: DropoutMasks = "exact"
     cache_dir: str | None = "auto"
     save_onnx_dir: str | None = None
     report: str | None = None
@@ -105,6 +110,11 @@ class ORTConfig:
             check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
+        if self.dropout_masks == "fast" and (self.engine == "ort" or self.placement == "always"):
+            raise ValueError(
+                "ORTConfig(dropout_masks='fast') is for steps that inductor compiles: it needs engine='auto', or None"
+                " on a GPU, and placement='measured'."
+            )
         check_share("compile_budget", self.compile_budget, owner)
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
@@ -155,7 +165,8 @@ class ORTConfig:
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "engine": get_args(Engine),
+    "engine": (*get_args(Engine), None),
+    "dropout_masks": get_args(DropoutMasks),
     "placement": get_args(Placement),
     "start": (*get_args(Start), None),
     "kernels": get_args(Kernels),

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
+from lightning_ort.callbacks.training_settings import TrainingSettingsCallback
 from lightning_ort.onnx_export.predict import PredictorMixin
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
@@ -100,6 +101,10 @@ class ORTBFloat16Precision(BFloat16Mixin, precision.HalfPrecision):
 
 class ORTOptimizer(SwapOptimizersCallback, Callback):
     """Another implementation of the optimizers, under any strategy; see :class:`SwapOptimizersCallback`."""
+
+
+class ORTTrainingSettings(TrainingSettingsCallback, Callback):
+    """Batches, layout, threads and recomputing of a fit, under any strategy; see :class:`TrainingSettingsCallback`."""
 
 
 class OnnxExport(ExportOnnxCallback, Callback):

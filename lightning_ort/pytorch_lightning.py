@@ -7,6 +7,7 @@ from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
+from lightning_ort.callbacks.training_settings import TrainingSettingsCallback
 from lightning_ort.onnx_export.predict import PredictorMixin
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.matmul import MatmulPrecisionMixin
@@ -66,6 +67,10 @@ class ORTBFloat16Precision(BFloat16Mixin, precision.HalfPrecision):
 
 class ORTOptimizer(SwapOptimizersCallback, Callback):
     """See :class:`SwapOptimizersCallback`."""
+
+
+class ORTTrainingSettings(TrainingSettingsCallback, Callback):
+    """See :class:`TrainingSettingsCallback`."""
 
 
 class OnnxExport(ExportOnnxCallback, Callback):

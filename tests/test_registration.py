@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 import lightning_ort
 import lightning_ort.lightning
@@ -297,3 +298,34 @@ def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LightningNamespace, "available", False)
     with pytest.raises(ModuleNotFoundError, match="need Lightning"):
         _ = lightning_ort.ORTStrategy
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("orrt", "ort"), ("ort_dp", "ort_ddp"), ("ort-ddp", "ort_ddp"), ("ort_zero2", "ort_zero1")]
+)
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=lambda namespace: namespace.package)
+def test_a_misspelt_name_gets_a_question(namespace: LightningNamespace, name: str, meant: str) -> None:
+    if not namespace.available:
+        pytest.skip(str(namespace.available))
+    trainer = importlib.import_module(namespace.package).Trainer
+    with pytest.raises(ValueError, match=f"{name}.*did you mean {meant!r}.*ort_zero1_native"):
+        trainer(strategy=name, accelerator="cpu", logger=False)
+
+
+@pytest.mark.parametrize("name", ["nothing_like_it", "fdsp", "deepsped", "dpd"])
+def test_names_that_are_not_like_ours_are_lightnings(name: str) -> None:
+    from lightning.pytorch import Trainer
+
+    with pytest.raises(ValueError, match="invalid strategy name") as caught:
+        Trainer(strategy=name, accelerator="cpu", logger=False)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_zero1_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_ort.strategies.deepspeed import mixin
+
+    monkeypatch.setattr(mixin, "_DEEPSPEED", RequirementCache("deepspeed>=99"))
+    with pytest.raises(Exception, match=r"pip install 'lightning-ort\[zero\]'"):
+        Trainer(strategy="ort_zero1", accelerator="cpu", logger=False)

@@ -7,9 +7,12 @@
 - :mod:`~lightning_ort.cli.export`: exports the module of a checkpoint as an ONNX model
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
 - :mod:`~lightning_ort.cli.report`: shows the report of a run as an HTML page
+- :mod:`~lightning_ort.cli.parser`: options and help in one style
 - :mod:`~lightning_ort.cli.run`: runs any script whose Trainer then knows the strategy names
+- :mod:`~lightning_ort.cli.tune`: finds the fastest way to train a module
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -29,10 +32,33 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "export": [
         (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
         (("--output", "-o"), {"type": Path, "required": True, "help": "output file"}),
-        (("--input-shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
+        (("--input_shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
         _TRUST,
     ],
-    "report": [(("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"})],
+    "memory": [
+        (
+            ("--measure",),
+            {
+                "type": bool,
+                "nargs": "?",
+                "const": True,
+                "default": False,
+                "help": "also run a step on the CPU, and measure",
+            },
+        )
+    ],
+    "report": [
+        (("file",), {"type": Path, "help": "the JSON report that a run with ORTConfig(report=PATH) wrote"}),
+        (("other",), {"type": Path | None, "nargs": "?", "help": "a second report, to compare the runs"}),
+        (("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"}),
+    ],
+    "tune": [
+        (("module",), {"type": str | None, "nargs": "?", "help": "what creates the LightningModule"}),
+        (("--output", "-o"), {"type": Path, "default": Path("tuned.yaml"), "help": "the configuration to write"}),
+        (("--effective_batch",), {"type": int | None, "help": "examples between two steps of the optimizer"}),
+        (("--keep_numerics",), {"action": "store_true", "help": "keep float32 and the optimizer's algorithm"}),
+        (("--dry_run",), {"action": "store_true", "help": "only show what would be tried"}),
+    ],
 }
 
 
@@ -54,10 +80,7 @@ def main() -> None:
 
 
 def _run_command(summary_of_run: str) -> None:
-    try:
-        from jsonargparse import ArgumentParser
-    except ImportError:
-        sys.exit("The command line needs jsonargparse: pip install 'lightning-ort[cli]'")
+    from lightning_ort._imports import __version__
     from lightning_ort.cli.bench import bench
     from lightning_ort.cli.cache import cache
     from lightning_ort.cli.convert import convert
@@ -65,6 +88,7 @@ def _run_command(summary_of_run: str) -> None:
     from lightning_ort.cli.export import export
     from lightning_ort.cli.memory import memory
     from lightning_ort.cli.report import report
+    from lightning_ort.cli.tune import tune
 
     commands: dict[str, Callable[..., None]] = {
         "bench": bench,
@@ -74,15 +98,19 @@ def _run_command(summary_of_run: str) -> None:
         "export": export,
         "memory": memory,
         "report": report,
+        "tune": tune,
     }
-    parser = ArgumentParser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
+    from lightning_ort.cli.parser import Parser, with_underscores
+
+    description = "ONNX Runtime for PyTorch Lightning"
+    parser = Parser(prog="lightning-ort", description=description, version=__version__)
     subcommands = parser.add_subcommands()
     for name, command in commands.items():
         summary = (command.__doc__ or "").partition("\n")[0]
-        own = ArgumentParser(description=summary)
+        own = Parser(description=inspect.cleandoc(command.__doc__ or "").partition("\nArgs:")[0].strip())
         by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
         own.add_function_arguments(command, as_positional=True, skip=by_hand)
         subcommands.add_subcommand(name, own, help=summary)
-    subcommands.add_subcommand("run", ArgumentParser(), help=summary_of_run)
-    arguments = parser.parse_args()
+    subcommands.add_subcommand("run", Parser(), help=summary_of_run)
+    arguments = parser.parse_args(with_underscores(sys.argv[1:]))
     commands[arguments.subcommand](**arguments[arguments.subcommand])

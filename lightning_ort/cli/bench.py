@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,30 +13,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
 from lightning_ort._text import PlainTable, console, plain
-from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
+from lightning_ort.cli.bench_worker import Job, Variant, Worker
 from lightning_ort.cli.load import load
-from lightning_ort.compiler.executors.ort.kernels import installed
 from lightning_ort.config import ORTConfig
+from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
 
 VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 # told apart by the colour-blind, too
-_COLORS = {"stock": "#767676", "compile": "#0072b2", "ort": "#d55e00", "auto": "#cc79a7"}
-_DISTRIBUTIONS = (
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "onnxruntime-training-cpu",
-    "onnxruntime-training",
-    "onnxruntime-gpu",
-    "onnxruntime",
-    "lightning-ort",
+_COLORS = {"stock": "#767676", "compile": "#0072b2", "off": "#009e73", "ort": "#d55e00", "auto": "#cc79a7"}
+
+
+_EXPLANATION = (
+    "* the fastest; speed: the baseline's ms a step by the variant's, in brackets the slowest and the fastest round;"
+    " pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes"
 )
 
 
@@ -56,6 +50,10 @@ class Row:
     def step_ms(self) -> float:
         """Median over the samples, in milliseconds."""
         return 1000 * statistics.median(sample.step_seconds for sample in self.samples)
+
+    def speed(self, baseline: "Row") -> float:
+        """Return how many times as fast as the baseline it was: the ratio of the times that the table shows."""
+        return baseline.step_ms / self.step_ms
 
     @property
     def loss(self) -> float | None:
@@ -77,6 +75,8 @@ class Row:
         plain: dict[str, Any] = {"variant": self.variant, "error": self.error}
         if self.samples:
             plain["step_ms"] = self.step_ms
+            if baseline.samples:
+                plain["speed"] = self.speed(baseline)
             plain["ratios"] = self.ratios(baseline)
             plain["compile_seconds"] = self.compile_seconds(warm_up)
             plain["loss"] = self.loss
@@ -163,7 +163,8 @@ def bench(
     """Train a module in several variants on this machine and compare their speed.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
-    ort, or auto (ort with engine="auto"). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
+    ort, auto (ort with engine="auto"), or off (ort with capture="off": the optimizer and the memory that ort keeps,
+    without ONNX Runtime). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
     PRECISION is a precision of the Trainer, or high or medium for less precise float32 products. The first variant is
     the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
 
@@ -187,7 +188,7 @@ def bench(
     job = Job(module, args or {}, data, data_args or {}, config, accelerator, seed, ort_config or {})
     for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
         if value < 1:
-            sys.exit(f"--{name}={value}: must be at least 1.")
+            sys.exit(f"--{name.replace('_', '-')}={value}: must be at least 1.")
     ways = _checked(job, variants or VARIANTS, output)
     __import__(preferred_namespace().package)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -211,7 +212,7 @@ def bench(
     # a narrow terminal wraps the lines: rich would cut off numbers
     out = console()
     out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
-    out.print(table, plain(_footnote()))
+    out.print(table, _EXPLANATION, plain(_footnote()))
     if output is not None:
         plot(rows, title, output / "bench.png")
     if not any(row.samples for row in rows):
@@ -224,12 +225,12 @@ def _checked(job: Job, variants: Sequence[str], output: Path | None) -> list[Var
         sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
     if job.config is not None and (job.args or job.data_args):
         sys.exit(
-            "--args and --data_args cannot be combined with --config, which has the arguments of the module and data."
+            "--args and --data-args cannot be combined with --config, which has the arguments of the module and data."
         )
     if job.config is not None and not job.config.is_file():
         sys.exit(f"--config={job.config}: there is no such file.")
     if output is not None and find_spec("matplotlib") is None:
-        sys.exit("--output draws a plot, which needs matplotlib: pip install matplotlib")
+        sys.exit("--output draws a plot, which needs matplotlib: pip install 'lightning-ort[plot]'")
     try:
         ways = [Variant.parse(text) for text in variants]
         ORTConfig.parse(job.ort_config)
@@ -244,13 +245,16 @@ def _checked(job: Job, variants: Sequence[str], output: Path | None) -> list[Var
 
 
 def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
-    """Return the measurements as a table, with the first row as what the others are compared with."""
+    """Return the measurements as a table, the fastest first; the others are compared with the first of ``rows``."""
     baseline = rows[0]
+    # what was not measured comes last
+    speeds = {row.variant: row.speed(baseline) if row.samples and baseline.samples else 0.0 for row in rows}
+    fastest = max(speeds, key=speeds.__getitem__)
     table = PlainTable("variant", title=title)
     for column in ("ms a step", "steps/s", "speed", "(spread)", "compile s", "pays after", "peak MB", "loss differs"):
         table.add_column(column, justify="right")
     table.add_column("on ORT", justify="right")
-    for row in rows:
+    for row in sorted(rows, key=lambda row: -speeds[row.variant]):
         if not row.samples:
             table.add_row(row.variant, row.error or "not finished")
             continue
@@ -258,10 +262,10 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
         peak = row.samples[-1].peak_bytes
         fraction = row.summary.ort_node_fraction if row.summary else None
         table.add_row(
-            row.variant,
+            f"{row.variant} *" if row.variant == fastest and len(rows) > 1 else row.variant,
             _significant(row.step_ms),
             _significant(1000 / row.step_ms),
-            f"{statistics.median(ratios):.2f}x" if ratios else "-",
+            f"{row.speed(baseline):.2f}x" if ratios else "-",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{row.compile_seconds(warm_up):.1f}",
             _pays_after(row, baseline, warm_up),
@@ -297,19 +301,6 @@ def _differs(loss: float | None, other: float | None) -> str:
     return f"{abs(loss - other) / max(abs(other), 1e-12):.1e}"
 
 
-def machine() -> dict[str, str]:
-    """Return what a measurement depends on: date, processor, threads, versions."""
-    found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": str(torch.get_num_threads()),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found | {name: number for name in _DISTRIBUTIONS if (number := installed(name))}
-
-
 def _footnote() -> str:
     return ", ".join(f"{name} {value}" for name, value in machine().items())
 
@@ -323,10 +314,10 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     for place, row in enumerate(rows):
         ratios = row.ratios(rows[0]) if row.samples else []
         color = _COLORS[row.variant.partition("@")[0].partition("+")[0]]
-        axes.barh(place, statistics.median(ratios) if ratios else 0, height=0.6, color=color, alpha=0.45)
+        axes.barh(place, row.speed(rows[0]) if ratios else 0, height=0.6, color=color, alpha=0.45)
         axes.scatter(ratios, [place] * len(ratios), s=14, color=color, edgecolors="white", linewidths=0.4, zorder=3)
         # outside of the axes, where no dot can be in the way
-        label = _plot_label(row, ratios)
+        label = _plot_label(row, rows[0], ratios)
         axes.text(1.02, place, label, transform=axes.get_yaxis_transform(), va="center", parse_math=False)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [plain(row.variant, "utf-8") for row in rows], parse_math=False)
@@ -340,8 +331,8 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def _plot_label(row: Row, ratios: Sequence[float]) -> str:
+def _plot_label(row: Row, baseline: Row, ratios: Sequence[float]) -> str:
     if not row.samples:
         return "failed" if row.error else "not finished"
-    speed = f"{statistics.median(ratios):.2f}x, " if ratios else ""
+    speed = f"{row.speed(baseline):.2f}x, " if ratios else ""
     return f"{speed}{_significant(row.step_ms)} ms a step{', failed later' if row.error else ''}"

@@ -3,11 +3,15 @@
 import copy
 import dataclasses
 import importlib
+import io
+import logging
 import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from json import dumps
@@ -114,14 +118,16 @@ def _onnxruntime() -> Iterator[Finding]:
         return
     name = next(name for name in kernels.DISTRIBUTIONS if kernels.installed(name))
     yield Finding("onnxruntime", "ok", f"{name} {kernels.installed(name)}")
-    import onnxruntime
-
-    for provider in onnxruntime.get_available_providers():
-        if provider == "CUDAExecutionProvider" and (missing := cuda_provider_error()):
+    for provider in kernels.available_providers():
+        if provider == kernels.CUDA and (missing := cuda_provider_error()):
             text = f"this build contains it, but it does not load: {missing}"
-            yield Finding(provider, "absent", text, "install the versions of CUDA and cuDNN that this build needs")
-        elif provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
-            found = [op for op in kernels.TRAINING_OPS if kernels.Kernels("auto", (provider,)).has_training(op)]
+            todo = "install the versions of CUDA and cuDNN that this build needs"
+            if name == "onnxruntime-training":  # 1.19.2, the last one
+                todo += ", CUDA 11.8 and cuDNN 8; pip install 'lightning-ort[gpu]' instead is for today's"
+            yield Finding(provider, "absent", text, todo)
+        elif provider in (kernels.CPU, kernels.CUDA):
+            available = kernels.Kernels("auto", (provider,), kernels.current_device((provider,)))
+            found = [op for op in kernels.TRAINING_OPS if available.has_training(op)]
             text = f"{len(found)} of {len(kernels.TRAINING_OPS)} gradient kernels"
             todo = (
                 ""
@@ -138,6 +144,7 @@ def _training_step() -> Finding:
         module, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
     reference = copy.deepcopy(module)
     backend = ORTBackend({"placement": "always", "cache_dir": None})
+    backend.logs_graphs = False
     torch.compile(module, backend=backend)(x).square().sum().backward()
     reference(x).square().sum().backward()
     report = backend.report
@@ -150,6 +157,20 @@ def _training_step() -> Finding:
     return Finding("training step", "ok", f"{report.ort_node_fraction:.0%} on ONNX Runtime, gradients match torch's")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep to itself what a package says while it is imported, on each channel; what is wrong raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    silence = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(silence), redirect_stderr(silence):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _packages() -> Iterator[Finding]:
     for name, (purpose, extra) in _OPTIONAL.items():
         todo = f"pip install 'lightning-ort[{extra}]'"
@@ -157,7 +178,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent", f"for {purpose}", todo)
             continue
         try:
-            with without_gpu_search():
+            with without_gpu_search(), quiet():
                 importlib.import_module(name)
         except Exception as error:
             yield Finding(name, "absent", f"{number} cannot be imported: {error}", todo)
@@ -206,9 +227,13 @@ def _advice() -> Iterator[Finding]:
                 yield Finding("TF32", "advice", "off", 'Trainer(plugins=[ORTMatmulPrecision("high")]) for float32 runs')
         if not torch.backends.cuda.is_flash_attention_available():
             yield Finding("flash attention", "advice", "not in this build of torch", "install a build that has it")
-        text = "matrix and vocabulary sizes that are multiples of 8 use the tensor cores fully"
+        text = "widths and vocabularies that are multiples of 64 use the tensor cores fully"
         yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
+        text = "convolutions in half types are faster in channels_last"
+        yield Finding("layout", "advice", text, "module.to(memory_format=torch.channels_last) for CNNs")
         yield Finding("data", "advice", "copies to the GPU overlap with its computation", "DataLoader(pin_memory=True)")
+        text = "small steps wait for launches; steps of fixed sizes are also tried as CUDA graphs (reduce-overhead)"
+        yield Finding("launches", "advice", text, "keep batches of one size, and accumulate_grad_batches=1")
     elif cpu_has_fast_bfloat16():
         todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
         yield Finding("bfloat16", "advice", "this CPU multiplies bfloat16 matrices faster than float32", todo)

@@ -7,7 +7,7 @@ import torch
 from rich.filesize import decimal
 from torch import nn
 
-from lightning_ort._text import PlainTable, console
+from lightning_ort._text import PlainTable, console, say
 from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
@@ -27,7 +27,7 @@ def memory(
     Args:
         module: A class or function that creates the module, as "package.module:name" or "path/to/file.py:name".
         args: Keyword arguments for it.
-        optim: Implementations of the optimizer; by default, all of them.
+        optim: Implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them.
         ranks: Numbers of processes to show ZeRO stage 1 for.
         measure: Create the module on the CPU, run one step with each optimizer and show the allocated memory.
 
@@ -42,11 +42,14 @@ def memory(
     if not isinstance(made, nn.Module):
         sys.exit(f"{module} returned a {type(made).__name__}: name a class or function that creates a torch.nn.Module.")
     table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
-    headers = ["states", "per element", "parameters + gradients + states"]
-    headers += ["measured states"] if measure else []
-    headers += [f"each of {count} ranks (ZeRO-1)" for count in ranks or ()]
+    headers = ["states", "per element", "in all"]
+    headers += ["measured"] if measure else []
+    headers += [f"each of {count} ranks" for count in ranks or ()]
     for header in headers:
-        table.add_column(header, justify="right")
+        longest = max(map(len, header.split()))  # a word of a header is never broken, nor is a number of bytes
+        table.add_column(header, justify="right", min_width=max(len("99.9 kB"), longest))
+    table.columns[0].no_wrap = True
+    table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
     for name in names:
         try:
             predicted = predict(made, name)
@@ -56,7 +59,13 @@ def memory(
         if measure:
             row.append(_measured(made, name))
         table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks or ()))
-    console().print(table)
+    out = console()
+    out.print(table)
+    say("in all: states, parameters and gradients")
+    if {"auto", "keep"} & set(names):
+        say("auto and keep: where configure_optimizers returns torch's AdamW.")
+    if ranks:
+        say("Ranks are those of ZeRO stage 1, which splits the states alone.")
 
 
 def _measured(module: nn.Module, name: str) -> str:

@@ -1,58 +1,55 @@
-"""``lightning-ort report``: shows the report of a run as one HTML page."""
+"""``lightning-ort report``: shows the report of a run, or two runs side by side, as one HTML page."""
 
 import json
 import sys
 from pathlib import Path
 
 from lightning_ort._text import say
-from lightning_ort.compiler.report import CompileReport, ms_label
+from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report_page import render, render_comparison
+from lightning_ort.compiler.report_view import rank_file
 
-_LABELS = {"ort": "ONNX Runtime", "torch": "PyTorch", "inductor": "inductor"}
+__all__ = ["render", "report"]
 
 
-def report(file: Path, output: Path | None = None) -> None:
-    """Write the report of a run as one HTML page.
+def report(file: Path, other: Path | None = None, output: Path | None = None) -> None:
+    """Write the report of a run as one HTML page; with two reports, compare the runs.
 
     Args:
         file: The JSON report that a run with ORTConfig(report=PATH) wrote.
+        other: The JSON report of a second run, to compare it with the first.
         output: The page; by default, the report's path with the suffix .html.
 
     """
-    output = output or file.with_suffix(".html")
-    if output.resolve() == file.resolve():
+    output = output or (
+        file.with_suffix(".html") if other is None else file.with_name(f"{file.stem}-{other.stem}.html")
+    )
+    if output.resolve() in [path.resolve() for path in (file, other) if path is not None]:
         sys.exit(f"{output}: the page would overwrite the report; pass another path with --output.")
+    found = _read(file)
+    if other is not None:
+        page = render_comparison((found, _read(other)), (file.name, other.name))
+    else:
+        page = render(found, file.name, _ranks(file, found))
     try:
-        found = CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        output.write_text(render(found, file.name), encoding="utf-8", errors="xmlcharrefreplace")
+        output.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+    except OSError as error:
+        sys.exit(f"lightning-ort report: {error}")
+    say(output)
+
+
+def _read(file: Path) -> CompileReport:
+    try:
+        return CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         sys.exit(f"lightning-ort report: {error}")
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
         sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote with ORTConfig(report=PATH).")
-    say(output)
 
 
-def render(report: CompileReport, name: str) -> str:
-    """Return the page, HTML that needs no other file; ``name`` is what it calls the report."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(loader=PackageLoader("lightning_ort", "cli"), autoescape=True, undefined=StrictUndefined)
-    tried = {engine for step in report.steps for engine in step.ms}
-    return environment.get_template("report.html.jinja").render(
-        report=report,
-        name=name,
-        labels=_LABELS,
-        ms_labels={executor: ms_label(executor) for executor in report.timed_executors},
-        tried={engine: f"{label}, ms" for engine, label in _LABELS.items() if engine in tried},
-        engines={step.name: step.engine for step in report.steps},  # a step that was tried again: the last
-        totals={
-            "of the graphs' compute nodes on ONNX Runtime": f"{report.ort_node_fraction:.0%}",
-            "runs of a region on ONNX Runtime": report.ort_runs,
-            "graphs": len(report.graphs),
-            "to compile": f"{report.compile_seconds:.1f} s",
-            "to start up, dynamo and trials included": f"{report.run.startup_seconds:.1f} s",
-            "saved by the steps since": f"{report.run.saved_seconds:.1f} s",
-            "graph breaks": report.graph_breaks,
-            "recompiles": report.recompiles,
-            "fallbacks": len(report.fallbacks),
-        },
-    )
+def _ranks(file: Path, first: CompileReport) -> list[CompileReport]:
+    """Return the reports of all ranks, where the others have written theirs beside that of rank 0."""
+    count = first.run.facts.get("ranks", "1")
+    others = [rank_file(file, rank) for rank in range(1, int(count) if count.isdecimal() else 1)]
+    found = [_read(path) for path in others if path.is_file()]
+    return [first, *found] if found and len(found) == len(others) else []

@@ -1,6 +1,7 @@
 """Private names of Lightning."""
 
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,11 @@ def end_after_this_batch(trainer: "pl.Trainer") -> None:
 def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
     """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
     trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too
+
+
+def hide_leaf_spec_deprecation() -> None:
+    """Hide a warning about code of Lightning 2.6, which each fit causes under torch 2.13, with any strategy."""
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 # DeepSpeed

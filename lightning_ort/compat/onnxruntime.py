@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 
 if TYPE_CHECKING:
     import onnx
@@ -67,6 +68,34 @@ def share_cpu_arena() -> None:
     )
     with suppress(RuntimeError):  # the program has registered an arena itself, which will do
         ort.create_and_register_allocator(memory, same_as_requested)
+
+
+def installed_version() -> Version:
+    """Return the version of onnxruntime, without what a build adds to it."""
+    import onnxruntime
+
+    return Version(Version(onnxruntime.__version__).base_version)
+
+
+def binds_bfloat16() -> bool:
+    """Return whether a binding takes ONNX's number of a dtype, for bfloat16, which numpy lacks (onnxruntime 1.20)."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import SessionIOBinding
+
+    # 1.19 has one overload with an address, and its dtype is a numpy one ("object")
+    return SessionIOBinding.bind_input.__doc__.count("OrtDevice") > 1
+
+
+def ep_devices() -> dict[str, list[Any]]:
+    """Return the devices of each provider that a program can add as a plug-in, by its name (onnxruntime 1.23).
+
+    ``get_available_providers`` lists only what the build itself contains.
+    """
+    import onnxruntime
+
+    found: dict[str, list[Any]] = {}
+    for device in getattr(onnxruntime, "get_ep_devices", list)():
+        found.setdefault(device.ep_name, []).append(device)
+    return found
 
 
 def is_ort_format(model: bytes) -> bool:

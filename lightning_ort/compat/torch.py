@@ -5,6 +5,7 @@ Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch 
 
 import functools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.data._utils.pin_memory import _pin_memory_loop
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
@@ -80,13 +82,19 @@ def _set_python_kernels(kernels: Mapping[tuple[OpOverload, Any], Callable[..., A
 
 
 def promoted_dtype(*operands: Any) -> torch.dtype:
-    """The dtype in which torch computes an elementwise op on tensors and numbers (torch 2.13)."""
-    return elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[0]
+    """The dtype of the result of an elementwise op on tensors and numbers, which half types keep (torch 2.13)."""
+    # the first of the two is the dtype in which torch computes: float32 for half types
+    return elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[1]
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
     """The function from an op's arguments and ``out_val`` to its floating-point operations, if any (torch 2.13)."""
     return flop_registry.get(getattr(op, "overloadpacket", None))
+
+
+def pins_memory() -> bool:
+    """Whether a thread of a DataLoader copies batches to pinned memory (torch 2.13)."""
+    return any(getattr(thread, "_target", None) is _pin_memory_loop for thread in threading.enumerate())
 
 
 # Tensors

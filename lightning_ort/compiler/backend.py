@@ -74,7 +74,7 @@ class ORTBackend:
 
     def __init__(self, config: ORTConfig | Mapping[str, Any] | None = None) -> None:
         self.config = ORTConfig.parse(config)
-        if self.config.engine != "ort":
+        if self.config.engine == "auto":
             raise ValueError(
                 f"engine={self.config.engine!r} times whole training steps, which a Lightning strategy does."
                 " Without one, use engine='ort'."
@@ -86,6 +86,7 @@ class ORTBackend:
             )
         self.report = CompileReport()
         self.label = ""
+        self.logs_graphs = True  # a line for each; a strategy that announces its steps needs none
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
         self.leave: Callable[[], bool] | None = None
         self.one_graph = self.writes_gradients = False
@@ -179,7 +180,7 @@ class ORTBackend:
             graph.name, graph.seconds = f"{prefix}{kind}_{number}", 0.0
             for region in graph.regions:
                 region.cached = True
-            _log_compiled(graph)
+            _log_compiled(graph, self.logs_graphs)
         self.report.graphs += graphs
 
     def _aot_autograd(
@@ -232,7 +233,7 @@ class ORTBackend:
                 self.fall_back(name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start
-        _log_compiled(graph)
+        _log_compiled(graph, self.logs_graphs)
         return monitor.watch(run)
 
     def fall_back(self, where: str, reason: Reason) -> None:
@@ -269,11 +270,11 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _log_compiled(graph: GraphReport) -> None:
+def _log_compiled(graph: GraphReport, shown: bool) -> None:
     # the other processes of a run would log the same; what falls back is logged by each
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     log.log(
-        logging.INFO if not several or torch.distributed.get_rank() == 0 else logging.DEBUG,
+        logging.INFO if shown and (not several or torch.distributed.get_rank() == 0) else logging.DEBUG,
         "%s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
         graph.name,
         graph.num_ort_nodes,

@@ -9,7 +9,8 @@
 The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
 the nodes of a graph its ``torch_ops``; for ``graphs`` what else decides where they run; for all but the nodes of a
-graph the processor, torch's thread count, ``intra_op_threads`` and ``cuda_graphs``.
+graph the processor, the GPUs with their driver and TF32, torch's thread count, ``intra_op_threads`` and
+``cuda_graphs``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -32,7 +33,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, processor, software
+from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, graphics, processor, software
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.regions import Support, Timing
 from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
@@ -129,7 +130,7 @@ class Cache:
     def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
-        machine = (processor(), str(torch.get_num_threads()))
+        machine = (processor(), str(torch.get_num_threads()), *graphics())
         options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 

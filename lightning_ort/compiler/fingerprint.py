@@ -97,6 +97,24 @@ class _Lines:
         return f"{expression.xreplace(self._symbols)}={hint_of(value)}"
 
 
+def graphics() -> tuple[str, ...]:
+    """Return what times on this process's GPUs depend on: their names, the driver, and TF32; nothing without one."""
+    if not torch.cuda.is_initialized():
+        return ()
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return (*_gpus(), torch.backends.cuda.matmul.fp32_precision, conv.fp32_precision)
+
+
+@functools.cache
+def _gpus() -> tuple[str, ...]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:  # not on Linux
+        driver = ""
+    return (*names, driver, str(torch.version.cuda))
+
+
 def _name_of(target: Any) -> str:
     if isinstance(target, (str, OpOverload)):
         return str(target)

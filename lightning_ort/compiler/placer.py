@@ -103,6 +103,8 @@ class Placer:
                         lost[region.key] = rejection.timing
                     if rejection.reason.type.is_failure:
                         self.fall_back(where, rejection.reason)
+        for executor in executors.values() if built or lost else ():
+            executor.release_memory()
         placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
         for region in regions:
             if region.executor == TORCH:

@@ -1,14 +1,15 @@
 """What ran where, why not, and how fast: dataclasses first; text and JSON are made from them."""
 
 import enum
+import shutil
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
-from lightning_ort._text import PlainTable, rendered
 from lightning_ort.compiler.plain_types import from_plain, to_plain
+from lightning_ort.compiler.report_text import ms_label, render_text
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.reproducer import Reproducer
+
+
+_NARROWEST = 60  # characters; a terminal that says that it has fewer wraps the lines itself
 
 
 class ReasonType(enum.Enum):
@@ -61,6 +65,7 @@ class ReasonType(enum.Enum):
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_RECORDED = "not recorded as a CUDA graph"
+    ADVICE = "unused"
 
     @property
     def is_failure(self) -> bool:
@@ -289,10 +294,10 @@ class CompileReport:
         return report
 
     def to_text(self, width: int = 120) -> str:
-        """Return the verdict, a table of the regions, and the totals.
+        """Return the verdict, the steps, the totals and a table of the regions; ``str(report)`` fits the terminal.
 
         Args:
-            width: Width of the table in characters.
+            width: Width of the text in characters.
 
         Raises:
             TypeError: If the width is not an integer.
@@ -300,34 +305,29 @@ class CompileReport:
 
         """
         check_integer("width", width, 1)
-        lines = [
-            f"{self.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime, {self.ort_runs} runs, "
-            f"{len(self.graphs)} graphs in {self.compile_seconds:.1f} s, {self.graph_breaks} graph breaks, "
-            f"{self.recompiles} recompiles, {len(self.fallbacks)} fallbacks",
-            *map(str, self.steps),
-            *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(self.optimizers)),
-            *([f"host memory: {self.host_memory}"] if self.host_memory else []),
-            *(f"fallback: {fallback}" for fallback in self.fallbacks),
-            *(f"note: {note}" for note in self.notes),
-        ]
-        verdict = [self.run.verdict] if self.run.verdict else []
-        return rendered(*verdict, *([self._table()] if self.graphs else []), *lines, width=width)
+        return render_text(self, width)
 
-    def _table(self) -> PlainTable:
-        table = PlainTable(title="lightning-ort: what ran where", encoding="utf-8")
-        for column in ("graph", "region", "executor", "why / ops"):
-            table.add_column(column, overflow="fold")
-        for column in ("nodes", "runs", *map(ms_label, self.timed_executors)):
-            table.add_column(column, justify="right")
-        for graph in self.graphs:
-            for region in graph.regions:
-                ops = ", ".join(f"{op}x{n}" for op, n in sorted(region.ops.items(), key=lambda kv: -kv[1])[:4])
-                why = f"{region.reason} ({ops})" if region.reason else ops
-                ms = [f"{region.ms[name]:.3f}" if name in region.ms else "" for name in self.timed_executors]
-                table.add_row(graph.name, region.name, region.executor, why, region.num_nodes, region.runs, *ms)
-        return table
+    def __str__(self) -> str:
+        return self.to_text(max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns))
 
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write the report as one HTML page, as ``lightning-ort report`` does.
 
-def ms_label(executor: str) -> str:
-    """The heading for the times of an executor."""
-    return f"{'ORT' if executor == 'ort' else executor} ms"
+        Args:
+            path: The file to write.
+
+        Returns:
+            The path.
+
+        """
+        from lightning_ort.compiler.report_page import render
+
+        output = Path(path)
+        output.write_text(render(self, output.name), encoding="utf-8", errors="xmlcharrefreplace")
+        return output
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, in a frame of its own, so that neither changes the other's style."""
+        from lightning_ort.compiler.report_page import in_frame
+
+        return in_frame(self)

@@ -45,7 +45,9 @@ def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -
     """Return a function that runs a model, and the tensors that it writes to."""
     import onnxruntime
 
-    provider = "CUDAExecutionProvider" if expected[0].is_cuda else "CPUExecutionProvider"
+    device = expected[0].device
+    on_gpu = ("CUDAExecutionProvider", {"device_id": str(device.index or 0)})
+    provider = on_gpu if device.type == "cuda" else "CPUExecutionProvider"
     session = onnxruntime.InferenceSession(str(model), providers=[provider])
     binding = session.io_binding()
     outputs, kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in expected], []
@@ -57,6 +59,8 @@ def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -
     for value, x in zip(session.get_outputs(), outputs, strict=True):
         _, element = ELEMENT_TYPES[value.type]
         binding.bind_output(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the session has a stream of its own, for which it waits at the end of a run
     return lambda kept=kept: session.run_with_iobinding(binding), outputs
 
 

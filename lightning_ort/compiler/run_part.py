@@ -2,6 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from lightning_ort._text import duration
+
+# what runs a step or a region, in texts for people
+LABELS = {
+    "ort": "ONNX Runtime",
+    "torch": "PyTorch",
+    "inductor": "inductor",
+    "inductor-graphs": "inductor, CUDA graphs",
+}
+
 
 @dataclass(frozen=True)
 class OptimizerReport:
@@ -30,7 +40,8 @@ class StepReport:
     Args:
         name: Such as ``training_step``.
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
-            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile).
+            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile),
+            ``"inductor-graphs"`` (and recorded as CUDA graphs).
 
     """
 
@@ -43,7 +54,7 @@ class StepReport:
         return min(self.ms, key=self.ms.__getitem__)
 
     def __str__(self) -> str:
-        times = ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.ms.items())
+        times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.ms.items())
         return f"{self.name}: {times}; continues with {self.engine}"
 
 
@@ -56,9 +67,11 @@ class RunReport:
         steps: Steps of a LightningModule that were timed on several engines.
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
+        trial_seconds: Of these, what steps took longer while they took turns on several engines.
         saved_seconds: What the steps since then were faster by, as the trials measured them.
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
+        facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
 
     """
 
@@ -66,9 +79,11 @@ class RunReport:
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
     startup_seconds: float = 0.0
+    trial_seconds: float = 0.0
     saved_seconds: float = 0.0
     paid_after: int | None = None
     waiting: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:

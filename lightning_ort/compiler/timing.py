@@ -12,6 +12,8 @@ from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
 from lightning_ort.compiler.reproduce import make_input
 
+_LARGE = 1 << 18  # elements of an input whose memory is shared
+_SHARED_ELEMENTS = 1 << 24  # more than the processor's caches hold: no input may be in one because another was read
 _SECONDS = 0.25
 _MIN_ROUNDS = 3  # after a single round, one interruption of the process would decide
 _MAX_ROUNDS = 15
@@ -22,17 +24,46 @@ _Call = Callable[..., Any]
 
 
 def samples(region: Region) -> list[Any]:
-    """Make inputs to time a region with, of its real shapes, dtypes and strides, without using torch's generators."""
+    """Make inputs to time a region with, of its real shapes, dtypes and strides, without using torch's generators.
+
+    Large ones share memory: a second copy of a large module's parameters may not fit beside the first.
+    """
     generator = torch.Generator().manual_seed(0)
-    return [_sample(node.meta["val"], generator) for node in region.inputs]
+    specs = [_spec(node.meta["val"]) for node in region.inputs]
+    large: dict[Any, list[int]] = {}
+    for spec in specs:
+        if _is_large(spec):
+            large.setdefault(spec[2:], []).append(_extent(spec))
+    shared = {}
+    for (dtype, device), extents in large.items():
+        elements = max(*extents, min(sum(extents), _SHARED_ELEMENTS), 1)
+        shared[dtype, device] = make_input(((elements,), (1,), dtype, device), generator)
+    start, made = 0, []
+    for spec in specs:
+        if not _is_large(spec):
+            made.append(make_input(spec, generator))
+            continue
+        memory = shared[spec[2:]]
+        start = start if start + _extent(spec) <= memory.numel() else 0
+        made.append(memory.as_strided(*spec[:2], start))
+        start += _extent(spec)
+    return made
 
 
-def _sample(val: Any, generator: torch.Generator) -> Any:
+def _spec(val: Any) -> Any:
     if not isinstance(val, torch.Tensor):
         return float(hint_of(val)) if isinstance(val, torch.SymFloat) else int_hint(val)
     # TypeError for a size that depends on data, which has no hint
     sizes, strides = (tuple(map(int_hint, numbers)) for numbers in (val.shape, val.stride()))
-    return make_input((sizes, strides, val.dtype, val.device), generator)
+    return sizes, strides, val.dtype, val.device
+
+
+def _extent(spec: Any) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(*spec[:2], strict=True))
+
+
+def _is_large(spec: Any) -> bool:
+    return isinstance(spec, tuple) and spec[2].is_floating_point and 0 not in spec[0] and _extent(spec) >= _LARGE
 
 
 def measure(

@@ -12,7 +12,9 @@ from torch import Tensor
 from lightning_ort._arguments import check_path, passed
 from lightning_ort.compat.onnxruntime import import_onnxruntime
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
+from lightning_ort.compiler.executors.ort.kernels import CUDA, available_providers, current_device, new_session
 from lightning_ort.compiler.executors.ort.session import provider_missing_reason, session_options
+from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.onnx_export.signature import Structure, restored
 
 # how onnxruntime writes a type
@@ -33,10 +35,11 @@ class Value:
 
 
 class OnnxSession:
-    """An ONNX model that takes and gives torch tensors, on the CPU without copying them.
+    """An ONNX model that takes and gives torch tensors, without copying them where they are on the provider's device.
 
-    Outputs whose shape is only known after the run are copied once. Tensors on another device are copied to the CPU
-    and back. It has as many threads as torch has when it is made.
+    With the CUDA provider first, tensors on its GPU are read and written there. Outputs whose shape is only known after
+    the run are copied once. Tensors on another device are copied to the CPU and back. It has as many threads as torch
+    has when it is made.
 
     Args:
         path: The file.
@@ -51,9 +54,9 @@ class OnnxSession:
     """
 
     def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
-        onnxruntime = import_onnxruntime()
+        import_onnxruntime()
         self.path = Path(check_path("path", path))
-        available = onnxruntime.get_available_providers()
+        available = available_providers()
         if isinstance(providers, str) or not isinstance(providers, Sequence) or not providers:
             raise TypeError(f"{passed('providers', providers)}: pass a list of one or more of {', '.join(available)}.")
         self.providers = tuple(providers)
@@ -64,7 +67,7 @@ class OnnxSession:
                 raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
         options = session_options(torch.get_num_threads())
         try:
-            self._session = onnxruntime.InferenceSession(str(self.path), options, providers=list(self.providers))
+            self._session = new_session(str(self.path), options, self.providers, current_device(self.providers))
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
             raise ValueError(f"{path}: onnxruntime cannot load it. {error}") from error
         if (obstacle := provider_missing_reason(self._session, self.providers[0])) is not None:
@@ -91,10 +94,12 @@ class OnnxSession:
         """
         sizes = self._check(inputs)
         device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        memory = self._memory_for(device)
+        place = (memory.type, memory.index or 0)
         binding = self._session.io_binding()
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in inputs.items() if name in self._used}
+        kept = {name: tensor.detach().to(memory).contiguous() for name, tensor in inputs.items() if name in self._used}
         for name, tensor in kept.items():
-            binding.bind_input(name, "cpu", 0, element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, *place, element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
         results: dict[str, Tensor | None] = {}
         for value in self.outputs:
             shape = [size if isinstance(size, int) else sizes.get(size) for size in value.shape]
@@ -102,12 +107,23 @@ class OnnxSession:
                 binding.bind_output(value.name, "cpu")
                 results[value.name] = None
                 continue
-            results[value.name] = tensor = torch.empty(shape, dtype=value.dtype)  # type: ignore[arg-type]
-            binding.bind_output(value.name, "cpu", 0, element_type(value.dtype), shape, tensor.data_ptr())
-        self._session.run_with_iobinding(binding)
+            tensor = torch.empty(shape, dtype=value.dtype, device=memory)  # type: ignore[arg-type]
+            results[value.name] = tensor
+            binding.bind_output(value.name, *place, element_type(value.dtype), shape, tensor.data_ptr())
+        if memory.type == "cuda":  # the session has a stream of its own, for which it waits at the end of a run
+            torch.cuda.current_stream(memory).synchronize()
+        with on_device(memory):
+            self._session.run_with_iobinding(binding)
         for (name, result), output in zip(results.items(), binding.get_outputs(), strict=True):
             results[name] = (torch.from_numpy(output.numpy()) if result is None else result).to(device)
         return restored(self._structure, results)
+
+    def _memory_for(self, device: torch.device) -> torch.device:
+        """Where the tensors of a run are: on the session's GPU if they come from there, else on the CPU."""
+        if device.type != "cuda" or self.providers[0] != CUDA:
+            return torch.device("cpu")
+        own = int(self._session.get_provider_options()[CUDA].get("device_id", 0))
+        return device if (device.index or 0) == own else torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "providers": self.providers}  # a session cannot be pickled

@@ -66,6 +66,8 @@ def _adafactor(p: nn.Parameter) -> int:
 
 # name of the optimizer -> bytes of the states of a parameter
 STATES: dict[str, Callable[[nn.Parameter], int]] = {
+    "keep": _adam,  # here the optimizer that is configured is torch's AdamW
+    "auto": _adam,
     "adamw_torch_fused": _adam,
     "adamw_torch_foreach": _adam,
     "adamw_deepspeed": lambda p: 8 * p.numel(),

@@ -5,13 +5,13 @@ them when they are freed, so that each training step touches all its pages for t
 ``mallopt(3)`` can tell it to keep them (no mapped blocks, no trimming); then there are none from the second step on.
 """
 
-import ctypes
 import os
 import threading
-from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
+
+from lightning_ort.compiler import malloc
 
 HostMemory = Literal["retain", "default"]
 
@@ -58,7 +58,7 @@ class RetainedMemory:
 
 def unsupported_reason() -> str | None:
     """Return why malloc cannot, or should not, be told to keep memory; ``None`` if it can."""
-    if _malloc() is None:
+    if malloc.glibc() is None:
         return "the malloc in use is not glibc's"
     chosen = [name for name in _VARIABLES if name in os.environ]
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
@@ -82,26 +82,11 @@ def release() -> None:
         _users -= 1
         if _users == 0:
             _set(_DEFAULT)
-            malloc = _malloc()
-            assert malloc is not None
-            malloc.malloc_trim(0)
+            malloc.trim()
 
 
 def _set(options: dict[int, int]) -> None:
-    malloc = _malloc()
-    assert malloc is not None
+    library = malloc.glibc()
+    assert library is not None
     for option, value in options.items():
-        malloc.mallopt(option, value)
-
-
-@cache
-def _malloc() -> ctypes.CDLL | None:
-    """Return the C library whose malloc this process uses, if it is glibc."""
-    try:
-        libc, process = ctypes.CDLL("libc.so.6"), ctypes.CDLL(None)
-        libc.gnu_get_libc_version, libc.mallopt, libc.malloc_trim  # noqa: B018  (AttributeError: another C library)
-    except (OSError, AttributeError, TypeError):  # no such file, musl and Windows, in this order
-        return None
-    # jemalloc, tcmalloc and others are loaded before it
-    own, used = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (libc, process))
-    return libc if own == used else None
+        library.mallopt(option, value)

@@ -7,6 +7,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :mod:`~lightning_ort.strategies.optimizers`: the optimizers, run by another implementation
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
+- :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused
 - :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
 """
 
@@ -19,11 +20,12 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
-from lightning_ort.compat.lightning import set_checkpoint_io
+from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
+from lightning_ort.strategies.advice import advice_for
 from lightning_ort.strategies.capture.steps import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.environment import read_environment
@@ -95,9 +97,10 @@ class ORTMixin(_Strategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        hide_leaf_spec_deprecation()
         super().setup(trainer)
-        self._run_report.setup(trainer)
         self._capture.setup(self)
+        self._run_report.setup(trainer, self.report)
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
@@ -120,6 +123,10 @@ class ORTMixin(_Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._run_report.on_train_start()
+        module = self.lightning_module
+        assert module is not None
+        for text in advice_for(module.trainer, module, self.root_device, self.ort_config):
+            self.report.record_choice("advice", Reason(ReasonType.ADVICE, text))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

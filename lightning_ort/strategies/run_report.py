@@ -2,11 +2,18 @@
 
 import json
 import logging
+import os
+import platform
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_ort.compat.lightning import log_to_loggers
+from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.report_view import rank_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,9 +37,10 @@ class RunReport:
         self._first_batch = 0
         self._train_start: float | None = None
 
-    def setup(self, trainer: "pl.Trainer") -> None:
+    def setup(self, trainer: "pl.Trainer", report: "CompileReport") -> None:
         """Expect a report at the end of this run."""
         self._trainer = trainer
+        report.run.facts = facts_of(trainer)
         self._train_start = None
 
     def on_train_start(self) -> None:
@@ -41,11 +49,22 @@ class RunReport:
         self._first_batch, self._train_start = _batches(self._trainer), time.perf_counter()
 
     def teardown(self, report: "CompileReport") -> None:
-        """Deliver the report on rank 0; a second call does nothing."""
+        """Deliver the report; a second call does nothing.
+
+        The other ranks write a file each beside that of rank 0, without waiting for anybody.
+        """
         trainer, self._trainer = self._trainer, None
-        if trainer is not None and self._destination is not None and trainer.is_global_zero:
+        if trainer is None:
+            return
+        if (batch_size := _batch_size(trainer)) is not None:
+            report.run.facts["batch size"] = str(batch_size)
+        if self._destination is None:
+            return
+        if trainer.is_global_zero:
             self._write(report, self._destination)
             self._log_figures(report, trainer)
+        elif self._destination != "log":
+            self._write(report, str(rank_file(Path(self._destination), trainer.global_rank)))
 
     def _write(self, report: "CompileReport", destination: str) -> None:
         if destination == "log":
@@ -70,6 +89,31 @@ class RunReport:
             seconds = time.perf_counter() - self._train_start
             figures["ort/steps_per_second"] = (_batches(trainer) - self._first_batch) / seconds
         log_to_loggers(trainer, figures)
+
+
+def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
+    """Return what a reader of the report wants to know of a run besides its figures."""
+    machine = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
+    )
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    names = ("lightning-ort", "torch", trainer.strategy.namespace.distribution, *kernels.DISTRIBUTIONS)  # type: ignore[attr-defined]
+    return {
+        "model": type(trainer.lightning_module).__name__,
+        "date": datetime.now().isoformat(" ", "minutes"),
+        "machine": machine,
+        "versions": ", ".join(f"{name} {number}" for name in names if (number := kernels.installed(name))),
+        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
+        "precision": str(trainer.precision),
+        "ranks": str(trainer.world_size),
+    }
+
+
+def _batch_size(trainer: "pl.Trainer") -> int | None:
+    loaders = trainer.train_dataloader
+    size = getattr(loaders, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _batches(trainer: "pl.Trainer") -> int:

@@ -17,7 +17,8 @@ from torch import nn
 
 from lightning_ort._imports import preferred_namespace
 from lightning_ort.cli import bench, bench_worker, main
-from lightning_ort.cli.bench_worker import Job, Sample, Summary, Variant, VariantFailed, Worker
+from lightning_ort.cli.bench_worker import Job, Variant, Worker
+from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
@@ -248,3 +249,16 @@ def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, *arguments)
     assert message in str(caught.value)
+
+
+def test_rows_are_sorted_by_the_speed_that_they_show() -> None:
+    # the median of the rounds' ratios of "ort" is 1, although its median time is half of the baseline's
+    samples = {"stock": [0.2, 0.1, 0.2], "ort+keep": [0.4, 0.4, 0.4], "ort": [0.2, 0.1, 0.1], "off": []}
+    first = Sample(1.0, [], None)
+    rows = [bench.Row(name, first, [Sample(t, [], 1) for t in times]) for name, times in samples.items()]
+    table = bench.to_table(rows, 10, "a title")
+    names, speeds, ms = (list(map(str, table.columns[index].cells)) for index in (0, 3, 1))
+    assert names == ["ort *", "stock", "ort+keep", "off"]
+    assert speeds[:3] == ["2.00x", "1.00x", "0.50x"]
+    assert ms[:3] == ["100", "200", "400"]
+    assert [row.to_dict(rows[0], 10).get("speed") for row in rows] == [1.0, 0.5, 2.0, None]

@@ -5,12 +5,13 @@ import json
 import platform
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-import lightning_ort.cli.doctor  # noqa: F401  (before anything is faked)
+import lightning_ort.cli.doctor as doctor_command  # before anything is faked
 from lightning_ort.cli import main
 from lightning_ort.compiler.executors.ort import kernels
 
@@ -142,3 +143,44 @@ def test_onnxruntime_that_cannot_train(monkeypatch: pytest.MonkeyPatch, capsys: 
         kernels._has_training_kernel.cache_clear()
     assert status == 1
     assert found["training step"]["state"] == "failed"
+
+
+class TestOnAGpu:
+    """What it says of a GPU, told by stand-ins: nothing here needs one."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="ieee"))
+
+    def test_advice(self) -> None:
+        found = {finding.what: finding for finding in doctor_command._advice()}
+        assert {finding.state for finding in found.values()} == {"advice"}
+        expected = {"bfloat16", "TF32", "flash attention", "sizes", "layout", "data", "launches", "optimizer"}
+        assert found.keys() >= expected
+        assert "multiples of 64" in found["sizes"].text
+        assert "channels_last" in found["layout"].todo
+        assert "reduce-overhead" in found["launches"].text
+
+    def test_no_advice_that_is_followed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+        assert not {"bfloat16", "TF32", "flash attention"} & {finding.what for finding in doctor_command._advice()}
+
+    def test_the_training_build_wants_libraries_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        installed = {"onnxruntime-training": "1.19.2"}
+        monkeypatch.setattr(kernels, "unavailable", lambda: None)
+        monkeypatch.setattr(kernels, "installed", installed.get)
+        monkeypatch.setattr(
+            kernels, "available_providers", lambda: ["CUDAExecutionProvider", "PlugInExecutionProvider"]
+        )
+        monkeypatch.setattr(
+            doctor_command, "cuda_provider_error", lambda: "libcudnn.so.8: cannot open shared object file"
+        )
+        monkeypatch.setattr(doctor_command, "_training_step", lambda: doctor_command.Finding("training step", "ok", ""))
+        (finding,) = (finding for finding in doctor_command._onnxruntime() if finding.what == "CUDAExecutionProvider")
+        assert "CUDA 11.8" in finding.todo
+        assert "lightning-ort[gpu]" in finding.todo

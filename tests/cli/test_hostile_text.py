@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
-from lightning_ort.cli.bench_worker import Job, Sample, Variant
+from lightning_ort.cli.bench_worker import Job, Variant
 from lightning_ort.compiler import regions
 from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.report import (
@@ -28,6 +28,7 @@ from lightning_ort.compiler.report import (
     StepReport,
 )
 from lightning_ort.config import ORTConfig
+from lightning_ort.tuning.trainer_process import Sample
 
 MARKUP = "x[batch, 3] [/red] [bold]b :Llama: :smile: [link=x] \\[a] $x_{$ {0} %s é \N{GREEK SMALL LETTER OMEGA}"
 CONTROL = "\x1b[31m \r \x07 \udc80"

@@ -106,3 +106,18 @@ def test_every_prediction_is_of_a_known_name() -> None:
     from lightning_ort.optim.registry import OptimName
 
     assert set(STATES) <= set(get_args(OptimName))
+
+
+def test_auto_and_keep_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "[2,8]", "--measure"])
+    sys.argv += ["--args", '{"in_features": 64, "out_features": 64}', "--optim", "[auto,keep,adamw_torch_foreach]"]
+    monkeypatch.setenv("COLUMNS", "80")
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [index for index, line in enumerate(lines) if "33.3 kB" in line]
+    assert [lines[index].split()[0] for index in rows] == ["auto", "keep", "adamw_torch_foreach"]
+    assert len(rows) == 3
+    assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+    assert all(lines[index].count("33.3 kB") == 2 and lines[index].count(" kB") == 5 for index in rows)  # whole rows
+    assert "torch's AdamW" in lines[-2]

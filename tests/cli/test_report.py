@@ -176,7 +176,7 @@ def test_other_executors_are_shown_by_their_name() -> None:
     page = Page(render(CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))), "report.json"))
     (row,) = [row for row in page.rows if row]
     assert row[1].strip() == "openvino"
-    assert row[3:] == ["1", "0", "", "2.000", "1.500"]
+    assert row[3:] == ["1", "0", "2.000", "1.500"]  # no empty column for ONNX Runtime
     assert "openvino ms" in report.to_text()
 
 
@@ -266,3 +266,58 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path, monkeypatch: py
 def test_no_such_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"No such file or directory.*absent\.json"):
         command(monkeypatch, tmp_path / "absent.json")
+
+
+def test_facts_parts_and_timeline_are_on_the_page(everything: CompileReport) -> None:
+    region = RegionReport("ort_1", "ort", 3, {"aten.mm.default": 3}, ms={"ort": 1.5, "torch": 2.0}, runs=9)
+    other = RegionReport("torch_2", "torch", 1, {"aten.cumsum.default": 1}, ms={"torch": 0.25})
+    everything.graphs = [GraphReport("training_step/step_0", [region, other])]
+    everything.steps = [StepReport("training_step", {"ort": 2.5, "torch": 5.0})]
+    everything.run.startup_seconds, everything.run.saved_seconds = 3.0, 5.0
+    everything.run.facts = {"model": "GPT", "precision": "bf16-mixed"}
+    page = Page(render(everything, "report.json"))
+    text = squeezed(page.text)
+    assert (
+        text.index("2.00x") < text.index("2.0 s") < text.index("100%" if "100%" in text else "75%")
+    )  # the first tiles
+    assert "model GPT" in text.replace("modelGPT", "model GPT")
+    assert "1.5 ms in ONNX Runtime, 0.25 ms in PyTorch, 0.75 ms elsewhere." in text
+    assert ["gradients, ONNX models, sessions and timing of regions", "1.2"] in page.rows
+    assert sum(float(row[1]) for row in page.rows if len(row) == 2 and row[1].replace(".", "").isdecimal()) == 3.0
+
+
+def test_ranks_have_a_row_each(everything: CompileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything.run.facts = {"ranks": "2"}
+    (tmp_path / "run.json").write_text(json.dumps(everything.to_dict()))
+    command(monkeypatch, tmp_path / "run.json")
+    assert "rank 1" not in (tmp_path / "run.html").read_text()  # its file is on another disk
+    (tmp_path / "run.rank1.json").write_text(json.dumps(CompileReport().to_dict()))
+    command(monkeypatch, tmp_path / "run.json")
+    rows = Page((tmp_path / "run.html").read_text()).rows
+    assert [row for row in rows if row and row[0].startswith("rank")] == [
+        ["rank 0", "0.0", "0.0", str(everything.ort_runs), "1", "1.5 ms"],
+        ["rank 1", "0.0", "0.0", "0", "0", ""],
+    ]
+
+
+def test_two_runs_are_compared(everything: CompileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything.run.facts = {"model": "GPT", "precision": "32-true"}
+    (tmp_path / "a.json").write_text(json.dumps(everything.to_dict()))
+    everything.steps = [StepReport("training_step", {"ort": 1.25, "torch": 1.5})]
+    everything.run.facts = {"model": "GPT", "precision": "bf16-mixed"}
+    (tmp_path / "b.json").write_text(json.dumps(everything.to_dict()))
+    command(monkeypatch, tmp_path / "a.json", tmp_path / "b.json")
+    page = Page((tmp_path / "a-b.html").read_text())
+    assert ["training_step", "ort", "2.5 ms", "1.25 ms", "0.50"] in page.rows
+    facts = [row for row in page.rows if row and row[0] in ("model", "precision")]
+    assert facts == [["precision", "32-true", "bf16-mixed"], ["model", "GPT", "GPT"]]
+    assert page.links == []
+    assert set(page.references) <= set(page.ids)
+
+
+def test_report_writes_its_page(everything: CompileReport, tmp_path: Path) -> None:
+    path = everything.to_html(tmp_path / "run.html")
+    assert path.read_text(encoding="utf-8") == render(everything, "run.html")
+    frame = everything._repr_html_()
+    assert frame.startswith("<iframe srcdoc=")
+    assert "<script" not in frame

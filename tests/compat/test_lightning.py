@@ -1,11 +1,13 @@
 """Each private name of Lightning is still there and means the same."""
 
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -112,3 +114,18 @@ def test_log_to_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "log_metrics", lambda metrics, step: logged.append((metrics, step)), raising=False)
     Trainer(**QUIET, callbacks=Logs(), logger=logger).fit(BoringModel())
     assert logged == [({"ort/runs": 3, "epoch": 1}, 4)]
+
+
+def test_the_deprecation_of_leaf_spec_is_hidden() -> None:
+    """It is still caused: where this fails, the filter can go."""
+    from lightning.pytorch.utilities import _pytree
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _pytree._tree_flatten([torch.ones(1), {"a": 1}])
+    assert any("LeafSpec" in str(each.message) for each in caught)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lightning.hide_leaf_spec_deprecation()
+        _pytree._tree_flatten([torch.ones(1), {"a": 1}])
+    assert caught == []

@@ -1,8 +1,10 @@
 """onnxruntime's private names exist and mean what ``lightning_ort.compat.onnxruntime`` takes them to mean."""
 
+import functools
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -97,3 +99,26 @@ def test_mark_preprocessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         with caplog.at_level(logging.WARNING):
             quantize_dynamic(model, tmp_path / "quantized.onnx")
         assert len([record for record in caplog.records if "pre-processing" in record.getMessage()]) == warnings
+
+
+def test_installed_version() -> None:
+    assert onnxruntime.__version__.startswith(str(compat.installed_version()))
+
+
+def test_binds_bfloat16() -> None:
+    """It is what a binding does with ONNX's number for the dtype."""
+    session = session_of()
+    memory, x = compat.memory_of(torch.device("cpu")), torch.zeros(2, 3)
+    bind = functools.partial(compat.new_binding(session).bind_input, "x", memory)
+    if compat.binds_bfloat16():
+        bind(TensorProto.FLOAT, (2, 3), x.data_ptr())
+    else:
+        with pytest.raises(Exception, match="(?i)incompatible|type"):
+            bind(TensorProto.BFLOAT16, (2, 3), x.data_ptr())
+
+
+def test_ep_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(compat.ep_devices()) <= set(onnxruntime.get_available_providers())  # without any plug-in
+    device = SimpleNamespace(ep_name="PlugIn")
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device, device], raising=False)
+    assert compat.ep_devices() == {"PlugIn": [device, device]}

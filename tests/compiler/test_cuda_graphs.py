@@ -4,6 +4,7 @@ On a GPU: ``tests/strategies/test_gpu.py``.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,3 +152,57 @@ def test_sizes_that_vary_are_not_recorded() -> None:
     assert not cuda_graphs.can_record(Region("ort", 1, inputs=[x]))
     x.meta["val"] = torch.empty(3, device="meta")
     assert not cuda_graphs.can_record(Region("ort", 1, inputs=[x]))
+
+
+def options_of_runs(recorded: list[RecordedSession], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of the recording of each run from now on; -1 for none."""
+    made: list[int] = []
+    (session,) = recorded
+    numbers = {id(session._plain_options): -1}
+    options = cuda_graphs.run_options
+
+    def note(device: torch.device, number: int | None = None) -> Any:
+        made_options = options(device, number)
+        numbers[id(made_options)] = number or 0
+        kept.append(made_options)
+        return made_options
+
+    kept: list[Any] = []
+    run = session._run
+    monkeypatch.setattr(cuda_graphs, "run_options", note)
+
+    def noted(binding: Any, run_options: Any) -> None:
+        made.append(numbers.get(id(run_options), 0))
+        run(binding, run_options)
+
+    session._run = noted
+    return made
+
+
+def test_nothing_is_recorded_while_a_loader_pins_memory(
+    recorded: list[RecordedSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(3, 4)
+    compiled = torch.compile(module.forward, backend=backend_of())
+    torch.testing.assert_close(compiled(x), module(x))
+    runs = options_of_runs(recorded, monkeypatch)
+    module[0].weight.data = torch.randn(4, 4)  # what moved is recorded anew
+    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), module(x))
+    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: False)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), module(x))
+    assert runs[:2] == [-1, -1]
+    assert runs[2] == runs[3] > 0
+
+
+def test_each_thread_has_its_own_recording(recorded: list[RecordedSession], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(3, 4)
+    compiled = torch.compile(module.forward, backend=backend_of())
+    torch.testing.assert_close(compiled(x), module(x))
+    runs = options_of_runs(recorded, monkeypatch)
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            torch.testing.assert_close(other.submit(compiled, x).result(), module(x))
+    assert runs[0] == runs[1] > 0

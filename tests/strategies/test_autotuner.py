@@ -194,9 +194,9 @@ class SlowInPython(Long):
 
 
 @pytest.mark.usefixtures("regions_win")
-@pytest.mark.parametrize("capture", ["step", "modules"])
+@pytest.mark.parametrize(("capture", "masks"), [("step", "exact"), ("modules", "fast")])
 def test_engine_auto_keeps_inductor_where_it_wins(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capture: str
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capture: str, masks: str
 ) -> None:
     """What stands for inductor here compiles nothing: its C++ compiler would take a minute."""
     run, calls = BoundSession.__call__, 0
@@ -211,14 +211,14 @@ def test_engine_auto_keeps_inductor_where_it_wins(
             calls += 1
             return gm.forward(*args)
 
-        assert kwargs["config_patches"]["fallback_random"]
+        assert kwargs["config_patches"]["fallback_random"] is (masks == "exact")
         return forward
 
     monkeypatch.setattr(BoundSession, "__call__", slowly)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     stock, module = Long(), (SlowInPython if capture == "step" else SlowModule)()
     fit(stock, make_trainer, "auto")
-    strategy = ORTStrategy(config={"engine": "auto", "capture": capture})
+    strategy = ORTStrategy(config={"engine": "auto", "capture": capture, "dropout_masks": masks})
     report = fit(module, make_trainer, strategy).strategy.report
     (step,) = report.steps
     assert step.ms.keys() == {"ort", "torch", "inductor"}

@@ -11,6 +11,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from small_modules import Small
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
+from lightning_ort.compiler import malloc
 from lightning_ort.strategies import host_memory
 from lightning_ort.strategies.mixin import ORTMixin
 
@@ -84,7 +85,7 @@ def test_what_the_user_configured_stays(make_trainer, monkeypatch, variable, val
 
 
 def test_another_malloc(make_trainer, monkeypatch):
-    monkeypatch.setattr(host_memory, "_malloc", lambda: None)
+    monkeypatch.setattr(malloc, "glibc", lambda: None)
     trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
     trainer.fit(Small())
     assert trainer.strategy.report.host_memory == "default: the malloc in use is not glibc's"

@@ -134,3 +134,24 @@ def test_nobody_asked_for_figures(make_trainer: Callable[..., Any], tmp_path: Pa
     )
     assert (Path(logger.log_dir) / "metrics.csv").exists()
     assert figures(logger) == []
+
+
+def test_facts_of_the_run(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    trainer = make_trainer(strategy=ORTStrategy(config={"placement": "always", "report": path}), max_epochs=1)
+    trainer.fit(Small())
+    report = CompileReport.from_dict(json.loads(path.read_text()))
+    assert report.ort_runs > 0
+    facts = report.run.facts
+    assert list(facts) == ["model", "date", "machine", "versions", "strategy", "precision", "ranks", "batch size"]
+    assert (facts["model"], facts["strategy"], facts["ranks"]) == ("Small", "ort", "1")
+    assert facts["batch size"] == str(trainer.train_dataloader.batch_size)
+    assert "torch " in facts["versions"]
+
+
+def test_other_ranks_write_files_of_their_own(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(is_global_zero=False, global_rank=1, train_dataloader=None)
+    delivery = run_report.RunReport(str(tmp_path / "run.json"))
+    delivery._trainer = trainer
+    delivery.teardown(CompileReport())
+    assert [path.name for path in tmp_path.iterdir()] == ["run.rank1.json"]

@@ -72,3 +72,6 @@ class Executor(ABC):
     @abstractmethod
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
         """Return a function that takes the region's inputs and returns its outputs; may reject the region."""
+
+    def release_memory(self) -> None:  # noqa: B027  (most executors keep none)
+        """Give back the memory that trials took and nothing uses any more; called when a graph is placed."""

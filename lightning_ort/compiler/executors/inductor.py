@@ -1,8 +1,37 @@
 """Inductor as an executor of whole graphs: under ``engine="auto"`` it is timed against the others on whole steps."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
-NAME: Final = "inductor"
+import torch
 
-# arguments of torch.compile; dropout masks are the same as in eager
-COMPILE_ARGUMENTS: dict[str, Any] = {"backend": NAME, "options": {"fallback_random": True}}
+from lightning_ort.compat.torch import tree_map
+from lightning_ort.config import DropoutMasks
+
+NAME: Final = "inductor"
+GRAPHS: Final = "inductor-graphs"  # with its kernels recorded as CUDA graphs: torch.compile's mode "reduce-overhead"
+ENGINES: Final = (NAME, GRAPHS)
+
+
+def compile_arguments(engine: str, masks: DropoutMasks) -> dict[str, Any]:
+    """Return the arguments of ``torch.compile``; with ``"exact"`` masks random numbers are the same as in eager."""
+    options: dict[str, Any] = {"fallback_random": masks == "exact"}
+    if engine == GRAPHS:
+        options["triton.cudagraphs"] = True  # what the mode sets; torch.compile takes options or a mode, not both
+    return {"backend": NAME, "options": options}
+
+
+def with_own_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose results outlive its next call; a recording writes to the same memory in each."""
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return tree_map(_copied, compiled(*args, **kwargs))
+
+    return run
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -4,6 +4,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from lightning_ort.strategies.capture.announcements import Announcement
 from lightning_ort.strategies.capture.budget import GRACE, STOP, seconds_text
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class StepAccount:
         self._saving = 0.0  # in each step
         self._ms: dict[str, float] = {}
         self._call_start = 0.0
+        self._announcement = Announcement(name)
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
@@ -34,6 +36,7 @@ class StepAccount:
     def end_run(self) -> None:
         """Write what a step that has waited took to start, for later runs."""
         module = self._module
+        self._announcement.end(module.module.trainer, "the run ended before it could be timed")
         if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
             self._history.store(module.backend, self._spent, self._ms, not self.exceeded)
 
@@ -53,11 +56,17 @@ class StepAccount:
 
     def begin_call(self) -> None:
         """Start the clock for a call that may compile."""
+        if not self._announcement.started:
+            self._announcement.start(self._module.module.trainer)
         self._call_start = time.perf_counter()
 
-    def end_compiling_call(self, outcome: "Outcome") -> None:
-        """Count what a call took in which something was compiled."""
-        self._spend(time.perf_counter() - self._call_start - self._usual)
+    def end_compiling_call(self, outcome: "Outcome", is_timed: bool) -> None:
+        """Count what a call took in which something was compiled, and whether a trial of the step is to come."""
+        seconds = time.perf_counter() - self._call_start
+        self._announcement.add(seconds)
+        if not is_timed:
+            self._announcement.end(self._module.module.trainer, "not timed against PyTorch, as the settings say")
+        self._spend(seconds - self._usual)
         allowed = self._allowed
         # one that has ended well is not thrown away for a little
         limit = allowed if outcome.graph_breaks or outcome.recompiles else GRACE * allowed
@@ -80,12 +89,15 @@ class StepAccount:
     def settle(self, times: dict[str, float], overhead: float) -> None:
         """Count a trial: the time of the step on each engine in ms, and the seconds that it took."""
         self._spend(overhead)
+        self._module.backend.report.run.trial_seconds += overhead
+        self._announcement.verdict(self._module.module.trainer, times)
         self._ms = times
         self._saving = (times["torch"] - min(times.values())) / 1000
 
     def close(self) -> None:
-        """Nothing is saved any more: the step has changed."""
+        """Nothing is saved any more: the step has changed, and what follows is announced anew."""
         self._saving = 0.0
+        self._announcement = Announcement(self._name)
 
     @property
     def _allowed(self) -> float:

@@ -2,13 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 from lightning_ort.compiler.timing import CLEAR_ROUNDS, not_far_behind
 
-Engine = Literal["ort", "torch", "inductor"]
+Engine = Literal["ort", "torch", "inductor", "inductor-graphs"]
 
 ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
@@ -21,27 +21,45 @@ class StepAutotuner:
     Regions are timed alone, on made-up inputs, with the processor to themselves. What matters is the whole step, with
     the cost of capture, beside the rest of the program: so steps run on each engine alternately, and are timed with
     their backward passes.
+
+    Args:
+        engines: The engines, in their order.
+        synchronize: Waits for the device.
+        last: An engine that is tried after the others.
+        worth_trying: Whether it is, by the times of the others in ms.
+
     """
 
-    def __init__(self, engines: Sequence[Engine], synchronize: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        synchronize: Callable[[], None],
+        last: Engine | None = None,
+        worth_trying: Callable[[Mapping[str, float]], bool] = lambda ms: True,
+    ) -> None:
         self._synchronize = synchronize
         self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}
-        self._index = 0
+        self._last, self._worth_trying = last, worth_trying
+        self._engine = engines[0]
         self._seconds = 0.0
         self._counts = False
         self._timing = False
 
     def next_engine(self) -> Engine:
-        """Add the last step's sample, and return the engine for the next step."""
+        """Add the last step's sample, and return the engine for the next step: the one with the fewest samples."""
         self.add_sample()
+        if self._last is not None and self._enough:
+            last, self._last = self._last, None
+            if self._worth_trying(self.milliseconds):
+                self._samples[last] = []
         self._seconds, self._counts = 0.0, True
-        return list(self._samples)[self._index]
+        self._engine = min(self._samples, key=lambda engine: len(self._samples[engine]))
+        return self._engine
 
     def add_sample(self) -> None:
         """Add the last step's sample; a second call does nothing."""
         if self._counts:
-            list(self._samples.values())[self._index].append(self._seconds)
-            self._index = (self._index + 1) % len(self._samples)
+            self._samples[self._engine].append(self._seconds)
         self._counts = False
 
     def discard_sample(self) -> None:
@@ -51,7 +69,6 @@ class StepAutotuner:
     def drop(self, engine: Engine) -> None:
         """Stop timing an engine, which cannot run the current step."""
         del self._samples[engine]
-        self._index %= len(self._samples)
         self._counts = False
 
     @contextmanager
@@ -84,10 +101,16 @@ class StepAutotuner:
     @property
     def done(self) -> bool:
         """Whether there are enough samples."""
+        return self._last is None and self._enough
+
+    @property
+    def _enough(self) -> bool:
         rounds = self.rounds
         if rounds < ROUNDS:
             samples = {engine: samples[1:] for engine, samples in self._samples.items()}
             return rounds >= CLEAR_ROUNDS and len(not_far_behind(samples)) == 1
+        if len(self._samples) == 1:
+            return True
         fastest, second = sorted(self.milliseconds.values())[:2]
         return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
 

@@ -25,7 +25,7 @@ _EVALUATION = 0.5  # of what the training step took: there is no backward graph
 
 @dataclass(frozen=True)
 class Outlook:
-    """How a run of the Trainer goes on, with ``None`` for what nobody knows.
+    """What is known about the rest of a run of the Trainer, with ``None`` for what is unknown.
 
     Args:
         steps: Steps of one kind that are to come.
@@ -146,7 +146,7 @@ class StartDecision:
             step_seconds: Of the step as it is.
             fraction: Which share of them capture is expected to save.
             cost: Expected seconds of compiling and trying.
-            outlook: How the run goes on.
+            outlook: What is known about the rest of the run.
             agree: Takes a key and what was found here; returns what all processes of the run use.
 
         """

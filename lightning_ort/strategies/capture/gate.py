@@ -1,4 +1,4 @@
-"""A step that runs as it is until compiling it pays: :class:`StartGate`; what earlier runs found: :class:`History`.
+"""A step that stays unchanged until compiling it pays: :class:`StartGate`; what earlier runs found: :class:`History`.
 
 The decision itself is in :mod:`~lightning_ort.strategies.capture.budget`.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.strategies.capture import budget, outlook
@@ -128,7 +129,7 @@ class History:
         """The times, if the step as it is was the fastest."""
         if self.startup is None or self.fraction != 0:
             return None
-        return ", ".join(f"{ms:.3g} ms {engine}" for engine, ms in self.startup.ms.items())
+        return ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.startup.ms.items())
 
     def cost(self, modules: int, training_seconds: float | None, first: bool) -> float:
         """Return the seconds that starting is expected to take."""

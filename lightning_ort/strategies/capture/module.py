@@ -17,10 +17,12 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
+from lightning_ort.strategies.capture.announcements import is_announced
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
+from lightning_ort.strategies.capture.engines import TRAINING, engines_for, setting_for
 from lightning_ort.strategies.capture.gate import StartGate, is_amortized
 from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
@@ -75,9 +77,13 @@ class CapturedModule:
         self.amortized = is_amortized(self.config)
         if (mode := self._choose_mode()) != self.mode:
             self.mode, self._module_shims = mode, {}
+        device = self._strategy.root_device
+        if self.config.dropout_masks == "fast" and setting_for(self.config, device) == "ort":
+            self.record_choice("dropout_masks", ReasonType.STATIC_RULE, f"inductor is not tried on {device}")
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
             self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
         self.monitor.install()
+        self.backend.logs_graphs = not is_announced(self.module.trainer)
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         self.backend.leave = lambda: self.monitor.calls_autograd_grad() or self._stops_compiling()
@@ -117,14 +123,15 @@ class CapturedModule:
         before, self.monitor.numbers = self.monitor.numbers, False
         return before
 
-    def new_autotuner(self) -> StepAutotuner | None:
+    def new_autotuner(self, name: str) -> StepAutotuner | None:
         """Return an autotuner for a step, or ``None`` if timing does not decide."""
         if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
             return None
-        engines: list[Engine] = ["ort", "torch"]
-        if self.config.engine == "auto":
-            engines.append(inductor.NAME)
-        return StepAutotuner(engines, self._synchronize())
+        # gradients that are added to in a later step would lie in the memory of a recording
+        module = self.module
+        may_record = name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
+        found = engines_for(self.config, self._strategy.root_device, name, may_record)
+        return StepAutotuner(found.engines, self._synchronize(), found.last, found.worth_trying)
 
     def new_gate(self, name: str) -> StartGate | None:
         """Return what decides when a step is captured, or ``None`` if it is captured at once."""
@@ -140,13 +147,13 @@ class CapturedModule:
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
     def begin_run(self) -> None:
-        """Note the first step of a run, which may go on where a checkpoint ends; later calls change nothing."""
+        """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
         if self._first_batch is None:
             self._first_batch = self.module.trainer.fit_loop.total_batch_idx
             self.budget.begin()
 
     def outlook(self, name: str, done: int) -> Outlook:
-        """Return how the run goes on, after so many steps of this name."""
+        """Return what is known about the rest of the run, after so many steps of this name."""
         namespace = namespace_of(type(self._strategy))
         assert namespace is not None
         return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
@@ -173,11 +180,13 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
-        executor = inductor.COMPILE_ARGUMENTS if engine == inductor.NAME else {"backend": self.backend}
+        executor = {"backend": self.backend}
+        if engine in inductor.ENGINES:
+            executor = inductor.compile_arguments(engine, self.config.dropout_masks)
         compiled = dynamo.compile_isolated(function, **executor, dynamic=self.config.dynamic)
         dynamo.release_backend(self.backend)
         self._regions.append(dynamo.region_of(compiled))
-        return compiled
+        return inductor.with_own_results(compiled) if engine == inductor.GRAPHS else compiled
 
     def module_shims(self, engine: Engine) -> ModuleShims:
         """Return the compiled children, for module mode."""
@@ -186,10 +195,11 @@ class CapturedModule:
             self._module_shims[engine] = ModuleShims(children, functools.partial(self.compile, engine=engine))
         return self._module_shims[engine]
 
-    def record_choice(self, where: str, kind: ReasonType, text: str) -> None:
-        """Report a choice that was made for the user, once."""
+    def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
+        """Report a choice that was made for the user, once; the console may have told an announced one already."""
         reason = Reason(kind, text)
-        if self.backend.report.record_choice(where, reason):
+        is_new = self.backend.report.record_choice(where, reason)
+        if is_new and not (announced and is_announced(self.module.trainer)):
             rank_zero_info("lightning-ort: %s: %s", where, reason)
 
     def _on_closure(self) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, done: int, first_batch: int) -> Outlook:
-    """Return how a run goes on.
+    """Return what is known about the rest of a run.
 
     Args:
         trainer: Whose run.

@@ -8,7 +8,7 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
-Under ``start="amortized"`` a step runs as it is until capturing it is expected to pay
+Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay
 (:mod:`~lightning_ort.strategies.capture.gate`).
 
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
@@ -20,6 +20,7 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
@@ -27,9 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort._text import duration
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
+from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
@@ -80,7 +83,8 @@ class Capture:
             # not at the top: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            self.backend = ORTBackend(dataclasses.replace(self.config, engine="ort", start="now"))
+            for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
+            self.backend = ORTBackend(for_regions)
             self.backend.report.optimizers = self.report.optimizers
             self.report = self.backend.report
         if not self.backend.available:
@@ -286,17 +290,17 @@ class CapturedStep(AbstractContextManager[None]):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
-        self._account.end_compiling_call(outcome)
+        self._account.end_compiling_call(outcome, self.autotuner is not None)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
         """Continue to capture this step as before, or in another way."""
-        if engine == "inductor" and (outcome.error is not None or outcome.limit is not None):
+        if engine in inductor.ENGINES and (outcome.error is not None or outcome.limit is not None):
             cause = dynamo.backend_error(outcome.error) or outcome.error or outcome.limit
-            self._record_choice(ReasonType.INDUCTOR_FAILED, f"{dynamo.explanation(str(cause))}; inductor is not tried")
-            self._engine = "ort"
-            if self.autotuner is not None:
-                self.autotuner.drop("inductor")
+            self._drop(engine, dynamo.explanation(str(cause)))
+            return
+        if engine == inductor.GRAPHS and outcome.recompiles:
+            self._drop(engine, "sizes vary")
             return
         if outcome.untraceable is not None and outcome.skipped is outcome.skipped_rest is None:
             self._record_choice(ReasonType.DYNAMIC_SHAPE, f"{outcome.untraceable}; the graph ends there")
@@ -331,6 +335,13 @@ class CapturedStep(AbstractContextManager[None]):
                 text = f"{self._recompiled} steps compiled again"
                 self._change_mode("modules", ReasonType.RECOMPILING, text)
 
+    def _drop(self, engine: Engine, why: str) -> None:
+        """Go on without one of inductor's engines."""
+        self._record_choice(ReasonType.INDUCTOR_FAILED, f"{why}; {engine} is not tried")
+        self._engine = "ort"
+        if self.autotuner is not None:
+            self.autotuner.drop(engine)
+
     def _keep_fastest(self, autotuner: StepAutotuner) -> None:
         """Keep the fastest engine; all processes of a run go by the times of the one that is done first."""
         backend = self._module.backend
@@ -343,12 +354,15 @@ class CapturedStep(AbstractContextManager[None]):
         report = StepReport(self._name, times)
         backend.report.steps.append(report)
         if report.engine == "torch":
-            text = f"{times['ort']:.3g} ms captured, {times['torch']:.3g} ms as it is"
-            self._change_mode("off", ReasonType.SLOWER, text)
-        elif report.engine == "inductor":
-            self._engine = "inductor"
-            text = f"{times['ort']:.3g} ms, {times['inductor']:.3g} ms compiled by inductor, which keeps it"
-            self._record_choice(ReasonType.SLOWER, text)
+            captured = min(ms for engine, ms in times.items() if engine != "torch") if len(times) > 1 else math.nan
+            text = f"{duration(times.get('ort', captured))} captured, {duration(times['torch'])} as it is"
+            self._set_mode("off")
+            self._module.record_choice(self._name, ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
+        elif report.engine in inductor.ENGINES:
+            self._engine = inductor.NAME if report.engine == inductor.NAME else inductor.GRAPHS
+            other = duration(times["ort" if "ort" in times else "torch"])
+            text = f"{other}, {duration(times[report.engine])} compiled by {report.engine}, which keeps it"
+            self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
@@ -373,7 +387,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._mode, self._compiled, self._engine = mode, {}, "ort"
         self._recompiling = self._recompiled = 0
         self._account.close()
-        self.autotuner = self._module.new_autotuner() if mode != "off" else None
+        self.autotuner = self._module.new_autotuner(self._name) if mode != "off" else None
 
     def _record_choice(self, kind: ReasonType, text: str) -> None:
         self._module.record_choice(self._name, kind, text)

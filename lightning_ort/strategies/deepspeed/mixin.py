@@ -92,6 +92,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         reduce_bucket_size: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if not _DEEPSPEED:  # before Lightning's own check, which names another command
+            raise self.namespace.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
         if checkpoint not in get_args(CheckpointForm):
             raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
         check_choice("start_method", start_method, get_args(StartMethod))
@@ -119,8 +121,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                 reduce_bucket_size=check_integer("reduce_bucket_size", reduce_bucket_size, 1),
                 **kwargs,
             )
-        if not _DEEPSPEED:
-            raise self.namespace.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
         self._process_settings = ExitStack()
         self._start_method = start_method
         self._checkpoint_form = checkpoint

@@ -119,7 +119,7 @@ class CoordinatedSigterm:
             self._progress = time.monotonic()
 
     def save_and_exit(self, exit_: SystemExit) -> None:
-        """Save a checkpoint to go on from, if the Trainer saves any, and set the status of the exit."""
+        """Save a checkpoint from which the run can continue, if the Trainer saves any, and set the exit status."""
         with self.patience():
             self._save()
         exit_.code = self.status

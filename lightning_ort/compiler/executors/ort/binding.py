@@ -15,6 +15,7 @@ from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_functio
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
+from lightning_ort.compiler.executors.ort.streams import OrderedRun
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.output_shapes import output_shapes_fn
@@ -42,12 +43,17 @@ class _Binding(threading.local):
 class BoundSession:
     """A session of a region with its inputs and outputs bound to torch's memory; called like the region's module.
 
-    With ``pause_openmp`` it ends torch's OpenMP threads before each run. Raises ``RegionRejected`` if the shape of an
-    output is not known before the run.
+    With ``pause_openmp`` it ends torch's OpenMP threads before each run. ``stream`` is that of a session on a GPU.
+    Raises ``RegionRejected`` if the shape of an output is not known before the run.
     """
 
     def __init__(
-        self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device, pause_openmp: bool = False
+        self,
+        region: Region,
+        session: "onnxruntime.InferenceSession",
+        device: torch.device,
+        pause_openmp: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         values = [node.meta["val"] for node in region.inputs]
         is_number = [not isinstance(value, torch.Tensor) for value in values]
@@ -55,6 +61,8 @@ class BoundSession:
         self.session = session
         self.run_options = run_options(device)
         self._run = run_function(session)
+        if stream is not None:
+            self._run = OrderedRun(self._run, device, stream)
         self._bound = _Binding(session, (len(region.inputs), len(region.outputs)), numbers)
         self._pause_openmp = pause_openmp
         self._memory, host = memory_of(device), memory_of(torch.device("cpu"))

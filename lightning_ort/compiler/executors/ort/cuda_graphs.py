@@ -4,22 +4,35 @@ onnxruntime's ``enable_cuda_graph`` records the kernels of a run and replays the
 stream of its own, because torch's default stream cannot be recorded. So inputs are copied to fixed addresses and
 outputs from them. That pays if launching takes longer than computing, which is found by timing.
 
+onnxruntime records each graph for the thread that runs it, such as autograd's in a backward pass, and in the mode in
+which a CUDA call of any other thread that could synchronize breaks the recording (``cudaStreamCaptureModeGlobal``, 1.19
+to 1.31). So each thread makes recordings of its own, and none is made while a DataLoader pins memory in another thread:
+what is recorded is replayed, and what is not runs kernel by kernel.
+
 Source: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview
 """
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.version import Version
 from torch import nn
 
+from lightning_ort.compat.onnxruntime import installed_version
+from lightning_ort.compat.torch import pins_memory
 from lightning_ort.compiler.executors.ort.binding import BoundSession, run_options
 from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.regions import Region
 
 if TYPE_CHECKING:
     import onnxruntime
+
+
+_FIRST = Version("1.20")
+_UNRECORDED = -1  # the number with which onnxruntime neither records nor replays
 
 
 @functools.cache
@@ -34,6 +47,11 @@ def unsupported_reason(device: torch.device) -> str | None:
         return f"the tensors are on {device}"
     if torch.are_deterministic_algorithms_enabled():
         return "it is decided by timing, and deterministic mode times nothing"
+    version = installed_version()
+    if version < _FIRST:
+        return f"onnxruntime {version} waits for the GPU after each replay, {_FIRST} and later ones do not"
+    if pins_memory():
+        return "a DataLoader pins memory in another thread, which breaks a recording; DataLoader(pin_memory=False)"
     return None
 
 
@@ -50,11 +68,21 @@ class RecordedSession(BoundSession):
     region. Parameters are read in place, because they rarely move; a parameter that does move is copied from then on.
     """
 
-    def __init__(self, region: Region, session: "onnxruntime.InferenceSession", device: torch.device) -> None:
-        super().__init__(region, session, device)
+    def __init__(
+        self,
+        region: Region,
+        session: "onnxruntime.InferenceSession",
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        super().__init__(region, session, device, stream=stream)
         outputs = self._allocate(self._static_sizes)
         self._allocate = lambda sizes: list(outputs)  # the same in each run
         self._device = device
+        self._stream = stream
+        self._lock = threading.Lock()  # threads share the places
+        self._thread = 0
+        self._plain_options = run_options(device, _UNRECORDED)
         self._places: list[torch.Tensor | None] = [None] * len(region.inputs)
         # of the current recording; a parameter that moves is still the same object
         self._addresses: list[int] = []
@@ -63,21 +91,18 @@ class RecordedSession(BoundSession):
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the region and return new outputs."""
-        places = [self._fill(index, arg) for index, arg in enumerate(args)]
-        addresses = [place.data_ptr() for place in places]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._recordings += 1
-            self.run_options = run_options(self._device, self._recordings)
-        if self._device.type != "cuda":
+        with self._lock:
+            places = [self._fill(index, arg) for index, arg in enumerate(args)]
+            addresses, thread = [place.data_ptr() for place in places], threading.get_ident()
+            if addresses != self._addresses or thread != self._thread:
+                self._addresses, self._thread = addresses, thread
+                if pins_memory():
+                    self.run_options, self._thread = self._plain_options, 0  # recorded when that is possible
+                else:
+                    self._recordings += 1
+                    self.run_options = run_options(self._device, self._recordings)
             outputs = super().__call__(*places)
-        else:
-            ours, theirs = stream_of(self._device), torch.cuda.current_stream(self._device)
-            ours.wait_stream(theirs)
-            with torch.cuda.stream(ours):
-                outputs = super().__call__(*places)
-            theirs.wait_stream(ours)
-        return [output.clone() for output in outputs]
+            return [output.clone() for output in outputs]
 
     def _fill(self, index: int, arg: torch.Tensor) -> torch.Tensor:
         """Copy an input to the place where it is read in each run; return that place."""

@@ -9,6 +9,7 @@ from torch import fx
 from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
@@ -46,7 +47,7 @@ class OrtExecutor(Executor):
     @functools.cached_property
     def kernels(self) -> kernels.Kernels:
         """What the installed onnxruntime has for the device."""
-        return kernels.Kernels(self.config.kernels, self.providers)
+        return kernels.Kernels(self.config.kernels, self.providers, self.device)
 
     @property
     @override
@@ -76,7 +77,8 @@ class OrtExecutor(Executor):
     @override
     def variants(self, region: Region) -> Sequence[Variant]:
         variants = [Variant(threads) for threads in self._thread_counts(region)]
-        if self.config.cuda_graphs and cuda_graphs.can_record(region):
+        wanted = self.config.cuda_graphs and cuda_graphs.unsupported_reason(self.device) is None
+        if wanted and cuda_graphs.can_record(region):
             variants.append(Variant(variants[0].threads, cuda_graph=True))
         return variants
 
@@ -84,7 +86,7 @@ class OrtExecutor(Executor):
         if self.config.intra_op_threads is not None:
             return [self.config.intra_op_threads]
         available = torch.get_num_threads()
-        if available == 1:
+        if available == 1 or self.device.type != "cpu":  # there a thread launches kernels, and computes little
             return [1]
         flops = count_flops(region)
         if torch.are_deterministic_algorithms_enabled():
@@ -106,10 +108,25 @@ class OrtExecutor(Executor):
 
     @override
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
-        stream = cuda_graphs.stream_of(self.device) if variant.cuda_graph else None
-        built = session.build(artifact, region, self.providers, variant.threads, self.device, stream)
+        stream = self._stream(variant)
+        built = session.build(
+            artifact, region, self.providers, variant.threads, self.device, stream, variant.cuda_graph
+        )
         if variant.cuda_graph:
-            return RecordedSession(region, built, self.device)
+            return RecordedSession(region, built, self.device, stream)
         several_threads = self.device.type == "cpu" and variant.threads > 1
         pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
-        return BoundSession(region, built, self.device, pause_openmp=pause)
+        return BoundSession(region, built, self.device, pause, stream)
+
+    @override
+    def release_memory(self) -> None:
+        if self.device.type == "cpu":
+            session.shrink_cpu_arena()
+            malloc.trim()
+
+    def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
+        """The stream of a session: torch's current one, on which neither waits for the other, or a recording's."""
+        if variant.cuda_graph:
+            return cuda_graphs.stream_of(self.device)
+        on_cuda = self.device.type == "cuda" and kernels.CUDA in self.providers
+        return torch.cuda.current_stream(self.device) if on_cuda else None

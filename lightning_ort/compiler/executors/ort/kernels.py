@@ -3,24 +3,33 @@
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import torch
 from packaging.version import Version
 
-from lightning_ort.compat.onnxruntime import import_onnxruntime
+from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_onnxruntime
+from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 
+if TYPE_CHECKING:
+    import onnxruntime
+
 log = logging.getLogger(__name__)
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 # all of them install the same import package `onnxruntime`
 _BUILDS = ("", "-gpu", "-training", "-training-cpu", "-directml", "-openvino", "-qnn")
 DISTRIBUTIONS = tuple(f"onnxruntime{build}" for build in _BUILDS)
 MINIMUM = Version("1.19")
 INSTALL = "pip install onnxruntime-training-cpu (Python up to 3.12; or onnxruntime, onnxruntime-gpu)"
+
+# of ONNX, the newest first: 22 has convolutions of bfloat16, 18 is what onnxruntime 1.19 has all kernels for
+OPSETS = (22, 18)
 
 # contributed gradient operators: the shapes of their float32 inputs, number of outputs, attributes
 _MATRIX = (2, 2)
@@ -30,6 +39,8 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
     "LogSoftmaxGrad_13": ((_MATRIX, _MATRIX), 1, {"axis": -1}),
     **dict.fromkeys(("GeluGrad", "FastGeluGrad", "ReluGrad", "SigmoidGrad", "TanhGrad"), ((_MATRIX, _MATRIX), 1, {})),
 }
+
+_CPU = torch.device("cpu")
 
 _load_errors: dict[Hashable, str | None] = {}
 
@@ -75,36 +86,70 @@ def installed(distribution: str) -> str | None:
 
 def check_config(config: ORTConfig) -> None:
     """Raise ``ValueError`` if the installed onnxruntime lacks a provider or the kernels that the config names."""
-    import onnxruntime
-
-    available = onnxruntime.get_available_providers()
+    available = available_providers()
     for provider in config.providers or ():
         if provider not in available:
             raise ValueError(f"providers: {provider} is not in this onnxruntime; available are {', '.join(available)}.")
-    Kernels(config.kernels, config.providers or ("CPUExecutionProvider",))
+    Kernels(config.kernels, config.providers or (CPU,), current_device(config.providers or (CPU,)))
+
+
+def available_providers() -> list[str]:
+    """Return the execution providers of the installed onnxruntime, with those that were added to it as plug-ins."""
+    import onnxruntime
+
+    return list(dict.fromkeys([*onnxruntime.get_available_providers(), *ep_devices()]))
+
+
+def current_device(providers: Sequence[str]) -> torch.device:
+    """Return the device on which providers are asked what they can do, before there is any tensor."""
+    if CUDA not in providers:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 def providers_for(device: torch.device) -> tuple[str, ...] | None:
     """Return the installed execution providers for tensors on a device, or ``None``."""
+    if device.type == "cpu":
+        return (CPU,)
+    if device.type == "cuda" and CUDA in available_providers():
+        return (CUDA, CPU)
+    return None
+
+
+def new_session(
+    model: bytes | str,
+    options: "onnxruntime.SessionOptions",
+    providers: Sequence[str],
+    device: torch.device,
+    **cuda_options: str,
+) -> "onnxruntime.InferenceSession":
+    """Return a session, on the GPU of ``device`` if it has the CUDA provider; torch's current device stays as it is."""
     import onnxruntime
 
-    if device.type == "cpu":
-        return ("CPUExecutionProvider",)
-    if device.type == "cuda" and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-        return ("CUDAExecutionProvider", "CPUExecutionProvider")
-    return None
+    built_in = onnxruntime.get_available_providers()
+    plug_ins = [provider for provider in providers if provider not in built_in]
+    if plug_ins:
+        for provider in plug_ins:
+            options.add_provider_for_devices(ep_devices()[provider], {})
+        return onnxruntime.InferenceSession(model, options)
+    on_cuda = {"device_id": str(device.index or 0), **cuda_options}
+    configured = [(provider, on_cuda) if provider == CUDA else provider for provider in providers]
+    with on_device(device if CUDA in providers else torch.device("cpu")):
+        return onnxruntime.InferenceSession(model, options, providers=configured)
 
 
 class Kernels:
     """The kernels that converters may use with these execution providers and :class:`ORTConfig`'s ``kernels=mode``.
 
-    Raises ``ValueError`` if ``mode`` is ``"training"`` and the installed onnxruntime has no gradient kernels.
+    They are looked for on ``device``. Raises ``ValueError`` if ``mode`` is ``"training"`` and the installed onnxruntime
+    has no gradient kernels.
     """
 
-    def __init__(self, mode: str, providers: tuple[str, ...]) -> None:
+    def __init__(self, mode: str, providers: tuple[str, ...], device: torch.device = _CPU) -> None:
         self.providers = providers
+        self.device = device
         self._standard = mode == "standard"
-        if mode == "training" and not any(_has_training_kernel(op, providers) for op in TRAINING_OPS):
+        if mode == "training" and not any(_has_training_kernel(op, providers, device) for op in TRAINING_OPS):
             raise ValueError(
                 "kernels='training': the installed onnxruntime has no gradient kernels; "
                 "pip install onnxruntime-training-cpu, or use kernels='auto'."
@@ -114,7 +159,20 @@ class Kernels:
         """Return whether a gradient operator of ``TRAINING_OPS`` may be used."""
         if op_type not in TRAINING_OPS:
             raise KeyError(f"{op_type} is not among TRAINING_OPS")
-        return not self._standard and _has_training_kernel(op_type, self.providers)
+        return not self._standard and _has_training_kernel(op_type, self.providers, self.device)
+
+    @property
+    def opset(self) -> int:
+        """The newest of ``OPSETS`` that the installed onnxruntime reads."""
+        return next(number for number in OPSETS if number == OPSETS[-1] or _reads_opset(number))
+
+    def bfloat16_missing(self) -> str | None:
+        """Return why no tensor of bfloat16 can be handed to a session, or ``None``."""
+        import onnxruntime
+
+        if binds_bfloat16():
+            return None
+        return f"onnxruntime {onnxruntime.__version__} cannot bind a tensor of bfloat16; 1.20 and later ones can"
 
     def missing(self, model: ir.Model) -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.
@@ -124,30 +182,44 @@ class Kernels:
         graph = model.graph
         key = (
             self.providers,
+            graph.opset_imports[""],
             tuple((node.domain, node.op_type, len(node.outputs), *sorted(node.attributes)) for node in graph),
             tuple((value.dtype, value.shape.rank() if value.shape else None) for value in graph.inputs),
         )
         if key not in _load_errors:
-            _load_errors[key] = _load_error(model, self.providers)
+            _load_errors[key] = _load_error(model, self.providers, self.device)
         return _load_errors[key]
 
 
-def _load_error(model: ir.Model, providers: tuple[str, ...]) -> str | None:
+def _load_error(model: ir.Model, providers: tuple[str, ...], device: torch.device) -> str | None:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    if providers[0] == CUDA:
+        # alone: beside the CPU's provider every op has a kernel, and two copies between the memories
+        providers = (CUDA,)
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=list(providers))
+        new_session(ir.to_proto(model).SerializeToString(), options, providers, device)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         return str(error).strip().splitlines()[0]
     return None
 
 
 @functools.cache
-def _has_training_kernel(op_type: str, providers: tuple[str, ...]) -> bool:
+def _reads_opset(number: int) -> bool:
+    float32, shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
+    node = ir.node("Identity", [ir.Value(name="i0", type=float32, shape=shape)])
+    node.outputs[0].name, node.outputs[0].type = "o0", float32
+    graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": number}, name="opset")  # type: ignore[arg-type]
+    return _load_error(ir.Model(graph, ir_version=10), (CPU,), torch.device("cpu")) is None
+
+
+@functools.cache
+def _has_training_kernel(op_type: str, providers: tuple[str, ...], device: torch.device) -> bool:
     shapes, num_outputs, attributes = TRAINING_OPS[op_type]
     float32 = ir.TensorType(ir.DataType.FLOAT)
     inputs = [ir.Value(name=f"i{index}", type=float32, shape=ir.Shape(shape)) for index, shape in enumerate(shapes)]
@@ -155,6 +227,6 @@ def _has_training_kernel(op_type: str, providers: tuple[str, ...]) -> bool:
     for index, output in enumerate(node.outputs):
         output.name, output.type = f"o{index}", float32
     graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 18, "com.microsoft": 1}, name=op_type)
-    error = _load_error(ir.Model(graph, ir_version=10), providers)
+    error = _load_error(ir.Model(graph, ir_version=10), providers, device)
     log.debug("training kernel %s: %s", op_type, error or "found")
     return error is None

@@ -1,5 +1,6 @@
 """Converts regions to ONNX models and builds sessions of them."""
 
+import functools
 import logging
 import math
 import os
@@ -7,12 +8,16 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 
 from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_arena
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
+from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compiler.executors.ort.kernels import CUDA, new_session
+from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.regions import Region, RegionRejected
 from lightning_ort.compiler.report import ReasonType
@@ -31,6 +36,8 @@ _ATTRIBUTES = {
     for kind in ("FLOAT", "INT", "STRING", "TENSOR")
     for plural in ("", "S")
 }
+_CONVOLUTION = torch.ops.aten.convolution.default
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot")}
 _MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and index tables
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
@@ -55,6 +62,8 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
             if node.op == "call_function":
                 builder.convert(node)
         model = ir.to_proto(builder.model(graph.output_node().args[0], name))  # type: ignore[arg-type]
+    except Unsupported as unsupported:  # each node can be converted, but not all of them in one model
+        raise RegionRejected(unsupported.reason.type, unsupported.reason.text) from unsupported
     except Exception as error:  # a bug in a converter must not end the run
         raise RegionRejected(ReasonType.CONVERSION_FAILED, error) from error
     try:
@@ -104,8 +113,9 @@ def build(
     threads: int,
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
+    records: bool = False,
 ) -> "onnxruntime.InferenceSession":
-    """Build a session of a region's model: to record CUDA graphs on ``stream``, or to run on torch's current stream.
+    """Build a session of a region's model, on a GPU to run on ``stream``, or to be recorded there as CUDA graphs.
 
     Raises ``RegionRejected`` if onnxruntime refuses the model, such as one to be recorded that has nodes on the CPU.
     """
@@ -115,6 +125,8 @@ def build(
     if device.type == "cpu":
         share_cpu_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
+        # a pattern is one more block of memory for all results of a run, beside what its first run took piece by piece
+        options.enable_mem_pattern = False
     # autograd's order. The default order delays the gradients of weights and keeps their inputs in memory: a GPT's
     # backward pass took 106 MB for intermediate results, with this order 78 MB (onnxruntime 1.19)
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
@@ -123,15 +135,15 @@ def build(
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    configured: list[Any] = [
-        (provider, _cuda_options(device, stream)) if provider == "CUDAExecutionProvider" else provider
-        for provider in providers
-    ]
+    cuda_options = {} if stream is None else _cuda_options(region, stream, records)
     try:
-        session = onnxruntime.InferenceSession(model, options, providers=configured)
+        session = new_session(model, options, providers, device, **cuda_options)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
-    if (reason := provider_missing_reason(session, providers[0])) is not None:
+    reason = provider_missing_reason(session, providers[0])
+    if reason is None and stream is not None:
+        reason = other_stream_reason(session, device, stream)
+    if reason is not None:
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
     return session
@@ -151,6 +163,33 @@ def session_options(threads: int) -> "onnxruntime.SessionOptions":
     return options
 
 
+def shrink_cpu_arena() -> None:
+    """Give the memory of the CPU sessions' arena that no tensor uses back to the system.
+
+    An arena keeps what its largest run took. Only a run can shrink it, of any session that uses it (onnxruntime 1.19).
+    """
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    _negation().run(None, {"x": np.zeros(1, dtype=np.float32)}, options)
+
+
+@functools.cache
+def _negation() -> "onnxruntime.InferenceSession":
+    import onnxruntime
+
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "negation", [x], [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    share_cpu_arena()
+    options = session_options(1)
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    _alive.add(session)
+    return session
+
+
 def provider_missing_reason(session: "onnxruntime.InferenceSession", provider: str) -> str | None:
     """Return why a session does not run on the requested provider, which onnxruntime replaces silently, or ``None``."""
     if session.get_providers()[0] == provider:
@@ -158,24 +197,42 @@ def provider_missing_reason(session: "onnxruntime.InferenceSession", provider: s
     return f"{provider} did not load; are its libraries installed?"
 
 
+def other_stream_reason(
+    session: "onnxruntime.InferenceSession", device: torch.device, stream: torch.cuda.Stream
+) -> str | None:
+    """Return why a session's kernels would not be in order with torch's, from the options that it was built with."""
+    options = session.get_provider_options()[CUDA]
+    wanted = {"device_id": str(device.index or 0), "has_user_compute_stream": "1"}
+    wanted["user_compute_stream"] = str(handle_of(stream))
+    found = {name: options.get(name) for name in wanted}
+    return None if found == wanted else f"it was built with {found}, and torch needs {wanted}"
+
+
 def _has_float64(region: Region) -> bool:
     values = (value for node in region.module.graph.nodes for value in values_of(node))
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
 
 
-def _cuda_options(device: torch.device, stream: torch.cuda.Stream | None) -> dict[str, str]:
-    # on torch's stream neither side has to wait for the other
-    used = torch.cuda.current_stream(device) if stream is None else stream
+def _cuda_options(region: Region, stream: torch.cuda.Stream, records: bool) -> dict[str, str]:
     return {
-        "device_id": str(device.index or 0),
-        "user_compute_stream": str(used.cuda_stream),
-        "enable_cuda_graph": "0" if stream is None else "1",
+        # on torch's stream neither side has to wait for the other
+        "user_compute_stream": str(handle_of(stream)),
+        "enable_cuda_graph": "1" if records else "0",
         "do_copy_in_default_stream": "1",
         # not by powers of two: torch's allocator needs the rest of the memory
         "arena_extend_strategy": "kSameAsRequested",
-        # onnxruntime uses TF32 by default
-        "use_tf32": "1" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "0",
+        # onnxruntime uses TF32 by default, and has one setting where torch has two
+        "use_tf32": "1" if _may_use_tf32(region) else "0",
     }
+
+
+def _may_use_tf32(region: Region) -> bool:
+    """Whether torch computes all matrix products and convolutions of a region with TF32."""
+    targets = {node.target for node in region.module.graph.nodes}
+    convolves, multiplies = (not targets.isdisjoint(ops) for ops in ({_CONVOLUTION}, _PRODUCTS))
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # torch makes it with a class for modules
+    backends = ((convolves, conv), (multiplies, torch.backends.cuda.matmul))
+    return all(backend.fp32_precision == "tf32" for is_used, backend in backends if is_used)
 
 
 def save(model: bytes, folder: str, name: str) -> None:

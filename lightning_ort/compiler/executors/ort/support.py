@@ -39,11 +39,16 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
         return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
         if isinstance(value, torch.Tensor):
+            if value.device.type != kernels.device.type and (value.dim() or any(value is x for x in values_of(node))):
+                # a number on the CPU may be read, and no more
+                return Support(False, Reason(ReasonType.DEVICE, f"{node.target} with a tensor on {value.device}"))
             if value.dtype not in DTYPES:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}"))
             if value.dtype in _HALF and value.device.type == "cpu":
                 # onnxruntime would cast to float32 and back; torch has real kernels
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU"))
+            if value.dtype is torch.bfloat16 and (missing := kernels.bfloat16_missing()) is not None:
+                return Support(False, Reason(ReasonType.DTYPE, missing))
             if value.is_sparse or value.layout is not torch.strided:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
     try:

@@ -6,7 +6,8 @@ In reading order:
 
 1. :mod:`registry`: which overload is converted by which function, and how one refuses.
 2. :mod:`metadata`: dtypes and shapes of FX nodes; :mod:`checks`: arguments that are refused or brought into form.
-3. :mod:`graph`: the ONNX graph under construction, and its values, which have operators.
+3. :mod:`graph`: the ONNX graph under construction, and its values, which have operators; :mod:`cuda_kernels`: what has
+   no kernel on a GPU.
 4. :mod:`elementary`: exp, log, sqrt and others, right at the edges too.
 5. :mod:`pointwise`: arithmetic, casts; :mod:`logic`: comparison and choice; :mod:`activations`.
 6. :mod:`linalg`: matrix products.

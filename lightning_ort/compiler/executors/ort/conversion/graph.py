@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from lightning_ort.compiler.executors.ort.conversion.cuda_kernels import ENDED, dtype_without_kernel
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
     Arg,
@@ -25,7 +26,8 @@ from lightning_ort.compiler.report import ReasonType
 if TYPE_CHECKING:
     from lightning_ort.compiler.executors.ort.kernels import Kernels
 
-# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too
+# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for
+# what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
 OPSET = 18
 IR_VERSION = 10
 MICROSOFT = "com.microsoft"
@@ -151,6 +153,7 @@ class GraphBuilder:
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._casts: dict[tuple[ir.Value, torch.dtype], Value] = {}
         self._count = 0
+        self._opset = OPSET
 
     @property
     def on_cpu(self) -> bool:
@@ -202,12 +205,21 @@ class GraphBuilder:
             results,
             nodes=_live(self.nodes, results),
             initializers=[constant.ir for constant in self._constants.values()],
-            opset_imports={"": OPSET, MICROSOFT: 1},
+            opset_imports={"": self._opset, MICROSOFT: 1},
             name=name,
         )
+        if self._opset > OPSET and (ended := ENDED & {node.op_type for node in graph}):
+            text = f"{', '.join(sorted(ended))} beside what needs opset {self._opset}"
+            raise Unsupported(text, ReasonType.NO_KERNEL)
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
 
     # what converters call
+
+    def need_opset(self, number: int, what: str) -> None:
+        """Have the model's opset be at least ``number``, or raise :class:`Unsupported`."""
+        if self.kernels.opset < number:
+            raise Unsupported(f"{what}, which this onnxruntime has not: it is of opset {number}", ReasonType.NO_KERNEL)
+        self._opset = max(self._opset, number)
 
     def op(
         self,
@@ -237,6 +249,19 @@ class GraphBuilder:
             None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)
             for arg in inputs
         ]
+        narrow = (
+            None
+            if self.on_cpu
+            else dtype_without_kernel(op_type, [value.dtype for value in values if value is not None])
+        )
+        if narrow is not None:
+            wide = [
+                value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values
+            ]
+            results = self.op(op_type, *wide, outputs=outputs, domain=domain, **attrs)
+            several = results if isinstance(results, tuple) else (results,)
+            back = tuple(value.cast(narrow) if value.dtype is torch.float32 else value for value in several)
+            return back if isinstance(results, tuple) else back[0]
         while values and values[-1] is None:  # onnxruntime 1.19 takes an empty name at the end of Squeeze for an input
             values.pop()
         node = ir.node(
@@ -264,7 +289,7 @@ class GraphBuilder:
         """A constant: a scalar or a nested list of them, as a tensor of ``dtype``."""
         if isinstance(value, fx.Node):
             raise Unsupported(f"a symbolic number where a constant is needed: {value}")
-        if dtype is torch.bfloat16 or dtype not in DTYPES:
+        if dtype not in DTYPES:
             raise Unsupported(f"a constant of {dtype}", ReasonType.DTYPE)
         try:
             array = np.asarray(value, dtype=DTYPES[dtype].numpy())

@@ -12,6 +12,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, r
 from lightning_ort.compiler.executors.ort.conversion.pointwise import scaled_mask
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
+from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
 
@@ -23,6 +24,10 @@ def convolution(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, *
     spatial = rank_of(weight) - 2
     if rank_of(x) != spatial + 2 or spatial < 1:
         raise Unsupported("a convolution without batch dimension")
+    if dtype_of(node) is torch.bfloat16:
+        if transposed:
+            raise Unsupported("a transposed convolution of bfloat16", ReasonType.NO_KERNEL)
+        ctx.need_opset(22, "a convolution of bfloat16")
     attributes: dict[str, Any] = {
         "kernel_shape": static_sizes(shape_of(weight)[2:], "a kernel"),
         "strides": per_dimension(stride, spatial, "a stride"),

@@ -26,6 +26,14 @@ def _work_dtype(x: fx.Node) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _as_traced(node: fx.Node, *results: Value | None) -> tuple[Any, ...]:
+    """The results in the dtypes that torch expects: under autocast those of weights and statistics may be float32."""
+    return tuple(
+        None if result is None else result.cast(expected.dtype)
+        for result, expected in zip(results, node.meta["val"], strict=True)
+    )
+
+
 def _per_channel(value: Value, x: fx.Node) -> Value:
     """A vector of one entry per channel, shaped to broadcast against ``x`` of [N, C, ...]."""
     return value.unsqueeze(*range(1, rank_of(x) - 1)) if rank_of(x) > 2 else value
@@ -60,7 +68,7 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
         result = result * weight
     if bias is not None:
         result = result + bias
-    return result.cast(dtype_of(x)), mean, rstd
+    return _as_traced(node, result, mean, rstd)
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
@@ -73,7 +81,7 @@ def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> 
     result = value * rstd
     if weight is not None:
         result = result * weight
-    return result.cast(dtype_of(x)), rstd
+    return _as_traced(node, result, rstd)
 
 
 @converts(aten.native_layer_norm_backward.default, variants=("LayerNormalizationGrad", EXPANDED))
@@ -94,7 +102,10 @@ def layer_norm_backward(
         return tuple(value if wanted else None for value, wanted in zip(gradients, output_mask, strict=True))
     work = _work_dtype(x)
     centered = ctx.value(x, work) - mean
-    return _last_dims_backward(grad, x, centered, ctx.value(rstd, work), weight, output_mask, normalized_shape, True)
+    gradients = _last_dims_backward(
+        grad, x, centered, ctx.value(rstd, work), weight, output_mask, normalized_shape, True
+    )
+    return _as_traced(node, *gradients)
 
 
 @converts(aten._fused_rms_norm_backward.default, variants=(EXPANDED,))
@@ -105,7 +116,7 @@ def fused_rms_norm_backward(
     rstd, weight, output_mask = args
     work, mask = _work_dtype(x), (output_mask[0], output_mask[1] and weight is not None, False)
     value, rstd = ctx.value(x, work), ctx.value(rstd, work)
-    return _last_dims_backward(grad, x, value, rstd, weight, mask, normalized_shape, False)[:2]
+    return _as_traced(node, *_last_dims_backward(grad, x, value, rstd, weight, mask, normalized_shape, False)[:2])
 
 
 def _last_dims_backward(
@@ -143,11 +154,13 @@ def weight_norm_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, v: fx.Node, g: fx.Node, norms: fx.Node, dim: int
 ) -> Gradients:
     """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""  # noqa: E501
-    norm, grads = ctx.value(norms), ctx.value(grad)
+    work = dtype_of(norms)  # float32 for half types on CUDA
+    norm, grads = ctx.value(norms), ctx.value(grad, work)
     others = [index for index in range(rank_of(v)) if index != dim % rank_of(v)]
-    direction = ctx.value(v) / norm
+    direction = ctx.value(v, work) / norm
     along = reduce("ReduceSum", v, grads * direction, others, keepdim=True)
-    return (grads - direction * along) * (ctx.value(g) / norm), along
+    gradient = (grads - direction * along) * (ctx.value(g, work) / norm)
+    return gradient.cast(dtype_of(v)), along.cast(dtype_of(g))
 
 
 def _grouped(value: Value, x: fx.Node, group: int) -> Value:
@@ -163,7 +176,7 @@ def native_group_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     value = _grouped(ctx.value(x, _work_dtype(x)), x, group)
     normal, mean, rstd = _standardize(x, value, 2, eps)
     result = _affine(normal.reshape(ctx.shape_tensor(x)), x, weight, bias)
-    return result.cast(dtype_of(x)), mean.squeeze(2), rstd.squeeze(2)
+    return _as_traced(node, result, mean.squeeze(2), rstd.squeeze(2))
 
 
 def _affine(value: Value, x: fx.Node, weight: Value | MaybeNode, bias: MaybeNode) -> Value:
@@ -244,7 +257,8 @@ def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: A
     weight, bias, running_mean, running_var, training, momentum, eps = args
     old_mean, old_var = ctx.value(running_mean), ctx.value(running_var)
     if not training:
-        return *_batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps), old_mean, old_var
+        results = _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
+        return _as_traced(node, *results, old_mean, old_var)
     if old_mean.dtype != _work_dtype(x):
         raise Unsupported(f"running statistics of {old_mean.dtype} for {dtype_of(x)}")
     result, mean, rstd, variance = _batch_norm_train(ctx, x, weight, bias, eps)
@@ -252,21 +266,21 @@ def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: A
     size = count(ctx, x, _channel_axes(x), old_mean.dtype)
     new_mean = old_mean * (1 - momentum) + mean * momentum
     new_var = old_var * (1 - momentum) + variance * (size / (size - 1)) * momentum
-    return result, mean, rstd, new_mean, new_var
+    return _as_traced(node, result, mean, rstd, new_mean, new_var)
 
 
 @converts(aten._native_batch_norm_legit.no_stats)
 def batch_norm_no_stats(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     x, weight, bias, _, _, eps = args
-    return _batch_norm_train(ctx, x, weight, bias, eps)[:3]
+    return _as_traced(node, *_batch_norm_train(ctx, x, weight, bias, eps)[:3])
 
 
 @converts(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_no_training(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     x, weight, bias, running_mean, running_var, _, eps = args
-    return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
+    return _as_traced(node, *_batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps))
 
 
 @converts(aten.native_batch_norm.default)
@@ -274,10 +288,10 @@ def native_batch_norm(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Val
     """native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     x, weight, bias, running_mean, running_var, training, _, eps = args
     if not training and running_mean is not None and running_var is not None:
-        return _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
+        return _as_traced(node, *_batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps))
     if running_mean is not None:
         raise Unsupported("batch norm that updates its running statistics in place")
-    return _batch_norm_train(ctx, x, weight, bias, eps)[:3]
+    return _as_traced(node, *_batch_norm_train(ctx, x, weight, bias, eps)[:3])
 
 
 @converts(aten.native_batch_norm_backward.default, variants=(EXPANDED,))

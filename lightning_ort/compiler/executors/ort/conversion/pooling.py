@@ -12,6 +12,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, 
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
+from lightning_ort.compiler.report import ReasonType
 
 aten = torch.ops.aten
 
@@ -73,6 +74,10 @@ def max_pool_with_indices(
     ]
     if any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
         raise Unsupported("max pooling that is padded by a whole window")
+    if dtype_of(x) is torch.bfloat16:  # it would keep the convolutions around it, of opset 22, out of its model
+        raise Unsupported(
+            "max pooling of bfloat16: it has no kernel with indices from opset 22 on", ReasonType.NO_KERNEL
+        )
     # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
     # find where the maximum is among numbers that it handles, and read the values there.
     value = ctx.value(x)

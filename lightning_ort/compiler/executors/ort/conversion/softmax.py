@@ -48,6 +48,13 @@ def _along(value: Value, op_type: str, x: fx.Node, dim: int) -> Value:
     return value.unsqueeze(0).op(op_type, axis=0).squeeze(0)  # ONNX has no axis of a scalar
 
 
+def _in_float32(ctx: GraphBuilder, grad: fx.Node, output: fx.Node) -> tuple[Value, Value]:
+    """The result and its gradient as torch's kernels compute with them: half types in float32."""
+    dtype = dtype_of(output)
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return ctx.value(output, dtype), ctx.value(grad, dtype)
+
+
 def _kernel_runs(ctx: GraphBuilder, node: fx.Node, output: fx.Node, kernel: str) -> bool:
     refuse_empty(output, "the gradient of a softmax")  # SoftmaxGrad_13 divides by its size, which ends the process
     return dtype_of(output) is torch.float32 and rank_of(output) > 0 and ctx.variant(node) == kernel
@@ -56,8 +63,7 @@ def _kernel_runs(ctx: GraphBuilder, node: fx.Node, output: fx.Node, kernel: str)
 @converts(aten._softmax_backward_data.default, variants=("SoftmaxGrad_13", EXPANDED))
 def softmax_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any) -> Value:
     """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
-    y = ctx.value(output)
-    grads = ctx.value(grad, y.dtype)
+    y, grads = _in_float32(ctx, grad, output)
     if _kernel_runs(ctx, node, output, "SoftmaxGrad_13"):
         result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
     else:
@@ -71,8 +77,7 @@ def log_softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any
 ) -> Value:
     """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
-    y = ctx.value(output)
-    grads = ctx.value(grad, y.dtype)
+    y, grads = _in_float32(ctx, grad, output)
     if _kernel_runs(ctx, node, output, "LogSoftmaxGrad_13"):
         result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
     else:

@@ -1,0 +1,122 @@
+"""The chart of README.md and docs/index.md, drawn from the newest result files: ``python benchmarks/front_page.py``.
+
+``read`` has the figures, which ``tests/test_figures.py`` compares with those on the pages.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+TITLE = re.compile(r"^ *(\w+): median of \d+ rounds of \d+ steps *$")
+ROW = re.compile(r"^│ (\S+) +│ +([\d.,]+) │ +([\d.]+) │ +([\d.]+)x │ +([\d.]+)-([\d.]+) │ +(-?[\d.]+) │.*│ +([\d,]+) │")
+NAMES = {
+    "MLP": "MLP",
+    "Autoencoder": "autoencoder",
+    "CNN": "CNN",
+    "LSTM": "LSTM",
+    "GPT": "GPT, batch 8 x 128",
+    "SmallGPT": "GPT, batch 1 x 64",
+    "BERT": "BERT, MiniLM's sizes",
+    "ViT": "ViT",
+    "UNet": "UNet",
+}
+FUSED = "stock+adamw_torch_fused"
+THEMES = {
+    "light": {
+        "text": "#1c2024",
+        "quiet": "#5b636b",
+        "page": "#ffffff",
+        "fused": "#8a949d",
+        "ort": "#0b62b5",
+        "bf16": "#c4570b",
+    },
+    "dark": {
+        "text": "#e6e9ec",
+        "quiet": "#a3acb5",
+        "page": "#14171a",
+        "fused": "#8d97a0",
+        "ort": "#6db3f5",
+        "bf16": "#f0a35e",
+    },
+}
+
+
+def newest(kind: str) -> Path:
+    """Return the newest result file of a kind, such as ``"zoo"``; their names begin with the date."""
+    return max(RESULTS.glob(f"????-??-??-{kind}.txt"))
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the figures of a table of ``trainer_steps.py``, by module and variant."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    module = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if title := TITLE.match(line):
+            module = title[1]
+        elif row := ROW.match(line):
+            names = ("ms", "steps", "speed", "slowest", "fastest", "start", "peak")
+            values = [float(value.replace(",", "")) for value in row.groups()[1:]]
+            found.setdefault(module, {})[row[1]] = dict(zip(names, values, strict=True))
+    return found
+
+
+def mean(values: Any) -> float:
+    """Return the geometric mean of ratios."""
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def draw(theme: str) -> Path:
+    """Draw the chart in the colours of a theme, and return its path."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    # letters as outlines, so that the picture is the same everywhere, and the same bytes for the same figures
+    rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "lightning-ort", "font.size": 10})
+    colours, path = THEMES[theme], newest("zoo")
+    rows, mixed = read(path), read(newest("precision"))
+    modules = sorted(rows, key=lambda module: -rows[module]["ort"]["speed"])
+    bars = [
+        (place, height, colour, found[module][variant]["speed"])
+        for place, module in enumerate(modules)
+        for height, colour, found, variant in (
+            (-0.27, "fused", rows, FUSED),
+            (0.0, "ort", rows, "ort"),
+            (0.27, "bf16", mixed, "ort@bf16-mixed"),
+        )
+        if module in found
+    ]
+    figure = Figure(figsize=(8, 5.2), layout="constrained", facecolor=colours["page"])
+    axes = figure.subplots()
+    axes.set_facecolor(colours["page"])
+    for place, height, colour, speed in bars:
+        axes.barh(place + height, speed, height=0.25, color=colours[colour])
+        axes.text(speed + 0.02, place + height, f"{speed:.2f}x", va="center", color=colours["text"], fontsize=8)
+    axes.axvline(1, color=colours["text"], linewidth=0.8)
+    axes.set_yticks(range(len(modules)), [NAMES[module] for module in modules])
+    axes.set_xlim(0, 2.2)
+    axes.invert_yaxis()
+    axes.tick_params(colors=colours["text"], length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xticks([0, 0.5, 1, 1.5, 2], ["0", "0.5x", "1x: stock", "1.5x", "2x"])
+    labels = {
+        "fused": "stock Lightning, fused optimizer",
+        "ort": 'strategy="ort": the same, retained memory, ONNX Runtime',
+        "bf16": 'strategy="ort", precision="bf16-mixed"',
+    }
+    for index, (colour, label) in enumerate(labels.items()):
+        figure.text(0.02, 1.09 - 0.04 * index, f"\N{BLACK SQUARE} {label}", color=colours[colour], fontsize=9)
+    title = f"Speed of training steps relative to stock Lightning in float32 (two virtual cores, {path.name[:10]})"
+    figure.text(0.02, 1.13, title, color=colours["text"], fontsize=10, weight="bold")
+    output = IMAGES / f"speed_{theme}.svg"
+    figure.savefig(output, bbox_inches="tight", facecolor=colours["page"], metadata={"Date": None})
+    return output
+
+
+if __name__ == "__main__":
+    for name in THEMES:
+        print(draw(name).relative_to(ROOT))

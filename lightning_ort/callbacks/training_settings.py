@@ -1,0 +1,173 @@
+"""How a fit runs, where the Trainer has no argument for it: :class:`TrainingSettingsCallback`."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_ort._arguments import check_choice, check_integer, passed
+from lightning_ort._imports import LightningNamespace, namespace_of
+from lightning_ort.callbacks.loaders import changed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback as _Callback
+else:
+    _Callback = object
+
+_OWNER = "ORTTrainingSettings"
+
+
+class TrainingSettingsCallback(_Callback):
+    """Sets the training batches, the layout, the threads and what is recomputed, for the time of a fit.
+
+    ``lightning-ort tune`` writes it into its configuration. Of the data it changes what ``train_dataloader`` of the
+    LightningDataModule or the LightningModule returns: that has to be a plain ``DataLoader``.
+
+    Args:
+        batch_size: Examples in a batch.
+        whole_batches: Take a batch from a ``TensorDataset`` in one operation, where a DataLoader takes its examples one
+            by one. The batches are the same.
+        num_workers: Processes that load data.
+        pin_memory: Have the data in memory from which a GPU copies faster.
+        persistent_workers: Keep the processes from epoch to epoch.
+        prefetch_factor: Batches that each process has ready.
+        channels_last: Keep the weights of convolutions in the memory layout in which their kernels are fastest.
+        threads: Threads of torch's operations.
+        checkpoint_blocks: Keep only the inputs of repeated blocks, and compute the rest again in the backward pass.
+
+    Raises:
+        ValueError: If a value is not allowed.
+        TypeError: If a value has the wrong type.
+
+    Example::
+
+        Trainer(callbacks=ORTTrainingSettings(whole_batches=True, channels_last=True))
+
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        whole_batches: bool = False,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
+        persistent_workers: bool | None = None,
+        prefetch_factor: int | None = None,
+        channels_last: bool = False,
+        threads: int | None = None,
+        checkpoint_blocks: bool = False,
+    ) -> None:
+        lowest = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1, "threads": 1}
+        for name, value in zip(lowest, (batch_size, num_workers, prefetch_factor, threads), strict=True):
+            if value is not None:
+                check_integer(name, value, lowest[name], owner=_OWNER)
+        for name, value in (
+            ("whole_batches", whole_batches),
+            ("channels_last", channels_last),
+            ("checkpoint_blocks", checkpoint_blocks),
+        ):
+            check_choice(name, value, (True, False), _OWNER)
+        of_workers = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
+        for name, value in of_workers.items():
+            if value and num_workers == 0:
+                raise ValueError(f"{passed(name, value, _OWNER)}: needs num_workers of 1 or more.")
+        settings = {"num_workers": num_workers, "pin_memory": pin_memory, **of_workers, "batch_size": batch_size}
+        self._loader: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        if whole_batches:
+            self._loader["whole_batches"] = True
+        self._channels_last, self._threads, self._checkpoint_blocks = channels_last, threads, checkpoint_blocks
+        self._undo: list[Callable[[], Any]] = []
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        if stage != "fit":
+            return
+        if self._threads is not None:
+            self._undo.append(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+            torch.set_num_threads(self._threads)
+        if self._channels_last:
+            pl_module.to(memory_format=torch.channels_last)
+        if self._checkpoint_blocks:
+            self._recompute_blocks(pl_module)
+        if self._loader:
+            self._change_data(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def _namespace(self) -> LightningNamespace:
+        namespace = namespace_of(type(self))
+        assert namespace is not None
+        return namespace
+
+    def _recompute_blocks(self, module: nn.Module) -> None:
+        blocks = list(repeated_blocks(module))
+        if not blocks:
+            raise self._namespace.misconfiguration(
+                f"{_OWNER}(checkpoint_blocks=True): {type(module).__name__} has no ModuleList or Sequential with two or"
+                " more blocks of one class. Leave the setting out."
+            )
+        for block in blocks:
+            block.forward = _recomputing(block, block.forward)
+            self._undo.append(functools.partial(delattr, block, "forward"))
+
+    def _change_data(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        is_overridden = self._namespace.submodule("utilities.model_helpers").is_overridden
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        owner: Any = datamodule if datamodule is not None else module
+        if not is_overridden("train_dataloader", owner):
+            raise self._namespace.misconfiguration(
+                f"{_OWNER} cannot change a DataLoader that is passed to Trainer.fit: pass a LightningDataModule, or"
+                " define train_dataloader in the module."
+            )
+        original = owner.train_dataloader
+        namespace = self._namespace
+
+        @functools.wraps(original)
+        def train_dataloader() -> Any:
+            try:
+                return changed(original(), **self._loader)
+            except ValueError as error:
+                settings = ", ".join(f"{name}={value!r}" for name, value in self._loader.items())
+                raise namespace.misconfiguration(f"{_OWNER}({settings}): {error}") from None
+
+        owner.train_dataloader = train_dataloader
+        self._undo.append(functools.partial(delattr, owner, "train_dataloader"))
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks of which a list has two or more of one class with children of their own."""
+    for child in module.children():
+        found: list[nn.Module] = []
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(block) for block in child]
+            found = [block for block in child if kinds.count(type(block)) > 1 and any(True for _ in block.children())]
+        if found:
+            yield from found
+        else:
+            yield from repeated_blocks(child)
+
+
+def _recomputing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    return recomputing

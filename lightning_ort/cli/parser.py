@@ -1,0 +1,41 @@
+"""Options and help of the commands in one style: hyphens in options, and help without types of Python."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+_TYPE = re.compile(r"\s+\((required, )?type:[^()]*?(?:,\s+default:\s+([^()]*?))?\)", re.DOTALL)
+_OPTION = re.compile(r"--[a-z][\w.-]*")
+
+
+def with_underscores(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with options as jsonargparse knows them: ``--warm-up`` and ``--warm_up`` are the same."""
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        known = f"--{name[2:].replace('-', '_')}" if _OPTION.fullmatch(name) else name
+        found.append(f"{known}{equals}{value}")
+    return found
+
+
+class Parser(ArgumentParser):
+    """A parser whose help is for people who do not read Python."""
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help without types, and with hyphens in the names of options."""
+        text = _TYPE.sub(_default, super().format_help(*args, **kwargs))
+        text = re.sub(r", --\w+\+ \w+", "", text)  # jsonargparse's way to add to a list
+        text = re.sub(r"\n\S[^\n]+[^.\s]:\n(?=  \S+ )", "\narguments:\n", text)  # a title that repeats the summary
+        text = re.sub(
+            r"subcommands:\n.*\(required\)\n", "commands (COMMAND --help says more):\n", text, flags=re.DOTALL
+        )
+        return _OPTION.sub(lambda match: match[0].replace("_", "-"), text)
+
+
+def _default(match: re.Match[str]) -> str:
+    required, default = match[1], match[2]
+    if required:
+        return " (required)"
+    return "" if default in (None, "null", "False") else f" (default: {' '.join(default.split())})"

@@ -1,0 +1,211 @@
+"""``lightning-ort tune``: finds the fastest way to train a user's own module on this machine."""
+
+import math
+import re
+import sys
+import tempfile
+import time as clock
+from pathlib import Path
+from typing import Any
+
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_ort._arguments import check_writable
+from lightning_ort._text import PlainTable, console, plain, say
+from lightning_ort.cli.load import load
+from lightning_ort.tuning.api import checked_limits, is_plain, planned, probed, tune_project
+from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.result import TuneResult, check_absent, files_of
+from lightning_ort.tuning.space import Limits, TuneError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_A_TRIAL = 15.0  # seconds that a candidate takes at least, in the plan
+_STARTS = 4.0  # times what the module's own start takes: compiling
+
+
+def tune(
+    module: str | None = None,
+    args: dict[str, Any] | None = None,
+    data: str | None = None,
+    data_args: dict[str, Any] | None = None,
+    config: Path | None = None,
+    time: str = "5m",
+    memory: str | None = None,
+    effective_batch: int | None = None,
+    keep_numerics: bool = False,
+    devices: int = 1,
+    accelerator: str = "auto",
+    seed: int = 0,
+    output: Path = Path("tuned.yaml"),
+    dry_run: bool = False,
+    explain: Path | None = None,
+) -> None:
+    """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
+
+    Engines, precisions, implementations of the optimizer, ways to load the data, batch sizes and more are tried for a
+    few seconds each, in turns. A way whose loss departs from that of float32 is refused. Ctrl-C ends the search and
+    keeps the best so far. No file is ever overwritten.
+
+    Args:
+        module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".
+        args: Keyword arguments for it.
+        data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
+        data_args: Keyword arguments for it.
+        config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
+            has no class_path for them.
+        time: For everything, such as 90s, 5m or 1h.
+        memory: What the process, or what it has on the GPU, may take, such as 8GB.
+        effective_batch: Examples between two steps of the optimizer; by default, the number that there is.
+        keep_numerics: Keep float32 and the algorithm of the optimizer.
+        devices: Processes; with more than one, strategies for several are tried too.
+        accelerator: The Trainer's accelerator, if there is no configuration.
+        seed: Seed for the initial weights and the order of the data.
+        output: The configuration; beside it are written the same name with .json and .png.
+        dry_run: Only show what would be tried.
+        explain: Show the reasons of a search, from its JSON file.
+
+    """
+    if explain is not None:
+        say(_read(explain).explanation())
+        return
+    try:
+        limits = checked_limits(_seconds(time), _bytes(memory), effective_batch, keep_numerics, devices)
+        if not dry_run:
+            for path in files_of(output):
+                check_absent(path)
+            check_writable("--output", str(output), is_folder=False)
+        project = _project(module, args, data, data_args, config, accelerator, devices, seed)
+        if dry_run:
+            _show_plan(project, limits)
+            return
+        result = _with_progress(project, limits)
+        written = result.save(output)
+    except (TuneError, FileExistsError, TypeError, ValueError) as error:
+        sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
+    except KeyboardInterrupt:
+        sys.exit("lightning-ort tune: interrupted before anything was measured.")
+    _show(result.table())
+    for note in result.notes:
+        say(note)
+    if result.chosen == 0:
+        say("Nothing was clearly faster than what you have.")
+    else:
+        say(f"{result.best['candidate']}: {result.speed_up:.2f}x as fast as what you have.")
+    say(f"Written: {', '.join(map(str, written))}")
+
+
+def _project(
+    module: str | None,
+    args: dict[str, Any] | None,
+    data: str | None,
+    data_args: dict[str, Any] | None,
+    config: Path | None,
+    accelerator: str,
+    devices: int,
+    seed: int,
+) -> Project:
+    """Load what is named; exit with a message if something is missing."""
+    if module is None and config is None:
+        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
+    if config is not None and (args or data_args):
+        sys.exit(
+            "--args and --data_args cannot be combined with --config, which has the arguments of the module and data."
+        )
+    settings = _configuration(config) if config is not None else None
+    if settings is not None and module is None and "class_path" not in (settings.get("model") or {}):
+        sys.exit(
+            f"--config={config}: its model has no class_path, so name the class that main.py passes to LightningCLI, as"
+            " in: lightning-ort tune main.py:Model --data main.py:Data --config config.yaml"
+        )
+    return Project(
+        module=load(module, "module") if module else None,
+        args=args or {},
+        data=load(data, "data") if data else None,
+        data_args=data_args or {},
+        config=settings,
+        accelerator=accelerator,
+        devices=devices,
+        seed=seed,
+    )
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    from jsonargparse import get_loader
+
+    if not path.is_file():
+        sys.exit(f"--config={path}: there is no such file.")
+    for folder in ("", str(path.parent.resolve())):  # for what its class_path entries name
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        found = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as LightningCLI reads it
+    except Exception as error:  # of the loader, whichever it is
+        sys.exit(plain(f"--config={path}: {type(error).__name__}: {error}", "utf-8"))
+    if not isinstance(found, dict):
+        sys.exit(f"--config={path}: this is no LightningCLI configuration: pass a file with trainer, model and data.")
+    return found
+
+
+def _with_progress(project: Project, limits: Limits) -> TuneResult:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    start = clock.monotonic()
+    with Progress(*columns, console=console(stderr=True)) as progress:
+        task = progress.add_task("", total=limits.seconds)
+
+        def listen(doing: str, best: str) -> None:
+            text = f"{doing} (best so far: {best})" if best else doing
+            progress.update(task, description=plain(text), completed=min(limits.seconds, clock.monotonic() - start))
+
+        result = tune_project(project, limits, listen)
+        progress.update(task, completed=limits.seconds)
+    return result
+
+
+def _show_plan(project: Project, limits: Limits) -> None:
+    __import__(project.namespace.package)
+    start = clock.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        facts = probed(project, Path(folder), limits.seconds, lambda doing, best: None)
+    each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
+    trials = planned(facts, limits, is_plain(project))
+    table = PlainTable("stage", "way to train", "because", title=f"{facts.module}: what would be tried")
+    table.add_column("MB of tensors", justify="right")
+    for trial in trials:
+        predicted = "-" if trial.predicted_peak is None else f"{trial.predicted_peak / 1e6:,.1f}"
+        table.add_row(trial.stage, str(trial.candidate), trial.reason, predicted)
+    _show(table)
+    needed = math.ceil((len(trials) + 1) * each / 60)
+    say(f"{len(trials)} ways, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
+    say("Later stages change what was fastest in earlier ones. What there is no time for is left out, from the end.")
+
+
+def _show(found: Any) -> None:
+    # a narrow terminal wraps the lines: rich would cut off numbers
+    out = console()
+    out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), found).maximum)
+    out.print(found)
+
+
+def _read(path: Path) -> TuneResult:
+    try:
+        return TuneResult.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(plain(f"--explain={path}: {error}. Pass the .json file that lightning-ort tune wrote.", "utf-8"))
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if found is None:
+        raise ValueError(f"--time={text}: write it as 90s, 5m or 1h.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text.strip())
+    if found is None or found[2] not in _BYTES:
+        raise ValueError(f"--memory={text}: write it as {', '.join(f'8{unit}' for unit in _BYTES)}.")
+    return int(float(found[1]) * _BYTES[found[2]])

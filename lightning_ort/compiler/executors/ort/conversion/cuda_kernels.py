@@ -1,0 +1,24 @@
+"""What onnxruntime's CUDA provider has no kernels for (1.31.1; found by loading models of one node, without a GPU)."""
+
+from collections.abc import Iterable
+
+import torch
+
+# at opset 18. They compute in float32 between two casts, as torch's own kernels of these dtypes do inside
+_BFLOAT16 = """
+    Equal Less Greater LessOrEqual GreaterOrEqual
+    Ceil Cos Elu Floor HardSigmoid IsInf LeakyRelu Log LogSoftmax Reciprocal Round Sin Softplus
+    ArgMax ArgMin AveragePool Clip CumSum Pad ReduceMax ReduceMin ReduceProd Resize TopK
+"""
+_IN_FLOAT32: dict[torch.dtype, set[str]] = {
+    torch.float16: {"IsInf", "LogSoftmax"},  # the latter for its sum
+    torch.bfloat16: {*_BFLOAT16.split()},
+}
+
+# from opset 22 on, in any dtype
+ENDED = {"Elu", "EyeLike", "MaxPool"}
+
+
+def dtype_without_kernel(op_type: str, dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return which of its inputs' dtypes has to be cast to float32 for an operator, or ``None``."""
+    return next((dtype for dtype in dtypes if op_type in _IN_FLOAT32.get(dtype, ())), None)

@@ -1,0 +1,57 @@
+"""Torch's CUDA streams and devices, as onnxruntime has to take them.
+
+A session launches its kernels on the one stream that it was built for, and nobody waits for anybody there: that is as
+right as it is fast while torch's own kernels are on the same stream. In another stream (``with torch.cuda.stream(s)``)
+each side has to wait for the other.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# `cudaStreamLegacy` in CUDA's driver_types.h: the default stream by name. Its other name, 0, is "none" to onnxruntime
+# (1.19 to 1.31), which then makes a stream of its own, for which torch's does not wait
+LEGACY_STREAM = 1
+
+
+def handle_of(stream: torch.cuda.Stream) -> int:
+    """Return the number by which onnxruntime takes a stream of torch."""
+    return stream.cuda_stream or LEGACY_STREAM
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is the current one, and after which it is whichever was before.
+
+    onnxruntime's CUDA provider makes its own device the current one of the thread, and leaves it so.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class OrderedRun:
+    """Runs a session so that torch's kernels before it are done when it reads, and it is when torch's next ones read.
+
+    Args:
+        run: The session's function.
+        device: The GPU.
+        stream: The stream for which the session was built.
+
+    """
+
+    def __init__(self, run: Callable[..., None], device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._run = run
+        self._device = device
+        self._stream = stream
+
+    def __call__(self, *args: Any) -> None:
+        """Run the session."""
+        with on_device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            if current == self._stream:
+                self._run(*args)
+                return
+            self._stream.wait_stream(current)
+            self._run(*args)
+            # torch's allocator may give the tensors' memory to others on this stream from here on, and no earlier
+            current.wait_stream(self._stream)

@@ -1,0 +1,99 @@
+"""The report as text: the verdict first, then the steps, the totals and a table of the regions."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_ort._text import PlainTable, plain, rendered
+from lightning_ort.compiler.report_view import EqualRegions, counted, folded, share_text, short_ops
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.report import CompileReport
+
+_MOST_OPS = 4
+_NARROWEST = 20  # the column of operations, in characters
+_GAP = "  "
+
+
+def ms_label(executor: str) -> str:
+    """The heading for the times of an executor."""
+    return f"{'ORT' if executor == 'ort' else executor} ms"
+
+
+def render_text(report: "CompileReport", width: int) -> str:
+    """Return the report as text of a width."""
+    totals = (
+        f"{share_text(report)}, {counted(report.ort_runs, 'run')}; {counted(len(report.graphs), 'graph')} compiled in"
+        f" {report.compile_seconds:.1f} s, {counted(report.graph_breaks, 'graph break')},"
+        f" {counted(report.recompiles, 'recompile')}, {counted(len(report.fallbacks), 'fallback')}"
+    )
+    above = [*([report.run.verdict] if report.run.verdict else []), *map(str, report.steps), totals]
+    below = [
+        *(f"fallback: {fallback}" for fallback in report.fallbacks),
+        *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
+        *([f"host memory: {report.host_memory}"] if report.host_memory else []),
+        *(f"note: {note}" for note in report.notes),
+    ]
+    table = _table(report, width) if report.graphs else []
+    return rendered(*above, *table, *below, width=width)
+
+
+def _table(report: "CompileReport", width: int) -> list[PlainTable | str]:
+    """Return the headings, and for each graph its name and a table of its regions with the widths of the headings."""
+    entries = [(graph.name, folded(graph)) for graph in report.graphs]
+    regions = [entry for _, found in entries for entry in found]
+    timed = [name for name in report.timed_executors if any(name in entry.ms for entry in regions)]
+    numbers = ("nodes", "runs", *map(ms_label, timed))
+    shown = [[*_numbers(entry, timed)] for entry in regions]
+    widths = [
+        max([len("region"), *(len(plain(entry.name, "utf-8")) for entry in regions)]),
+        *(max(len(name), *(len(row[index]) for row in shown), 0) for index, name in enumerate(numbers)),
+    ]
+    left = max(_NARROWEST, width - sum(widths) - len(_GAP) * (len(widths) + 1))
+    parts: list[PlainTable | str] = ["lightning-ort: what ran where"]
+    parts.append(_rows([["region", *numbers, "operations; in PyTorch also why"]], widths))
+    for graph, found in entries:
+        rows = [[entry.name, *_numbers(entry, timed), _what(entry, left)] for entry in found]
+        parts += [graph, *([_rows(rows, widths)] if rows else [])]
+    return parts
+
+
+def _rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> PlainTable:
+    table = PlainTable(encoding="utf-8")
+    table.box, table.show_header, table.pad_edge, table.padding = None, False, False, (0, 0, 0, 0)
+    table.add_column(width=len(_GAP))
+    for index, width in enumerate(widths):
+        table.add_column(justify="right" if index else "left", no_wrap=True, width=width + len(_GAP) * (index == 0))
+        if index:
+            table.add_column(width=len(_GAP))
+    table.add_column()
+    for first, *numbers, what in rows:
+        table.add_row("", first, *(cell for number in numbers for cell in (number, "")), what)
+    return table
+
+
+def _numbers(entry: EqualRegions, executors: Sequence[str]) -> Iterator[str]:
+    yield str(entry.first.num_nodes)
+    yield str(entry.runs)
+    for executor in executors:
+        yield _ms(entry.ms[executor]) if executor in entry.ms else ""
+
+
+def _what(entry: EqualRegions, width: int) -> str:
+    """Return the operations of regions, and why they run in torch, in lines that end between words."""
+    ops = [f"{op} x{count}" if count > 1 else op for op, count in list(short_ops(entry.first.ops).items())[:_MOST_OPS]]
+    words = [f"{op}," for op in ops[:-1]] + ops[-1:]
+    if entry.reason is not None:
+        words = [*str(entry.reason).split(" "), *([f"({words[0]}", *words[1:-1], f"{words[-1]})"] if words[1:] else [])]
+        words += [f"({ops[0]})"] if len(ops) == 1 else []
+    lines = [""]
+    for word in words:
+        short = word if len(word) <= width else f"{word[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
+        if lines[-1] and len(lines[-1]) + 1 + len(short) > width:
+            lines.append("")
+        lines[-1] += f" {short}" if lines[-1] else short
+    return "\n".join(lines)
+
+
+def _ms(ms: float) -> str:
+    """Return milliseconds without an exponent."""
+    return f"{ms:.3f}" if ms < 100 else f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"

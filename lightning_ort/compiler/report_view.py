@@ -1,0 +1,128 @@
+"""What the text and the page of a report show, computed from its dataclasses."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.report import CompileReport, GraphReport, Reason, RegionReport
+
+_OVERLOAD = re.compile(r"aten\.(\w+)\.\w+")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``no fallbacks``, ``1 graph`` or ``2 graphs``."""
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def short_ops(ops: dict[str, int]) -> dict[str, int]:
+    """Return how often each operation occurs, the most frequent first, without the names of overloads."""
+    found: dict[str, int] = {}
+    for op, count in ops.items():
+        match = _OVERLOAD.fullmatch(op)
+        name = match[1] if match else op
+        found[name] = found.get(name, 0) + count
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+@dataclass(frozen=True)
+class EqualRegions:
+    """Regions of a graph that do the same work in the same place, such as those of equal layers."""
+
+    regions: Sequence["RegionReport"]
+
+    @property
+    def first(self) -> "RegionReport":
+        """The first of them, for everything in which they are equal."""
+        return self.regions[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the first, with the number of regions if there are several."""
+        return self.first.name if len(self.regions) == 1 else f"{self.first.name} (x {len(self.regions)})"
+
+    @property
+    def runs(self) -> int:
+        """How often the executor ran them, all together."""
+        return sum(region.runs for region in self.regions)
+
+    @property
+    def reason(self) -> "Reason | None":
+        """Why they run in torch."""
+        return self.first.reason
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Mean time of one run by executor, where it was measured."""
+        times: dict[str, list[float]] = {}
+        for region in self.regions:
+            for executor, ms in region.ms.items():
+                times.setdefault(executor, []).append(ms)
+        return {executor: sum(found) / len(found) for executor, found in times.items()}
+
+
+def folded(graph: "GraphReport") -> list[EqualRegions]:
+    """Return the regions of a graph that compute something; equal ones are one entry, in the place of the first."""
+    groups: dict[object, list[RegionReport]] = {}
+    for region in graph.regions:
+        if region.num_nodes:
+            kind = region.reason.type if region.reason else None
+            key = (region.executor, kind, region.num_nodes, tuple(sorted(region.ops.items())), region.cuda_graph)
+            groups.setdefault(key, []).append(region)
+    return [EqualRegions(regions) for regions in groups.values()]
+
+
+def engines(report: "CompileReport") -> dict[str, str]:
+    """Return the engine that each step continues with; for a step that was tried again, the last one."""
+    return {step.name: step.engine for step in report.steps}
+
+
+def in_use(report: "CompileReport") -> "list[GraphReport]":
+    """Return the graphs of steps that continue on ONNX Runtime, or that were not tried on anything else."""
+    chosen = engines(report)
+    return [graph for graph in report.graphs if chosen.get(graph.name.partition("/")[0], "ort") == "ort"]
+
+
+def share(graphs: "Iterable[GraphReport]") -> float:
+    """Return the share of the graphs' compute nodes that ONNX Runtime runs, 0 to 1."""
+    counts = [(graph.num_ort_nodes, graph.num_nodes) for graph in graphs]
+    total = sum(nodes for _, nodes in counts)
+    return sum(ort for ort, _ in counts) / total if total else 0.0
+
+
+def share_text(report: "CompileReport") -> str:
+    """Say how much of what is in use runs on ONNX Runtime."""
+    used = in_use(report)
+    compiled = f"{report.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime"
+    if len(used) == len(report.graphs):
+        return compiled
+    if not used:
+        return f"nothing compiled stays in use (while it was tried, {compiled})"
+    everything = f"{report.ort_node_fraction:.0%} of all compiled"
+    return f"{share(used):.0%} of the compute nodes in use on ONNX Runtime ({everything})"
+
+
+def speedup(report: "CompileReport") -> float | None:
+    """Return how many times as fast as before the training step runs since its trial; ``None`` without a trial."""
+    times = [step.ms for step in report.steps if step.name == "training_step" and "torch" in step.ms]
+    return times[-1]["torch"] / min(times[-1].values()) if times else None
+
+
+def rank_file(file: Path, rank: int) -> Path:
+    """Return where a process of this rank writes its report, beside the file of rank 0."""
+    return file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
+
+
+def startup_parts(report: "CompileReport") -> dict[str, float]:
+    """Return the seconds of starting up by part; what is in none of the others is torch's capture."""
+    run = report.run
+    compiling = min(report.compile_seconds, run.startup_seconds)
+    trials = min(run.trial_seconds, run.startup_seconds - compiling)
+    parts = {
+        "gradients, ONNX models, sessions and timing of regions": compiling,
+        "trials of the steps": trials,
+        "capture by torch, and the rest": run.startup_seconds - compiling - trials,
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds >= 0.05}

@@ -1,0 +1,254 @@
+"""``lightning_ort.tune``: probes a module, searches, and returns what was found."""
+
+import dataclasses
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning_ort._arguments import check_integer, check_number, passed
+from lightning_ort.tuning.candidate import configured
+from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.probe import Facts, start_probe
+from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.result import TuneResult
+from lightning_ort.tuning.runner import ProcessRunner
+from lightning_ort.tuning.search import Outcome, Search
+from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.trials import Trial, speed
+from lightning_ort.tuning.yaml_file import commented
+
+__all__ = ["TuneError", "TuneResult", "tune"]
+
+Listener = Callable[[str, str], None]
+_BUSY = 0.5  # load for each core
+
+
+def tune(
+    module: Any = None,
+    datamodule: Any = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    time: float = 300.0,
+    memory: int | None = None,
+    effective_batch: int | None = None,
+    keep_numerics: bool = False,
+    devices: int = 1,
+    accelerator: str = "auto",
+    seed: int = 0,
+    tolerance: float = 0.01,
+    listen: Listener = lambda doing, best: None,
+) -> TuneResult:
+    """Find the fastest way to train a module on this machine.
+
+    Candidates are trained in processes of their own, alternately, for a few seconds each. Ctrl-C ends the search with
+    the best so far.
+
+    Args:
+        module: A LightningModule, or a class or function without arguments that makes one; ``functools.partial``
+            gives arguments. ``None`` if the configuration names it.
+        datamodule: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or the configuration
+            has it.
+        config: A LightningCLI configuration as a mapping.
+        time: Seconds for everything.
+        memory: Bytes that the process, or what it has on the GPU, may take.
+        effective_batch: Examples between two steps of the optimizer; ``None`` keeps the number that there is.
+        keep_numerics: Keep float32 and the algorithm of the optimizer.
+        devices: Processes; with more than one, strategies for several are tried too.
+        accelerator: The Trainer's, if there is no configuration.
+        seed: For the initial weights and the order of the data.
+        tolerance: Largest relative difference of the loss to that of float32.
+        listen: Called with what is being done, and the best so far.
+
+    Returns:
+        What was found.
+
+    Raises:
+        TuneError: A ``ValueError`` that says why nothing can be tuned and what to do: the module does not train,
+            nothing fits into the memory, the time is too short, the data cannot be batched as asked for.
+        ValueError: If an argument has a value that is not allowed.
+        TypeError: If an argument has a wrong type.
+
+    Example::
+
+        result = lightning_ort.tune(MyModule(), MyDataModule(), time=120)
+        trainer = Trainer(max_epochs=3, **result.trainer_arguments())
+
+    """
+    limits = checked_limits(time, memory, effective_batch, keep_numerics, devices, tolerance)
+    if module is None and not (config or {}).get("model"):
+        raise ValueError("Nothing to train: pass a module, or a configuration that names one.")
+    project = Project(
+        module=module, data=datamodule, config=config, accelerator=accelerator, devices=devices, seed=seed
+    )
+    return tune_project(project, limits, listen)
+
+
+def checked_limits(
+    seconds: float,
+    memory: int | None,
+    effective_batch: int | None,
+    keep_numerics: bool,
+    devices: int,
+    tolerance: float = 0.01,
+) -> Limits:
+    """Return the limits, or raise ``ValueError`` or ``TypeError``."""
+    for name, value in (("time", seconds), ("tolerance", tolerance)):
+        check_number(name, value)
+        if value <= 0:
+            raise ValueError(f"{passed(name, value)}: must be above 0.")
+    for name, count in (("memory", memory), ("effective_batch", effective_batch), ("devices", devices)):
+        if count is not None:
+            check_integer(name, count, 1)
+    return Limits(
+        seconds=float(seconds),
+        memory=memory,
+        effective_batch=effective_batch,
+        keep_numerics=keep_numerics,
+        devices=devices,
+        tolerance=float(tolerance),
+    )
+
+
+def tune_project(project: Project, limits: Limits, listen: Listener = lambda doing, best: None) -> TuneResult:
+    """Do what :func:`tune` does with arguments that are checked."""
+    deadline = time.monotonic() + limits.seconds
+    notes = busy()
+    importlib.import_module(project.namespace.package)  # which processes inherit
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        facts = probed(project, folder, limits.seconds, listen)
+        runner = ProcessRunner(project, folder)
+        stack.callback(runner.stop_all)
+        outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
+    outcome.notes[:0] = notes
+    outcome.notes += notes_on(project, outcome)
+    return result_of(project, limits, facts, outcome)
+
+
+def busy() -> list[str]:
+    """Return a note if other programs use the machine."""
+    try:
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    except (AttributeError, OSError):  # Windows
+        return []
+    if load < _BUSY * cores:
+        return []
+    return [
+        f"the machine was busy at the start (load {load:.1f} on {cores} cores): what is fastest, the number of threads"
+        " above all, may be another when it is not"
+    ]
+
+
+def notes_on(project: Project, outcome: Outcome) -> list[str]:
+    """Return what the user has to know of a result."""
+    notes = []
+    devices = ((project.config or {}).get("trainer") or {}).get("devices", 1)
+    if devices not in (1, "auto", "1"):
+        notes.append(f"your own way was measured on one device, not on devices: {devices}; --devices tries several")
+    if outcome.best.candidate.batch_size is not None and project.batch_argument is None:
+        notes.append(
+            "the data takes no batch_size, so ORTTrainingSettings changes its DataLoader; if your DataModule computes"
+            " with a batch size of its own, give it an argument batch_size and tune again"
+        )
+    return notes
+
+
+def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> Facts:
+    """Return the facts of a project, or raise ``TuneError`` if it cannot train or the time is too short."""
+    listen("looking at the module and its data", "")
+    process = start_probe(project, folder / "probe")
+    try:
+        return process.finish(seconds)
+    except VariantFailed as error:
+        process.stop()
+        raise TuneError(
+            f"The module does not train as it is, so there is nothing to tune: {error}. First make a few steps work"
+            " with Trainer.fit (or main.py fit), then tune."
+        ) from None
+    except TimeIsUp:
+        process.stop()
+        raise TuneError(
+            f"--time {seconds:.0f}s is too short: three steps of the module took longer. Pass five times as much."
+        ) from None
+    except BaseException:
+        process.stop()
+        raise
+
+
+def is_plain(project: Project) -> bool:
+    """Return whether the user's own way is stock Lightning in float32."""
+    trainer = (project.config or {}).get("trainer") or {}
+    return not any(trainer.get(name) for name in ("precision", "plugins")) and trainer.get("strategy") in (None, "auto")
+
+
+def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
+    """Return what would be tried if nothing were faster than what there is, with the memory that it may need.
+
+    Raises:
+        TuneError: If the data cannot be batched as asked for.
+
+    """
+    start = base(facts, limits)
+    found = [] if limits.memory is None else [memory_stage(facts, limits)]
+    made = []
+    for stage in [*found, *stages(facts, limits, plain)]:
+        for option in stage.options(start):
+            candidate = option.candidate
+            size, accumulate = candidate.batch_size or facts.batch_size, candidate.accumulate or facts.accumulate
+            trial = Trial(candidate, stage.name, option.reason, size, accumulate)
+            if facts.memory is not None:
+                trial.predicted_peak = facts.memory.peak(size, candidate.optim)
+            made.append(trial)
+    return made
+
+
+def result_of(project: Project, limits: Limits, facts: Facts, outcome: Outcome) -> TuneResult:
+    """Return an outcome with its configuration."""
+    best, own = outcome.best, outcome.own
+    made = configured(project.base(), best.candidate, project.batch_argument, project.namespace, limits.devices)
+    steps = {"predicted": facts.memory.step if facts.memory else None, "measured": facts.measured}
+    memory = {name: None if step is None else dataclasses.asdict(step) for name, step in steps.items()}
+    return TuneResult(
+        trials=[trial.to_dict(own) for trial in outcome.trials],
+        chosen=next(place for place, trial in enumerate(outcome.trials) if trial is best),
+        yaml=commented(made, comments_of(outcome), head_of(project, outcome)),
+        module=facts.module,
+        memory=memory,
+        notes=[*facts.notes, *outcome.notes],
+        settings=dataclasses.asdict(limits),
+        machine=machine(),
+    )
+
+
+def comments_of(outcome: Outcome) -> dict[str, str]:
+    """Return for each setting of the best candidate why it has its value: from the first winner that had it."""
+    comments: dict[str, str] = {}
+    winners = [trial for trial in outcome.trials if trial.verdict == "won"]
+    for trial in winners:
+        for name, value in trial.candidate.settings.items():
+            if name not in comments and outcome.best.candidate.settings.get(name) == value:
+                comments[name] = f"{trial.reason}: {trial.why}"
+    return comments
+
+
+def head_of(project: Project, outcome: Outcome) -> list[str]:
+    """Return what stands above the configuration."""
+    best, own = outcome.best, outcome.own
+    found = speed(best, own)
+    head = ["Written by lightning-ort tune; the reasons are in the .json beside it (lightning-ort tune --explain)."]
+    if best is own or found is None:
+        head.append("Nothing was clearly faster than what you have.")
+    else:
+        head.append(
+            f"{found.median:.2f} times as fast as before ({found.low:.2f} to {found.high:.2f}) on this machine:"
+        )
+        head.append(", ".join(f"{name} {value}" for name, value in machine().items()))
+    if project.config is None:
+        head.append("For a main.py that calls LightningCLI(); where that names the classes, leave class_path out.")
+    return head

@@ -1,0 +1,32 @@
+"""What a measurement depends on: :func:`machine`."""
+
+import platform
+import time
+
+import torch
+
+from lightning_ort.compiler.executors.ort.kernels import installed
+
+_DISTRIBUTIONS = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "onnxruntime-training-cpu",
+    "onnxruntime-training",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "lightning-ort",
+)
+
+
+def machine() -> dict[str, str]:
+    """Return what a measurement depends on: date, processor, threads, versions."""
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found | {name: number for name in _DISTRIBUTIONS if (number := installed(name))}

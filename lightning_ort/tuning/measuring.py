@@ -1,0 +1,156 @@
+"""Trials: started, warmed up and sampled within the time, by :class:`Measurer`."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.probe import Facts
+from lightning_ort.tuning.runner import Runner
+from lightning_ort.tuning.space import Limits, Option
+from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
+from lightning_ort.tuning.trials import Trial
+
+MIN_ROUNDS = 3
+_UNIT = 1.5  # seconds of a sample, where there is time for it
+_WARM_UP = 4  # batches, before it is known whether a strategy has settled
+_MOST_WARM_UP = 64
+_HOPELESS = 5.0  # times as slow as the user's own way
+_SHARE_OF_A_TRIAL = 0.35  # of the time, for the start of a single candidate
+_SHARE_AT_THE_END = 0.12  # of the time, for the last rounds
+_SLOWER = 2.0  # than it has been: what a sample may take on a busy machine, before its time is up
+
+
+class Measurer:
+    """Has candidates train, and notes what they take.
+
+    Args:
+        facts: Of the module and its data.
+        limits: What the user insists on.
+        runner: Runs candidates.
+        deadline: When, by the runner's clock, all has to be done.
+        tell: Called with what is done.
+
+    """
+
+    def __init__(
+        self, facts: Facts, limits: Limits, runner: Runner, deadline: float, tell: Callable[[str], None]
+    ) -> None:
+        self._facts, self._limits, self._runner = facts, limits, runner
+        self._deadline, self._tell = deadline, tell
+        self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
+        self._round = 0
+        self.trials: list[Trial] = []
+        self.notes: list[str] = []
+        self.running: set[Candidate] = set()
+
+    def trial(self, option: Option, stage: str) -> Trial:
+        """Add a trial that has not been started."""
+        candidate, facts = option.candidate, self._facts
+        size = candidate.batch_size or facts.batch_size
+        accumulate = candidate.accumulate or facts.accumulate
+        processes = candidate.processes(self._limits.devices)
+        trial = Trial(candidate, stage, option.reason, size, accumulate, processes)
+        self.trials.append(trial)
+        return trial
+
+    def _expected_start(self, trial: Trial) -> float:
+        ours = trial.candidate.is_ours
+        alike = [one.startup for one in self.trials if one.candidate.is_ours is ours and one.startup is not None]
+        return max(alike, default=self.trials[0].startup or 0.0)
+
+    def warm_up(self, trial: Trial, until: float) -> None:
+        """Train until compiling and trying is done; note how long that took."""
+        clock, begin = self._runner.clock, self._runner.clock()
+        self._tell(f"{trial.stage}: starting {trial.candidate}")
+        chunk, done, sample = trial.accumulate, 0, None
+        whole = trial.accumulate * math.ceil(_WARM_UP / trial.accumulate)
+        while sample is None or (not sample.settled and done < _MOST_WARM_UP) or done < 2 * whole:
+            sample = self.sample(trial, chunk, until - clock())
+            done += chunk
+            if done == 2 * chunk == 2 * trial.accumulate:  # the first one allocates
+                self._check_that_it_may_win(trial)
+                chunk = whole
+        if not sample.settled:
+            self.notes.append(f"{trial.candidate} was still compiling when it was timed")
+        trial.startup = max(0.0, clock() - begin - done * sample.step_seconds)
+
+    def _check_that_it_may_win(self, trial: Trial) -> None:
+        own = self.trials[0]
+        slower = trial.step_seconds / trial.batch_size / (own.step_seconds / own.batch_size) / trial.processes
+        if own.rounds and not trial.candidate.is_ours and slower > _HOPELESS:  # ours compile first
+            raise VariantFailed(f"not tried any further: its second step took {slower:.1f} times as long as yours")
+
+    def sample_all(self, trials: Sequence[Trial], reserve: float = 0.0) -> None:
+        """Do a round: each of these trains for a sample, one after the other; ``reserve`` seconds are left alone."""
+        self._round += 1
+        ordered = list({id(trial): trial for trial in trials}.values())
+        shift = self._round % len(ordered)
+        for trial in ordered[shift:] + ordered[:shift]:
+            if trial.verdict == "failed":
+                continue
+            self._tell(f"{trial.stage}: {trial.candidate}")
+            try:
+                steps = trial.accumulate * math.ceil(self._unit / trial.step_seconds / trial.accumulate)
+                sample = self.sample(trial, max(steps, 2), self.time_left() - reserve)
+            except VariantFailed as error:
+                self.fail(trial, str(error))
+            except TimeIsUp:
+                self.stop(trial.candidate)
+                if not trial.rounds:
+                    self.fail(trial, "no time left")
+            else:
+                each = sample.examples / max(steps, 2) if sample.examples else trial.batch_size
+                trial.rounds[self._round] = sample.step_seconds / each / trial.processes
+
+    def sample(self, trial: Trial, steps: int, timeout: float) -> Sample:
+        """Train for so many batches; the errors are those of a process."""
+        if timeout <= 0:
+            raise TimeIsUp("no time left")
+        if trial.candidate not in self.running:  # it starts from the first step, if it has been stopped too
+            trial.losses = []
+            self.running.add(trial.candidate)
+        sample = self._runner.sample(trial.candidate, steps, timeout)
+        trial.step_seconds = max(sample.step_seconds, 1e-9)
+        trial.losses += sample.losses
+        if sample.peak_bytes is not None:
+            trial.peak = max(trial.peak or 0, sample.peak_bytes)
+        return sample
+
+    def fail(self, trial: Trial, why: str) -> None:
+        """Note that a trial has failed, and end it."""
+        if "code -9" in why:
+            why = f"the system ended its process, most likely for its memory ({why})"
+        trial.verdict, trial.why = "failed", why
+        self.stop(trial.candidate)
+
+    def stop(self, candidate: Candidate) -> None:
+        """End a candidate's training."""
+        self.running.discard(candidate)
+        self._runner.stop(candidate)
+
+    def start(self, trial: Trial) -> bool:
+        """Warm a candidate up; return whether it trains."""
+        left = self.time_left() - self.reserve()
+        rounds = _SLOWER * MIN_ROUNDS * self._unit * (1 + len(self.running))
+        if left < self._expected_start(trial) + rounds:
+            trial.verdict, trial.why = "skipped", "no time left"
+            return False
+        try:
+            self.warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._limits.seconds))
+        except VariantFailed as error:
+            self.fail(trial, str(error))
+        except TimeIsUp:
+            self.fail(trial, "did not start in the time that a candidate may take")
+        return trial.verdict == "measured"
+
+    def time_left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self._deadline - self._runner.clock()
+
+    def time_for_round(self, trials: int, reserve: float) -> bool:
+        """Return whether a round of so many trials ends in time."""
+        return self.time_left() - reserve > _SLOWER * trials * self._unit
+
+    def reserve(self) -> float:
+        """Return the seconds that the last rounds may take."""
+        return _SHARE_AT_THE_END * self._limits.seconds

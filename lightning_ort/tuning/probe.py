@@ -1,0 +1,197 @@
+"""What has to be known of a module and its data before the search: :class:`Facts`, from three steps of a Trainer."""
+
+import importlib
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ort._imports import LightningNamespace
+from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
+from lightning_ort.callbacks.training_settings import repeated_blocks
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
+from lightning_ort.tuning.project import Project, train
+from lightning_ort.tuning.trainer_process import TrainerProcess
+
+_STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
+_PRODUCTS, _SIZE = 5, 512
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What decides which candidates there are."""
+
+    module: str  # its class
+    parameters: int
+    device: str  # "cpu" or "cuda"
+    batch_size: int  # of one process
+    accumulate: int
+    batch_argument: bool  # whether the data has an argument batch_size
+    fixed_batches: str | None  # why the batch size cannot be changed
+    not_in_whole_batches: str | None
+    num_workers: int
+    optimizers: list[str]  # classes
+    fusable: bool  # whether torch has a fused implementation that is not used
+    automatic_optimization: bool
+    batch_norm: bool
+    convolutions: bool
+    blocks: int  # that are repeated
+    threads: int
+    precision: str
+    bfloat16: float  # how many times as fast a matrix product is as in float32
+    step_seconds: float  # of the last of three steps
+    memory: MemoryModel | None  # None if nothing can be traced
+    measured: StepMemory | None
+    notes: list[str] = field(default_factory=list)
+
+
+def start_probe(project: Project, folder: Path) -> TrainerProcess:
+    """Start the process; its ``finish()`` returns the facts."""
+    return TrainerProcess(partial(_probe, project), folder)
+
+
+def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
+    connection.recv()
+    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"capture": "off"}')
+    # as the user has it, but for the strategy, which may need several processes or compile
+    found: list[Any] = []
+
+    def callbacks(namespace: LightningNamespace) -> list[Any]:
+        base = importlib.import_module(f"{namespace.package}.callbacks").Callback
+        found.append(type("Probe", (_Probe, base), {})())
+        return found
+
+    train(project, Candidate(engine="stock"), folder, callbacks)
+    return found[0].facts(project.batch_argument is not None)
+
+
+class _Probe:
+    """A callback that looks at everything once, and ends training."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._trainer, self._module = trainer, pl_module
+        self._traced: SavedTensors | None = None
+        self._memory: MemoryModel | None = None
+        self._measured: StepMemory | None = None
+        self._seconds = 0.0
+        self._measuring: MeasuredStep | None = None
+        self._steps = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Trace the second step and measure the third."""
+        self._steps += 1
+        self._batch = batch
+        self._start = time.perf_counter()
+        if self._steps == _STEPS - 1:
+            self._traced = SavedTensors(pl_module, batch)
+            self._traced.__enter__()
+        elif self._steps == _STEPS:
+            # Lightning zeroes gradients after the forward pass: those of the step before are there until then
+            self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
+            self._measuring = MeasuredStep(trainer.strategy.root_device)
+            self._measuring.start()
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        """Note that the forward pass is done; Lightning zeroes gradients after it."""
+        self._forward_done()
+
+    def on_before_backward(self, *args: Any) -> None:
+        """Note that the forward pass is done; there may have been no gradients to zero."""
+        self._forward_done()
+
+    def _forward_done(self) -> None:
+        if self._steps == _STEPS - 1 and self._traced is not None and not self._memory:
+            self._traced.__exit__(None, None, None)
+            self._saved, self._traced = self._traced.found, None
+        elif self._steps == _STEPS and self._measuring is not None and not hasattr(self, "_marked"):
+            self._marked = True
+            self._measuring.forward_done()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End after the last step."""
+        self._seconds = time.perf_counter() - self._start
+        if self._traced is not None:  # manual optimization without a backward pass
+            self._traced.__exit__(None, None, None)
+            self._traced = None
+        if self._steps == _STEPS:
+            self._read_memory()
+            trainer.should_stop = True
+
+    def _read_memory(self) -> None:
+        assert self._measuring is not None
+        levels = self._measuring.stop()
+        if not hasattr(self, "_saved"):
+            return
+        module, optimizers = self._module, self._trainer.optimizers
+        size = _loader_of(self._trainer).batch_size or 1
+        self._memory = model_of(module, optimizers, self._batch, size, self._saved)
+        if levels is None:
+            return
+        forward, forward_peak, later = levels
+        step, states = self._memory.step, states_of(optimizers)
+        trained = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+        peak = step.parameters + states + step.other + max(self._gradients + forward_peak, later)
+        self._measured = StepMemory(step.parameters, trained, states, forward, step.other, peak)
+
+    def facts(self, batch_argument: bool) -> Facts:
+        """Return what was seen."""
+        module, trainer = self._module, self._trainer
+        loader = _loader_of(trainer)
+        modules = list(module.modules())
+        device = trainer.strategy.root_device
+        bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
+        notes = [] if self._memory else ["activations could not be traced: no gradient is computed by Lightning"]
+        return Facts(
+            module=type(module).__name__,
+            parameters=sum(p.numel() for p in module.parameters()),
+            device=device.type,
+            batch_size=getattr(loader, "batch_size", None) or 1,
+            accumulate=trainer.accumulate_grad_batches,
+            batch_argument=batch_argument,
+            fixed_batches=fixed_batches(loader),
+            not_in_whole_batches=not_in_whole_batches(loader),
+            num_workers=getattr(loader, "num_workers", 0),
+            optimizers=[type(one).__name__ for one in trainer.optimizers],
+            fusable=any(_fusable(one) for one in trainer.optimizers),
+            automatic_optimization=module.automatic_optimization,
+            batch_norm=any(isinstance(one, _BATCH_NORMS) for one in modules),
+            convolutions=any(isinstance(one, _CONVOLUTIONS) for one in modules),
+            blocks=len(list(repeated_blocks(module))),
+            threads=torch.get_num_threads(),
+            precision=trainer.precision,
+            bfloat16=bfloat16,
+            step_seconds=self._seconds,
+            memory=self._memory,
+            measured=self._measured,
+            notes=notes,
+        )
+
+
+def bfloat16_speed() -> float:
+    """Return how many times as fast a product of two matrices is in bfloat16 as in float32 on the CPU."""
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(_PRODUCTS):
+        for dtype, found in seconds.items():
+            matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
+            start = time.perf_counter()
+            matrix @ matrix
+            found.append(time.perf_counter() - start)
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+
+
+def _loader_of(trainer: Any) -> Any:
+    return trainer.train_dataloader
+
+
+def _fusable(optimizer: torch.optim.Optimizer) -> bool:
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    return type(optimizer) in known and not any(group.get("fused") for group in optimizer.param_groups)

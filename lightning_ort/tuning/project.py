@@ -1,0 +1,209 @@
+"""What is trained, :class:`Project`, and how: :func:`train`."""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort.tuning import candidate as candidates
+from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, configured
+from lightning_ort.tuning.trainer_process import TrainerProcess, make_sampler, namespace_of_class, summary_of
+
+_MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
+# those end a run, write files, or need what a trial has not
+_DROPPED = ("EarlyStopping", "ModelCheckpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """A module and its data.
+
+    Args:
+        module: A LightningModule, or a class or function that makes one; ``None`` if the configuration names it.
+        args: Keyword arguments for it.
+        data: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or configuration has it.
+        data_args: Keyword arguments for it.
+        config: A LightningCLI configuration, or ``None``.
+        accelerator: The Trainer's, if there is no configuration.
+        devices: Processes.
+        seed: For the initial weights and the order of the data.
+
+    """
+
+    module: Any = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    data: Any = None
+    data_args: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    accelerator: str = "auto"
+    devices: int = 1
+    seed: int = 0
+
+    @property
+    def namespace(self) -> LightningNamespace:
+        """The namespace of Lightning that the module is of, as far as that is known without making it."""
+        kind: Any = self.module
+        if kind is None and self.config is not None:
+            kind = _imported((self.config.get("model") or {}).get("class_path"))
+        kind = kind if isinstance(kind, type) or kind is None else type(kind)
+        return (namespace_of(kind) if kind is not None else None) or preferred_namespace()
+
+    @property
+    def batch_argument(self) -> candidates.Path | None:
+        """Where in a configuration the data's ``batch_size`` is; ``None`` if no class has such an argument."""
+        section = (self.config or {}).get("data")
+        in_subclass_mode = isinstance(section, Mapping) and "class_path" in section
+        kind = _imported(section["class_path"]) if in_subclass_mode else self.data  # type: ignore[index]
+        if not isinstance(kind, type) or "batch_size" not in inspect.signature(kind).parameters:
+            return None
+        return (
+            ("data", "init_args", "batch_size") if in_subclass_mode or self.config is None else ("data", "batch_size")
+        )
+
+    def base(self) -> dict[str, Any]:
+        """Return the user's configuration, or one with what a configuration can name of the module and the data."""
+        if self.config is not None:
+            return dict(self.config)
+        made: dict[str, Any] = {"seed_everything": self.seed, "trainer": {"accelerator": self.accelerator}}
+        for name, kind, args in (("model", self.module, self.args), ("data", self.data, self.data_args)):
+            if isinstance(kind, type):
+                made[name] = {"class_path": f"{kind.__module__}.{kind.__qualname__}"}
+                if args:
+                    made[name]["init_args"] = dict(args)
+        return made
+
+
+def start(project: Project, candidate: Candidate, folder: Path) -> TrainerProcess:
+    """Start a process that trains as a candidate says, and waits to be told how many steps."""
+    return TrainerProcess(partial(_trial, project, candidate), folder)
+
+
+def _trial(project: Project, candidate: Candidate, connection: Connection, folder: Path) -> Any:
+    steps = connection.recv()
+    # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
+    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"start": "now"}')
+    trainer = train(project, candidate, folder, lambda namespace: [make_sampler(namespace, connection, steps)])
+    return summary_of(trainer.strategy)
+
+
+def train(
+    project: Project, candidate: Candidate, folder: Path, callbacks: Callable[[LightningNamespace], list[Any]]
+) -> Any:
+    """Train until a callback ends it, and return the Trainer."""
+    namespace = project.namespace
+    limits = {
+        "default_root_dir": folder,
+        "num_nodes": 1,
+        "min_epochs": 0,
+        "max_epochs": -1,
+        "min_steps": None,
+        "max_steps": _MANY,
+        "max_time": None,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    argument = project.batch_argument
+    made = configured(project.base(), candidate, argument, namespace, project.devices).config
+    if candidate.engine in SEVERAL_PROCESSES:
+        _start_from_here(made["trainer"])
+    if project.config is not None:
+        if candidate.engine is None:  # of several processes only those of its own strategies can be measured
+            made["trainer"]["devices"] = 1
+        return _train_configured(project, made, namespace, callbacks(namespace), limits, folder)
+    pl = importlib.import_module(namespace.package)
+    pl.seed_everything(project.seed, workers=True, verbose=False)
+    module = project.module(**project.args) if _makes(project.module) else project.module
+    namespace_of_class(type(module))
+    data_args = {**project.data_args}
+    if argument is not None and candidate.batch_size is not None:
+        data_args["batch_size"] = candidate.batch_size
+    data = project.data(**data_args) if _makes(project.data) else project.data
+    if data is not None and not isinstance(data, pl.LightningDataModule):
+        data = _as_datamodule(data, pl)
+    trainer_args = {name: built(value) for name, value in made["trainer"].items()}
+    trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
+    trainer = pl.Trainer(**{"logger": False, "devices": 1, **trainer_args, **limits})
+    trainer.fit(module, data)
+    return trainer
+
+
+def _start_from_here(trainer: dict[str, Any]) -> None:
+    """Have a strategy start its processes from this one: started anew, the script would be this command."""
+    method = "fork" if torch.version.cuda is None else "spawn"
+    if isinstance(trainer["strategy"], str):
+        trainer["strategy"] += f"_{method}"
+    else:
+        trainer["strategy"].setdefault("init_args", {})["start_method"] = method
+
+
+def _train_configured(
+    project: Project,
+    config: dict[str, Any],
+    namespace: LightningNamespace,
+    callbacks: list[Any],
+    limits: dict[str, Any],
+    folder: Path,
+) -> Any:
+    """Do what ``python project.py fit --config`` does."""
+    trainer = config["trainer"] = dict(config.get("trainer") or {})
+    kept = trainer.get("callbacks") or []
+    kept = kept if isinstance(kept, list) else [kept]
+    trainer["callbacks"] = [one for one in kept if not _path_of(one).endswith(_DROPPED)]
+    trainer["logger"] = {"class_path": f"{namespace.package}.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
+    config.pop("ckpt_path", None)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    cli = importlib.import_module(f"{namespace.package}.cli")
+
+    class Cli(cli.LightningCLI):  # type: ignore[name-defined]
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            return super().instantiate_trainer(**kwargs, **limits)
+
+    return Cli(
+        project.module,
+        project.data,
+        save_config_callback=None,
+        trainer_defaults={"callbacks": callbacks},
+        args=["fit", f"--config={folder / 'config.yaml'}", f"--seed_everything={project.seed}"],
+    ).trainer
+
+
+def _path_of(callback: Any) -> str:
+    return str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
+
+
+def _makes(value: Any) -> bool:
+    """Whether a value is a class or function rather than a module or data: a LightningModule can be called too."""
+    return isinstance(value, (type, partial)) or inspect.isroutine(value)
+
+
+def _as_datamodule(loader: Any, pl: Any) -> Any:
+    data = pl.LightningDataModule()
+    kind = type("GivenLoader", (pl.LightningDataModule,), {"train_dataloader": lambda self: loader})
+    data.__class__ = kind
+    return data
+
+
+def _imported(path: str | None) -> Any:
+    if not path:
+        return None
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def built(value: Any) -> Any:
+    """Make the objects that a part of a configuration describes."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        return _imported(value["class_path"])(**(value.get("init_args") or {}))
+    return [built(part) for part in value] if isinstance(value, list) else value

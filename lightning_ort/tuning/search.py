@@ -1,0 +1,301 @@
+"""The search: :class:`Search` has candidates train in turns, stage by stage, until the time is up.
+
+Trials of a stage run alternately, each with the user's own way and with the best so far, so that what else the machine
+does hits all of them. After a few rounds those that are clearly slower leave, and of many the slower half. A challenger
+wins if it is clearly faster than the best, fits into the memory, and its loss is that of float32.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_ort.tuning import losses
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.measuring import MIN_ROUNDS, Measurer
+from lightning_ort.tuning.probe import Facts
+from lightning_ort.tuning.runner import Runner
+from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, memory_stage, reference, stages
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.trials import Trial, fastest, speed
+
+_MAX_ROUNDS = 6
+_LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
+_FINAL_ROUNDS = 8
+_SHARE_FOR_OWN = 0.5  # of the time: if the user's own way needs more until it is measured, nothing else can be tried
+_ROOM = 0.7  # of the free memory
+
+
+@dataclass
+class Outcome:
+    """What a search found."""
+
+    own: Trial
+    best: Trial
+    trials: list[Trial]
+    reference: Trial | None = None  # whose losses the others are compared with
+    notes: list[str] = field(default_factory=list)
+
+
+class Search:
+    """One search.
+
+    Args:
+        facts: Of the module and its data.
+        limits: What the user insists on.
+        plain: Whether the user's own way is stock Lightning in float32.
+        runner: Runs candidates.
+        deadline: When, by the runner's clock, all has to be done.
+        listen: Called with what is done and the best so far.
+
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        limits: Limits,
+        plain: bool,
+        runner: Runner,
+        deadline: float,
+        listen: Callable[[str, str], None] = lambda doing, best: None,
+    ) -> None:
+        self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
+        self._deadline, self._listen = deadline, listen
+        self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
+
+    def run(self) -> Outcome:
+        """Search; ``KeyboardInterrupt`` ends it with the best so far.
+
+        Raises:
+            TuneError: If the user's own way cannot train, nothing fits, or the time is too short.
+
+        """
+        own = self._trial(Option(Candidate(), "what you have"), "yours")
+        self._own = self._best = own
+        try:
+            self._warm_up_own(own)
+            self._measurer.sample_all([own])
+            start = base(self._facts, self._limits)
+            if start != own.candidate:
+                self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
+                if self._best is own:
+                    raise TuneError(f"Nothing trains with the effective batch that was asked for: {self._reasons()}")
+            if not self._fits(self._best):
+                self._stage(memory_stage(self._facts, self._limits))
+                self._check_that_something_fits()
+            for stage in stages(self._facts, self._limits, self._plain):
+                self._stage(stage)
+            self._confirm()
+        except KeyboardInterrupt:
+            self._measurer.notes.append("interrupted: the best of what was finished")
+            if not own.rounds:
+                raise
+        for candidate in list(self._measurer.running):
+            self._measurer.stop(candidate)
+        return Outcome(own, self._best, self._measurer.trials, self._reference(), self._measurer.notes)
+
+    # one stage
+
+    def _stage(self, stage: Stage) -> None:
+        tried = {trial.candidate for trial in self._measurer.trials}
+        options = [one for one in stage.options(self._best.candidate) if one.candidate not in tried]
+        unique = list({one.candidate: one for one in options}.values())
+        at_once = self._at_once()
+        for first in range(0, len(unique), at_once):
+            self._race(stage, unique[first : first + at_once])
+
+    def _at_once(self) -> int:
+        """Return how many challengers may run beside the best and the user's own way."""
+        free, needed = self._runner.free_memory(), self._own.peak
+        if free is None or not needed:
+            return 4
+        return max(1, min(5, int(_ROOM * free / needed) - 1))
+
+    def _race(self, stage: Stage, options: Sequence[Option]) -> None:
+        challengers = [trial for one in options if (trial := self._warmed_up(one, stage.name)) is not None]
+        if not challengers:
+            return
+        racing = list(challengers)
+        for number in range(1, _MAX_ROUNDS + 1):
+            if not self._measurer.time_for_round(2 + len(racing), self._measurer.reserve()):
+                break
+            self._measurer.sample_all([self._own, self._best, *racing], self._measurer.reserve())
+            racing = [trial for trial in racing if trial.verdict == "measured"]
+            if number >= MIN_ROUNDS:
+                racing = self._still_racing(racing, halve=number == MIN_ROUNDS)
+                if self._is_decided(racing):
+                    break
+            if not racing:
+                break
+        self._decide(challengers)
+
+    def _still_racing(self, racing: list[Trial], halve: bool) -> list[Trial]:
+        """Leave out those that are clearly slower than the best or the fastest of them, and the slower half of many."""
+        ranked = fastest(racing, self._best)
+        kept = []
+        for trial in ranked:
+            against = [found for other in (self._best, ranked[0]) if (found := speed(trial, other))]
+            if trial is ranked[0] or all(found.high >= 1 for found in against):
+                kept.append(trial)
+        return kept[: math.ceil(len(ranked) / 2)] if halve and len(ranked) > 2 else kept
+
+    def _is_decided(self, racing: list[Trial]) -> bool:
+        if not racing:
+            return True
+        found = speed(racing[0], self._best)
+        return len(racing) == 1 and found is not None and found.is_clear
+
+    def _decide(self, challengers: Sequence[Trial]) -> None:
+        before = self._best
+        for trial in fastest([one for one in challengers if one.rounds and one.verdict == "measured"], before):
+            if (found := speed(trial, before)) is None:
+                trial.why = "no time left"
+                continue
+            faster = found.low > 1 and found.median >= _LEAST_GAIN
+            if not self._fits(trial):
+                self._refuse(trial, f"needs {_gigabytes(trial.peak)}, the limit is {_gigabytes(self._limits.memory)}")
+            elif not self._learns(trial):
+                pass
+            elif self._best is before and (faster or self._must_change(before)):
+                self._best = trial
+                trial.verdict, trial.why = "won", f"{found.median:.2f}x of the best before, {before.candidate}"
+            else:
+                trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
+        for trial in (*challengers, before):
+            if trial not in (self._best, self._own):
+                self._measurer.stop(trial.candidate)
+
+    def _must_change(self, best: Trial) -> bool:
+        """Whether the best so far is only where the search starts: it does not fit, or has another effective batch."""
+        wanted = self._limits.effective_batch
+        return not self._fits(best) or (wanted is not None and best.effective_batch != wanted)
+
+    # one candidate
+
+    def _trial(self, option: Option, stage: str) -> Trial:
+        trial = self._measurer.trial(option, stage)
+        trial.predicted_peak = self._predicted(trial)
+        return trial
+
+    def _predicted(self, trial: Trial) -> int | None:
+        """Return the peak that is to be expected of a candidate, from the user's own and the model of the memory."""
+        memory, own = self._facts.memory, getattr(self, "_own", None)
+        if memory is None or own is None or own.peak is None:
+            return None
+        kept = 0.5 if trial.candidate.checkpoint_blocks or trial.candidate.recompute else 1.0
+        change = memory.peak(trial.batch_size, trial.candidate.optim, kept) - memory.step.peak
+        return max(0, own.peak + change)
+
+    def _warm_up_own(self, own: Trial) -> None:
+        try:
+            self._measurer.warm_up(own, self._deadline)
+        except VariantFailed as error:
+            raise TuneError(
+                f"The module does not train as it is, so there is nothing to compare with: {error}. First make a few"
+                " steps work with Trainer.fit (or main.py fit), then tune."
+            ) from None
+        except TimeIsUp:
+            needed = 4 * self._limits.seconds
+            raise TuneError(_too_short(self._limits.seconds, needed)) from None
+        spent = self._limits.seconds - self._measurer.time_left()
+        if spent > _SHARE_FOR_OWN * self._limits.seconds:
+            raise TuneError(_too_short(self._limits.seconds, 4 * spent))
+
+    def _warmed_up(self, option: Option, stage: str) -> Trial | None:
+        trial = self._trial(option, stage)
+        # what recomputing saves is a guess, and so is what a strategy needs: only what is far from fitting is not tried
+        if (trial.predicted_peak or 0) > 1.5 * (self._limits.memory or math.inf):
+            trial.verdict, trial.why = "skipped", f"would need about {_gigabytes(trial.predicted_peak)}"
+            return None
+        return trial if self._measurer.start(trial) else None
+
+    def _refuse(self, trial: Trial, why: str) -> None:
+        trial.verdict, trial.why = "refused", why
+
+    # what has to hold
+
+    def _fits(self, trial: Trial) -> bool:
+        return self._limits.memory is None or trial.peak is None or trial.peak <= self._limits.memory
+
+    def _reference(self) -> Trial | None:
+        wanted = reference(self._best.candidate)
+        if self._plain and self._own.effective_batch == self._best.effective_batch:
+            return self._own
+        for trial in self._measurer.trials:
+            alike = trial.candidate.engine in (None, "stock") and trial.candidate.precision in (None, "32-true")
+            same = trial.effective_batch == self._best.effective_batch and trial.candidate.optim is None
+            if trial.losses and same and (trial.candidate == wanted or (self._plain and alike)):
+                return trial
+        return None
+
+    def _learns(self, trial: Trial) -> bool:
+        reference = self._reference()
+        if reference is None or trial is reference:
+            return True
+        try:
+            for one in (trial, reference):
+                missing = (losses.LEAST - len(one.curve)) * one.accumulate
+                if missing > 0 and one.losses and one.candidate in self._measurer.running:
+                    self._measurer.sample(one, missing, self._measurer.time_left())
+        except (TimeIsUp, VariantFailed) as error:
+            self._measurer.notes.append(f"{trial.candidate}: the loss could not be compared: {error}")
+        found = losses.departure(trial.curve, reference.curve)
+        if found is None:
+            return True
+        trial.loss_difference = found.difference
+        if found.exceeds(self._limits.tolerance):
+            curves = f"{losses.sketch(trial.curve)} against {losses.sketch(reference.curve)}"
+            self._refuse(trial, f"its loss departs from float32's by {found.difference:.1%}: {curves}")
+            return False
+        return True
+
+    def _check_that_something_fits(self) -> None:
+        if self._fits(self._best):
+            return
+        known = [trial for trial in self._measurer.trials if trial.peak is not None and trial.verdict != "failed"]
+        least = min(known, key=lambda trial: trial.peak or 0)
+        raise TuneError(
+            f"--memory: nothing that was tried fits into {_gigabytes(self._limits.memory)}. The least is"
+            f" {_gigabytes(least.peak)}, {least.candidate}. Allow that much, make the model or its input smaller, or"
+            f" freeze a part of it. {self._reasons()}"
+        )
+
+    def _confirm(self) -> None:
+        """Compare the best with the user's own way once more: what is handed out is faster, and not only by chance."""
+        if self._best is self._own:
+            return
+        for _ in range(_FINAL_ROUNDS):
+            if not self._measurer.time_for_round(2, 0.0):
+                break
+            self._measurer.sample_all([self._own, self._best])
+        self._learns(self._best)
+        found = speed(self._best, self._own)
+        if self._best.verdict not in ("refused", "failed") and (
+            self._must_change(self._own) or (found is not None and found.low > 1)
+        ):
+            return
+        if self._best.verdict not in ("refused", "failed"):
+            assert found is not None
+            self._refuse(self._best, f"{found.low:.2f} to {found.high:.2f}x of yours in the end: not clearly faster")
+        self._measurer.notes.append("in the last rounds the best was not faster than yours, which is kept")
+        self._best = self._own
+
+    def _reasons(self) -> str:
+        found = [f"{trial.candidate}: {trial.why}" for trial in self._measurer.trials if trial.why]
+        return f"Tried: {'; '.join(found)}." if found else ""
+
+    def _tell(self, doing: str) -> None:
+        best = getattr(self, "_best", None)
+        found = speed(best, self._own) if best is not None else None
+        times = f" {found.median:.2f}x" if found else ""
+        self._listen(doing, "" if best is None or best is self._own else f"{best.candidate}{times}")
+
+
+def _too_short(seconds: float, needed: float) -> str:
+    return (
+        f"--time {seconds:.0f}s is too short: your own way alone takes so long to start that nothing can be"
+        f" compared with it. Pass about {math.ceil(needed / 60)}m."
+    )
+
+
+def _gigabytes(size: int | None) -> str:
+    return "?" if size is None else f"{size / 1e9:.3g} GB"

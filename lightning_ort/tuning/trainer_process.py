@@ -1,0 +1,251 @@
+"""A Trainer in a process of its own, which does as many steps as it is told to."""
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ort._imports import NAMESPACES, LightningNamespace
+from lightning_ort.compiler.openmp import pause_openmp
+from lightning_ort.compiler.report import CompileReport
+
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
+_MOST_LETTERS = 600  # of what LightningCLI's parser says
+_SETTLING_STEPS = 48  # after these a step has been tried in each engine
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a Trainer measured over some steps."""
+
+    step_seconds: float  # mean over the batches, with all that the Trainer does between them except validation
+    losses: list[float]  # of each batch; empty if the module returns none
+    peak_bytes: int | None  # so far, of the GPU or else of the process; None if the system does not tell
+    examples: int = 0  # in these batches; 0 if nobody can tell
+    settled: bool = True  # whether the strategy has done all the compiling and trying that it does at the start
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished Trainer's strategy reports, if it is one of ours; see :class:`CompileReport`."""
+
+    ort_node_fraction: float | None = None
+    ort_runs: int = 0
+    optimizers: list[str] = field(default_factory=list)
+
+
+_ours: set[Connection] = set()  # this process's ends of the connections to its Trainers
+
+
+class VariantFailed(RuntimeError):
+    """A Trainer that cannot train, with its own error as the message."""
+
+
+class TimeIsUp(RuntimeError):
+    """A Trainer that has not answered in time; it is still at work, and has to be stopped."""
+
+
+class TrainerProcess:
+    """A process that waits until it is told to do some steps.
+
+    Args:
+        fit: Called in the process with its end of the connection; trains with the callback that
+            :func:`make_sampler` makes, and returns what :meth:`finish` shall return. It must be picklable where
+            processes cannot be forked.
+        folder: What it prints goes to ``log.txt`` there.
+
+    """
+
+    def __init__(self, fit: Callable[[Connection, Path], Any], folder: Path) -> None:
+        # a forked process need not import everything again, but cannot use CUDA where the parent has looked for it
+        forks = sys.platform == "linux" and torch.version.cuda is None
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        self._connection, theirs = context.Pipe()
+        self._log = folder / "log.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        _ours.add(self._connection)
+        self._process = context.Process(target=_serve, args=(fit, folder, self._log, theirs))
+        pause_openmp()  # a pool of threads is not there after a fork, and waited for all the same
+        self._process.start()
+        theirs.close()
+
+    def sample(self, steps: int, timeout: float | None = None) -> Sample:
+        """Do this many steps.
+
+        Raises:
+            VariantFailed: If the Trainer fails or ends before.
+            TimeIsUp: If it has not finished after ``timeout`` seconds.
+
+        """
+        answer = self._ask(steps, timeout)
+        if not isinstance(answer, Sample):
+            raise VariantFailed(f"training ended before another {steps} steps were done")
+        return answer
+
+    def finish(self, timeout: float | None = None) -> Any:
+        """End training, and return what ``fit`` returned."""
+        answer = self._ask(0, timeout)
+        self.stop()
+        return answer
+
+    def stop(self) -> None:
+        """End the process, at once."""
+        _ours.discard(self._connection)
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def _ask(self, steps: int, timeout: float | None = None) -> Any:
+        try:
+            self._connection.send(steps)
+            if timeout is not None and not self._connection.poll(max(0.0, timeout)):
+                raise TimeIsUp(f"{steps} steps were not done within {timeout:.1f} seconds")
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise VariantFailed(f"its process ended with code {self._process.exitcode}; see {self._log}") from None
+        if isinstance(answer, VariantFailed):
+            raise answer
+        return answer
+
+
+def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    for end in _ours:  # which a forked process has too: while it is open, nobody notices that the parent has gone
+        end.close()
+    with log.open("w", buffering=1) as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 which may be something else
+    try:
+        connection.send(fit(connection, folder))
+    except (EOFError, ConnectionError):
+        pass  # the parent has gone
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        first = next(iter(str(error).strip().splitlines()), "")  # of what may be a page; the log has it all
+        if isinstance(error, SystemExit) and isinstance(error.code, int):  # what LightningCLI's parser says is there
+            first = _last_error(log)
+        connection.send(VariantFailed(f"{type(error).__name__}: {first}"))
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    told = [number for number, line in enumerate(lines) if line.startswith("error:")]
+    if not told:
+        return lines[-1] if lines else ""
+    lines = lines[told[-1] :]
+    if (
+        start := next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), None)
+    ) is not None:
+        lines = lines[:start] + [line for line in lines[start:] if _ERROR.match(line)][-1:]
+    return " ".join(lines)[:_MOST_LETTERS]
+
+
+def namespace_of_class(kind: type) -> LightningNamespace:
+    """Return the namespace of a LightningModule's class; raise ``TypeError`` if it is none."""
+    for namespace in NAMESPACES:
+        if any(base.__module__.startswith(f"{namespace.package}.") for base in kind.__mro__):
+            return namespace
+    raise TypeError(
+        f"{kind.__module__}.{kind.__qualname__} is not a LightningModule: name a class or function that creates one."
+    )
+
+
+def make_sampler(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
+    """Return a callback that sends a sample after so many steps, and then waits to be told the next number."""
+    callback = importlib.import_module(f"{namespace.package}.callbacks").Callback
+    return type("Sampler", (_Sampler, callback), {})(connection, steps, namespace)
+
+
+class _Sampler:
+    def __init__(self, connection: Connection, steps: int, namespace: LightningNamespace) -> None:
+        self._connection, self._steps = connection, steps
+        self._extract_batch_size = namespace.submodule("utilities.data").extract_batch_size
+        self._all = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._losses: list[Tensor] = []
+        self._done = self._examples = 0
+        self._start = time.perf_counter()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock."""
+        self._begin()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock."""
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Go on where it was stopped."""
+        self._start += time.perf_counter() - self._validation_start
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        """Keep the loss; after the last step send the sample."""
+        self._done += 1
+        self._all += 1
+        self._examples += self._size_of(batch)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            # Lightning divides it by the number of batches whose gradients it accumulates
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        if self._done < self._steps:
+            return
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - self._start) / self._done
+        losses = [loss.item() for loss in self._losses]
+        settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
+        if trainer.is_global_zero:
+            self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled))
+            self._steps = self._connection.recv()
+        self._steps = trainer.strategy.broadcast(self._steps)
+        trainer.should_stop = self._steps == 0
+        self._begin()
+
+    def _size_of(self, batch: Any) -> int:
+        try:
+            return self._extract_batch_size(batch)
+        except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
+            return 0
+
+
+def summary_of(strategy: Any) -> Summary:
+    """Return what a strategy reports; nothing for one of Lightning's own."""
+    report = getattr(strategy, "report", None)
+    if not isinstance(report, CompileReport):
+        return Summary()
+    return Summary(report.ort_node_fraction, report.ort_runs, [str(line) for line in report.optimizers])
+
+
+def _is_settled(strategy: Any) -> bool:
+    report = getattr(strategy, "report", None)
+    if not isinstance(report, CompileReport) or strategy.ort_config.capture == "off":
+        return True
+    return any(step.name == "training_step" for step in report.steps)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,49 @@
+"""Options and help of all commands."""
+
+import re
+import sys
+
+import pytest
+
+from lightning_ort import __version__
+from lightning_ort.cli import main
+from lightning_ort.cli.parser import with_underscores
+
+COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report")
+
+
+def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", *arguments, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_for_people(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(monkeypatch, capsys, command)
+    assert not re.search(r"``|:\w+:`|\btype:|Optional\[|\bnull\b|--\w+_", text)
+    assert "usage: lightning-ort" in text
+
+
+def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(monkeypatch, capsys)
+    assert all(f"\n    {command} " in text for command in (*COMMANDS, "run"))
+    assert "required" not in text
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lightning-ort {__version__}\n"
+
+
+def test_hyphens_and_underscores_are_the_same() -> None:
+    given = ["--input-shape", "1", "--warm_up=3", "--args.my_width", "a-b", "-o", "x-y", "--data-args={'a-b': 1}"]
+    assert with_underscores(given) == [
+        *("--input_shape", "1", "--warm_up=3", "--args.my_width", "a-b", "-o", "x-y"),
+        "--data_args={'a-b': 1}",
+    ]

@@ -1,0 +1,273 @@
+"""``lightning-ort tune``: a real search in processes of their own, its files, and what is refused."""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ort
+from lightning_ort import TuneResult
+from lightning_ort.cli import main
+from lightning_ort.cli import tune as command
+from lightning_ort.tuning import api, measuring, probe, search
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.search import Outcome
+from lightning_ort.tuning.space import Stage, TuneError
+from lightning_ort.tuning.trials import Trial
+
+MODULES = Path(__file__).parent / "bench_modules.py"
+SECONDS = 200.0  # of a search that ends long before
+
+
+class Net(LightningModule):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Data(LightningDataModule):
+    def __init__(self, width: int = 32, batch_size: int = 8) -> None:
+        super().__init__()
+        self.width, self.batch_size = width, batch_size
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(512, self.width, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(data), batch_size=self.batch_size, shuffle=True)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "tune", *args])
+    monkeypatch.setenv("COLUMNS", "250")
+    main()
+
+
+@pytest.fixture
+def everything_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage, whose candidate wins: how fast it is on a busy machine is not what is tested."""
+    stages = search.stages
+
+    def one(facts: Any, limits: Any, plain: bool) -> list[Stage]:
+        (engines,) = (stage for stage in stages(facts, limits, plain) if stage.name == "engine and precision")
+        return [Stage(engines.name, lambda best: [one for one in engines.options(best) if one.candidate.is_ours][:1])]
+
+    monkeypatch.setattr(search, "stages", one)
+    monkeypatch.setattr(search.Search, "_must_change", lambda self, trial: True)
+    monkeypatch.setattr(search, "_FINAL_ROUNDS", 1)
+    monkeypatch.setattr(search, "_MAX_ROUNDS", 3)
+    monkeypatch.setattr(measuring, "_SLOWER", 0.1)
+    monkeypatch.setattr(measuring, "_UNIT", 0.1)
+    monkeypatch.setenv("LIGHTNING_ORT_CONFIG", '{"start": "now", "placement": "always"}')
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A LightningCLI project with no word about this package."""
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": "runs",
+            "enable_checkpointing": False,
+        },
+        "model": {"class_path": "test_tune.Net", "init_args": {"width": 16}},
+        "data": {"class_path": "test_tune.Data", "init_args": {"width": 16, "batch_size": 8}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "main.py").write_text("from lightning.pytorch.cli import LightningCLI\ncli = LightningCLI()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("everything_wins")
+def test_a_project_of_lightning_cli(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run(monkeypatch, "--config=config.yaml", f"--time={SECONDS:.0f}s", "-o", "tuned.yaml")
+    shown = capsys.readouterr().out
+    found = json.loads((project / "tuned.json").read_text())
+    assert found["chosen"] == 1
+    own, best = found["trials"]
+    assert best["settings"] == {"engine": "ort"}
+    assert best["loss_difference"] < 1e-3
+    assert best["speed"][0] > 0
+    assert own["peak_bytes"] > 0
+    assert found["memory"]["measured"]["parameters"] == found["memory"]["predicted"]["parameters"] == 4 * 2 * 17 * 16
+    assert "-> " in shown
+    assert "Written: tuned.yaml, tuned.json, tuned.png" in shown
+    assert (project / "tuned.png").read_bytes().startswith(b"\x89PNG")
+    text = (project / "tuned.yaml").read_text()
+    assert "class_path: lightning_ort.ORTStrategy  # regions of the step on ONNX Runtime" in text
+    # what LightningCLI makes of it, in a script that does not know of us
+    monkeypatch.setattr(sys, "argv", ["main.py", "fit", "--config", "tuned.yaml"])
+    trainer = runpy.run_path(str(project / "main.py"))["cli"].trainer
+    assert trainer.global_step == 64
+    assert trainer.strategy.report.ort_runs > 0
+    run(monkeypatch, "--explain=tuned.json")
+    assert "Chosen: ort" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"tuned\.yaml is there already, and nothing is overwritten"):
+        run(monkeypatch, "--config=config.yaml")
+
+
+@pytest.mark.usefixtures("everything_wins")
+def test_from_python(tmp_path: Path) -> None:
+    heard: list[str] = []
+    result = lightning_ort.tune(
+        Net(), Data(), time=SECONDS, accelerator="cpu", listen=lambda doing, best: heard.append(doing)
+    )
+    assert isinstance(result, TuneResult)
+    assert result.best["settings"] == {"engine": "ort"}
+    assert result.speed_up > 0
+    assert heard[0] == "looking at the module and its data"
+    assert "ort" in heard[-1] or "yours" in heard[-1]
+    assert TuneResult.from_json(result.to_json()) == result
+    trainer = Trainer(max_steps=3, logger=False, enable_checkpointing=False, **result.trainer_arguments())
+    trainer.fit(Net(), Data())
+    assert trainer.strategy.report.ort_runs > 0
+
+
+def test_dry_run_shows_what_would_be_tried(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "bfloat16_speed", lambda: 2.0)
+    run(monkeypatch, "--config=config.yaml", "--dry-run")
+    shown = capsys.readouterr().out
+    for text in ("whole_batches", "bf16-mixed", "batch_size=4 accumulate=2", "--time allows 5.0", "MB of tensors"):
+        assert text in shown
+    run(monkeypatch, "--config=config.yaml", "--dry-run", "--keep-numerics")
+    assert "bf16-mixed" not in capsys.readouterr().out
+    assert sorted(path.name for path in project.iterdir()) == ["config.yaml", "main.py"]
+
+
+def test_python_refuses_too() -> None:
+    with pytest.raises(ValueError, match="Nothing to train"):
+        lightning_ort.tune()
+    with pytest.raises(ValueError, match=r"time=0: must be above 0"):
+        lightning_ort.tune(Net(), Data(), time=0)
+    with pytest.raises(TuneError, match="does not train as it is.*NameError"):
+        lightning_ort.tune(Broken(), Data(), time=60)
+
+
+class Broken(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise NameError("no such thing")
+
+
+class NoBatchSize(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.randn(32, 32))
+        batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 8, False)
+        return DataLoader(data, batch_sampler=type("Buckets", (list,), {})(batches))
+
+
+def data_that_cannot_be_batched() -> Any:
+    return NoBatchSize()
+
+
+ME = f"{__file__}:"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Nothing to train"),
+        (["nowhere.py:Small"], "there is no file"),
+        (["--config=nowhere.yaml"], "there is no such file"),
+        ([f"{MODULES}:Small", "--time=soon"], "--time=soon: write it as 90s, 5m or 1h"),
+        ([f"{MODULES}:Small", "--memory=8"], "--memory=8: write it as"),
+        ([f"{MODULES}:Small", "--effective-batch=0"], "effective_batch=0: must be at least 1"),
+        ([f"{MODULES}:Small", "--devices=0"], "devices=0: must be at least 1"),
+        ([f"{MODULES}:Small", "--output=/proc/x.yaml"], "--output='/proc/x.yaml'"),
+        (["--explain=nowhere.json"], "Pass the .json file that lightning-ort tune wrote"),
+        ([f"{MODULES}:Small", "--time=0.1s"], "is too short: three steps of the module took longer"),
+        ([f"{ME}Broken", f"--data={ME}Data"], "does not train as it is, so there is nothing to tune: NameError"),
+        (
+            [f"{ME}Net", f"--data={ME}data_that_cannot_be_batched", "--effective-batch=64"],
+            "the data cannot be batched differently: its DataLoader has a batch sampler of its own, Buckets",
+        ),
+        ([f"{ME}Net", f"--data={ME}Data", "--memory=1MB"], "nothing that was tried fits into 0.001 GB"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "memory_stage", lambda facts, limits: Stage("memory", lambda best: []))
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, *arguments)
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "cache"])
+
+
+def test_a_configuration_without_class_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("model: {width: 8}\n")
+    with pytest.raises(SystemExit, match="its model has no class_path, so name the class"):
+        run(monkeypatch, f"--config={tmp_path / 'config.yaml'}")
+    (tmp_path / "config.yaml").write_text("- a\n- list\n")
+    with pytest.raises(SystemExit, match="no LightningCLI configuration"):
+        run(monkeypatch, f"--config={tmp_path / 'config.yaml'}")
+
+
+def test_what_the_parser_of_lightning_cli_says(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(text.replace("width", "breadth"))
+    with pytest.raises(SystemExit, match=r"does not train as it is.*SystemExit: error: .*breadth"):
+        run(monkeypatch, "--config=config.yaml")
+
+
+@pytest.mark.parametrize(("load", "notes"), [(0.1, 0), (50.0 * (os.cpu_count() or 1), 1)])
+def test_a_busy_machine_is_named(load: float, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    found = api.busy()
+    assert len(found) == notes
+    assert all("busy" in note for note in found)
+
+
+def test_notes_on_devices_and_batches() -> None:
+    def notes(project: Project, candidate: Candidate) -> list[str]:
+        trial = Trial(candidate, "a stage", "a reason", 4, 1)
+        return api.notes_on(project, Outcome(trial, trial, [trial]))
+
+    four = Project(config={"trainer": {"devices": 4}, "data": {"class_path": "test_tune.Data"}})
+    (note,) = notes(four, Candidate(batch_size=4))
+    assert "on one device, not on devices: 4" in note
+    (note,) = notes(Project(module=Net, data=NoBatchSize), Candidate(batch_size=4))
+    assert "give it an argument batch_size" in note
+    assert notes(Project(module=Net, data=Data), Candidate(batch_size=4)) == []
+    assert notes(Project(module=Net, data=NoBatchSize), Candidate(engine="ort")) == []
+
+
+def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("{}", "[]", "no json", '{"version": 1, "trials": []}', '{"version": 99}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(SystemExit, match=r"Pass the \.json file"):
+            run(monkeypatch, f"--explain={tmp_path / 'other.json'}")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400)])
+def test_times(text: str, seconds: float) -> None:
+    assert command._seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(None, None), ("8GB", 8 * 10**9), ("1.5GiB", 3 * 2**29), ("64 MB", 64 * 10**6)]
+)
+def test_sizes(text: str | None, size: int | None) -> None:
+    assert command._bytes(text) == size

@@ -1,0 +1,90 @@
+"""Trials take no second copy of a large module's parameters, and give back the memory that they took."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import malloc, timing
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executors.ort.executor import OrtExecutor
+
+MB = 1 << 20
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def squares(x: Tensor, w: Tensor) -> Tensor:
+    """Four results of 64 MB each that live at once inside of one region, and a small one that leaves it."""
+    made = [(x * scale) @ w for scale in (1.0, 2.0, 3.0, 4.0)]
+    return (made[0] * made[1] * made[2] * made[3]).sum()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or malloc.glibc() is None, reason="reads /proc, needs glibc's malloc")
+def test_trials_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(4096, 8), torch.randn(8, 4096)
+    torch.compile(lambda x: x.exp() + 1, backend="ort")(torch.ones(3))  # imports, the sessions' arena
+    before, after_trial, released = resident(), [], OrtExecutor.release_memory
+
+    def release(self: OrtExecutor) -> None:
+        after_trial.append(resident())
+        released(self)
+        after_trial.append(resident())
+
+    monkeypatch.setattr(OrtExecutor, "release_memory", release)
+    backend = ORTBackend(ORTConfig(placement="measured", torch_ops=(), intra_op_threads=1))
+    with torch.no_grad():
+        got = torch.compile(squares, backend=backend)(x, w)
+    torch.testing.assert_close(got, squares(x, w), rtol=1e-5, atol=0)
+    kept, given_back = after_trial
+    assert kept - before > 150 * MB  # the trial itself, without which nothing is tested
+    assert given_back - before < 64 * MB
+
+
+class Large(nn.Module):
+    """Eight layers of 16 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
+        self.transposed = nn.Parameter(torch.randn(2048, 600).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x @ self.transposed.t()
+
+
+def test_large_inputs_of_trials_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[Any]] = []
+    original = timing.samples
+
+    def samples(region: Any) -> list[Any]:
+        made.append(original(region))
+        for node, sample in zip(region.inputs, made[-1], strict=True):
+            val = node.meta["val"]
+            assert (sample.shape, sample.stride(), sample.dtype) == (val.shape, val.stride(), val.dtype)
+            assert torch.isfinite(sample).all()
+        return made[-1]
+
+    monkeypatch.setattr(timing, "samples", samples)
+    monkeypatch.setattr(timing, "_SHARED_ELEMENTS", 3 * 2048 * 2048)
+    module, x = Large(), torch.randn(2, 2048)
+    backend = ORTBackend(ORTConfig(placement="measured"))
+    with torch.no_grad():
+        got = torch.compile(module, backend=backend)(x)
+        torch.testing.assert_close(got, module(x), rtol=1e-3, atol=1e-3)
+    largest = max(made, key=len)
+    tensors = [sample for sample in largest if sample.numel() > 1 << 18]
+    assert len(tensors) == 9
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(storages.values()) <= 4 * 3 * 2048 * 2048
+    assert len({tensor.data_ptr() for tensor in tensors}) > 1  # not all at one place, which a cache would hold

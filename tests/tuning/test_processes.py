@@ -1,0 +1,76 @@
+"""Candidates with several processes: they train, and end with the one that started them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from running import is_running
+from torch.utils.data import DataLoader
+
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.project import Project, start
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+
+LIMIT = 120.0  # seconds, for what takes a few on a quiet machine
+
+
+class Shared(LightningModule):
+    """Writes down its processes."""
+
+    def __init__(self, folder: str, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.folder, self.seconds = folder, seconds
+
+    def on_train_start(self) -> None:
+        import os
+
+        (Path(self.folder) / f"{self.global_rank}.pid").write_text(str(os.getpid()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(64, 4), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ort_ddp", "ort_zero1_native", "ort_zero1"))],
+)
+def test_several_processes(engine: str, tmp_path: Path) -> None:
+    project = Project(module=Shared, args={"folder": str(tmp_path)}, accelerator="cpu", devices=2)
+    process = start(project, Candidate(engine=engine, batch_size=2), tmp_path / "trial")
+    first, second = process.sample(8, LIMIT), process.sample(4, LIMIT)
+    assert (first.examples, second.examples, len(second.losses)) == (16, 8, 4)
+    assert second.losses[-1] < first.losses[0]
+    process.stop()
+    pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)]
+    assert len(set(pids)) == 2
+    end = time.monotonic() + LIMIT
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < end, pids
+        time.sleep(0.05)
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    project = Project(module=Shared, args={"folder": str(tmp_path), "seconds": LIMIT}, accelerator="cpu")
+    process = start(project, Candidate(engine="stock"), tmp_path / "trial")
+    with pytest.raises(TimeIsUp, match="2 steps were not done within 0.1 seconds"):
+        process.sample(2, 0.1)
+    process.stop()
+
+
+def test_what_cannot_be_set_is_a_failure_of_the_candidate(tmp_path: Path) -> None:
+    project = Project(module=Shared, args={"folder": str(tmp_path)}, accelerator="cpu")
+    process = start(project, Candidate(checkpoint_blocks=True), tmp_path / "trial")
+    with pytest.raises(VariantFailed, match="has no ModuleList or Sequential"):
+        process.sample(2, LIMIT)
+    process.stop()

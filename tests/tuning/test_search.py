@@ -1,0 +1,217 @@
+"""The search, on a machine whose times are written down."""
+
+import pytest
+from scripted import Machine, facts
+
+from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.search import Outcome, Search
+from lightning_ort.tuning.space import Limits, TuneError
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.trials import Trial, speed
+
+
+def search(machine: Machine, plain: bool = True, found: dict | None = None, **limits: object) -> Outcome:
+    given = Limits(**{"seconds": 300.0, **limits})
+    return Search(facts(**found or {}), given, plain, machine, machine.now + given.seconds).run()
+
+
+def tried(outcome: Outcome, **settings: object) -> Trial:
+    (trial,) = (one for one in outcome.trials if one.candidate == Candidate(**settings))
+    return trial
+
+
+def test_the_fastest_of_each_stage_goes_on() -> None:
+    gains = {
+        ("engine", "ort"): 1.5,
+        ("whole_batches", True): 1.3,
+        ("threads", 1): 0.8,
+        ("precision", "bf16-mixed"): 0.5,
+    }
+    machine = Machine(gains)
+    outcome = search(machine)
+    assert outcome.best.candidate == Candidate(engine="ort", whole_batches=True)
+    found = speed(outcome.best, outcome.own)
+    assert found is not None
+    assert found.median == pytest.approx(1.95, rel=0.05)
+    assert found.low > 1
+    assert [one.candidate for one in outcome.trials if one.verdict == "won"] == [
+        Candidate(engine="ort"),
+        Candidate(engine="ort", whole_batches=True),
+    ]
+    assert machine.running == {}
+    assert machine.now < 300
+
+
+def test_what_is_slower_changes_nothing() -> None:
+    gains = {("engine", "ort"): 0.9, ("engine", "stock"): 0.8, ("engine", "auto"): 0.7, ("whole_batches", True): 0.9}
+    gains |= {("channels_last", True): 0.9, ("threads", 1): 0.9, ("num_workers", 1): 0.9, ("batch_size", 16): 0.9}
+    gains |= {("precision", "medium"): 0.9}
+    outcome = search(Machine(gains))
+    assert outcome.best is outcome.own
+    assert {one.verdict for one in outcome.trials} == {"measured"}
+
+
+@pytest.mark.parametrize("seconds", [20.0, 40.0, 60.0, 120.0])
+def test_never_longer_than_the_time(seconds: float) -> None:
+    machine = Machine({("engine", "ort"): 1.5}, startup=2.0)
+    outcome = search(machine, seconds=seconds)
+    assert machine.now <= seconds
+    assert any(one.why == "no time left" for one in outcome.trials)
+
+
+def test_a_candidate_that_never_starts_is_a_row() -> None:
+    class Slow(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            if candidate.engine == "auto":
+                self.now += timeout
+                raise TimeIsUp("compiles and compiles")
+            return super().sample(candidate, steps, timeout)
+
+    machine = Slow({("engine", "ort"): 1.5})
+    outcome = search(machine)
+    assert outcome.best.candidate.engine == "ort"
+    (trial,) = (one for one in outcome.trials if one.candidate.engine == "auto")
+    assert (trial.verdict, trial.why) == ("failed", "did not start in the time that a candidate may take")
+    assert machine.now <= 300
+
+
+def test_failures_are_rows() -> None:
+    fails = {("engine", "ort"): "ValueError: no", ("threads", 1): "its process ended with code -9; see log.txt"}
+    outcome = search(Machine({("engine", "stock"): 1.2}, fails))
+    assert outcome.best.candidate.engine == "stock"
+    assert tried(outcome, engine="ort").why == "ValueError: no"
+    (killed,) = (one for one in outcome.trials if one.candidate.threads == 1)
+    assert killed.verdict == "failed"
+    assert "for its memory" in killed.why
+
+
+def test_what_is_many_times_as_slow_is_given_up_at_once() -> None:
+    machine = Machine({("precision", "bf16-mixed"): 0.1, ("engine", "ort"): 1.5})
+    outcome = search(machine)
+    slow = tried(outcome, engine="stock", precision="bf16-mixed", optim="auto")
+    assert slow.verdict == "failed"
+    assert "its second step took" in slow.why
+    assert len(slow.losses) == 2
+    assert outcome.best.candidate.engine == "ort"
+
+
+def test_bfloat16_is_not_tried_where_it_is_emulated() -> None:
+    outcome = search(Machine(), found={"bfloat16": 0.2})
+    assert {one.candidate.precision for one in outcome.trials} == {None}
+
+
+def test_interrupted_search_keeps_the_best_so_far() -> None:
+    class Interrupted(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            if candidate.whole_batches:
+                raise KeyboardInterrupt
+            return super().sample(candidate, steps, timeout)
+
+    machine = Interrupted({("engine", "ort"): 1.5, ("whole_batches", True): 2.0})
+    outcome = search(machine)
+    assert outcome.best.candidate == Candidate(engine="ort")
+    assert any("interrupted" in note for note in outcome.notes)
+    assert machine.running == {}
+
+
+def test_interrupted_before_anything_is_measured() -> None:
+    class Interrupted(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Interrupted())
+
+
+@pytest.mark.parametrize("factor", [1.2, float("nan")])
+def test_a_loss_that_departs_is_refused(factor: float) -> None:
+    machine = Machine(
+        {("precision", "bf16-mixed"): 3.0, ("engine", "ort"): 1.5},
+        loss=lambda candidate: factor if candidate.precision == "bf16-mixed" else 1.001,
+    )
+    outcome = search(machine)
+    assert outcome.best.candidate == Candidate(engine="ort")
+    refused = [one for one in outcome.trials if one.verdict == "refused"]
+    assert {one.candidate.precision for one in refused} == {"bf16-mixed"}
+    assert "departs from float32's" in refused[0].why
+    assert outcome.best.loss_difference is not None
+    assert outcome.best.loss_difference < 0.01
+
+
+def test_losses_are_compared_with_float32_where_the_user_has_another_precision() -> None:
+    machine = Machine({("engine", "ort"): 1.5}, loss=lambda candidate: 1.0 if candidate.precision == "32-true" else 1.5)
+    outcome = search(machine, plain=False, found={"precision": "bf16-mixed"})
+    assert outcome.reference is not None
+    assert outcome.reference.candidate == Candidate(engine="stock", precision="32-true")
+    assert tried(outcome, engine="ort").verdict == "refused"
+
+
+def test_the_effective_batch_that_was_asked_for() -> None:
+    machine = Machine({("batch_size", 128): 1.4, ("batch_size", 64): 1.2})
+    outcome = search(machine, effective_batch=128)
+    assert outcome.best.batch_size * outcome.best.accumulate == 128
+    assert outcome.best.batch_size == 128
+    assert all(one.effective_batch == 128 for one in outcome.trials if one is not outcome.own)
+
+
+def test_numerics_are_kept() -> None:
+    machine = Machine({("precision", "bf16-mixed"): 3.0, ("precision", "medium"): 3.0, ("engine", "ort"): 1.5})
+    outcome = search(machine, keep_numerics=True)
+    assert outcome.best.candidate.engine == "ort"
+    assert {one.candidate.precision for one in outcome.trials} == {None}
+    assert {one.candidate.optim for one in outcome.trials} <= {None, "auto"}
+
+
+def test_what_fits_into_the_memory() -> None:
+    def peak(candidate: Candidate) -> int:
+        return (100 if candidate.checkpoint_blocks else 200) * (candidate.batch_size or 32) // 32
+
+    machine = Machine({("checkpoint_blocks", True): 0.7, ("engine", "auto"): 1.1}, peak=peak)
+    outcome = search(machine, memory=120)
+    assert outcome.best.peak is not None
+    assert outcome.best.peak <= 120
+    assert all(one.peak <= 120 for one in outcome.trials if one.verdict == "won")
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(TuneError, match=r"nothing that was tried fits into 5e-08 GB\. The least is 1e-07 GB"):
+        search(Machine(), memory=50)
+
+
+def test_a_module_that_cannot_train() -> None:
+    class Broken(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
+            raise VariantFailed("RuntimeError: shapes")
+
+    with pytest.raises(TuneError, match="does not train as it is.*RuntimeError: shapes"):
+        search(Broken())
+
+
+@pytest.mark.parametrize("startup", [8.0, 100.0])
+def test_time_that_is_too_short(startup: float) -> None:
+    with pytest.raises(TuneError, match=r"--time 10s is too short.* Pass about \dm"):
+        search(Machine(startup=startup), seconds=10.0)
+
+
+def test_data_that_cannot_be_batched_differently() -> None:
+    fixed = {"fixed_batches": "its DataLoader has a batch sampler of its own, Mine"}
+    with pytest.raises(TuneError, match="--effective-batch=128: the data cannot be batched differently.*Mine"):
+        search(Machine(), found=fixed, effective_batch=128)
+    outcome = search(Machine({("engine", "ort"): 1.5}), found=fixed)
+    assert outcome.best.candidate.engine == "ort"
+    assert {one.candidate.batch_size for one in outcome.trials} == {None}
+
+
+def test_several_processes_share_the_batch() -> None:
+    machine = Machine({("engine", "ort_ddp"): 1.2})
+    outcome = search(machine, devices=2)
+    ddp = [one for one in outcome.trials if one.candidate.engine == "ort_ddp"]
+    assert {(one.effective_batch, one.batch_size) for one in ddp} == {(32, 16)}
+    assert outcome.best is ddp[0]
+    assert ddp[0].processes == 2
+
+
+def test_each_candidate_runs_once() -> None:
+    machine = Machine({("engine", "ort"): 1.5, ("whole_batches", True): 1.3})
+    search(machine)
+    assert len(machine.started) == len(set(machine.started))
