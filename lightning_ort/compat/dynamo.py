@@ -22,7 +22,7 @@ from torch.distributions import kl
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
-_HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
+HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
 
 # what dynamo compiles
 
@@ -129,8 +129,13 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
 
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
+    if HAS_REGIONS:
+        # a call of a logger is otherwise a graph break; before torch 2.12 that setting loses all metrics
+        settings = {"ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls)}
+    else:
+        settings = {"recompile_limit": RECOMPILE_LIMIT}
     return dynamo_config.patch(
-        ({} if _HAS_REGIONS else {"recompile_limit": RECOMPILE_LIMIT})
+        settings
         | {
             # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
             "allow_unspec_int_on_nn_module": True,
@@ -141,8 +146,6 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
             "use_numpy_random_stream": True,
             # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keep the call out of graphs
             "allow_rnn": True,
-            # a call of a logger is otherwise a graph break
-            "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
         }
     )
 
@@ -175,14 +178,14 @@ def compile_isolated(function: Callable[..., Any], **options: Any) -> Callable[.
     Otherwise the limit counts for all modules of its class, and for all of our frames around children. Torch before
     2.12 has one limit for a code, which :func:`settings_for_steps` sets.
     """
-    if _HAS_REGIONS:
+    if HAS_REGIONS:
         options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     return torch.compile(function, **options)
 
 
 def region_of(compiled: Any) -> Region:
     """Return what tells apart what dynamo compiles for a function of :func:`compile_isolated` (torch 2.13)."""
-    return compiled._isolate_recompiles_id if _HAS_REGIONS else compiled._torchdynamo_orig_callable.__code__
+    return compiled._isolate_recompiles_id if HAS_REGIONS else compiled._torchdynamo_orig_callable.__code__
 
 
 def _is_of(code: CodeType, region: Region) -> bool:
