@@ -7,10 +7,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_ort._imports import LightningNamespace, preferred_namespace
 from lightning_ort.cli.load import load
+from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 from lightning_ort.tuning.trainer_process import Summary, TrainerProcess, make_sampler, namespace_of_class, summary_of
@@ -171,5 +170,5 @@ def _compiled(module: Any, variant: Variant) -> Any:
     if variant.engine == "compile":
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
         # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
-        ModuleShims(callable_children(module), partial(torch.compile, isolate_recompiles=True)).install()
+        ModuleShims(callable_children(module), compile_isolated).install()
     return module

@@ -3,7 +3,7 @@
 Each function names the torch version that it was read in.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -63,9 +63,14 @@ def joint_facts(num_inputs: int) -> JointFacts | None:
     differentiable = [
         index
         for index, info in enumerate(meta.output_info)
-        if issubclass(info.raw_type, torch.Tensor) and info.requires_grad_for_backward
+        if issubclass(info.raw_type, torch.Tensor) and _is_differentiable(info)
     ]
     return JointFacts(list(meta.mutated_inp_runtime_indices), differentiable)
+
+
+def _is_differentiable(output: Any) -> bool:
+    # torch 2.11 has the second name only
+    return getattr(output, "requires_grad_for_backward", output.requires_grad)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Private and undocumented names of ``torch._dynamo``, and the parsing of its messages."""
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -7,8 +8,10 @@ from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
+from torch._C._dynamo import eval_frame as c_eval_frame
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -16,6 +19,10 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 from torch.distributions import kl
+
+# Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
+RECOMPILE_LIMIT = 32
+HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
 
 # what dynamo compiles
 
@@ -122,8 +129,14 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
 
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
+    if HAS_REGIONS:
+        # a call of a logger is otherwise a graph break; before torch 2.12 that setting loses all metrics
+        settings = {"ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls)}
+    else:
+        settings = {"recompile_limit": RECOMPILE_LIMIT}
     return dynamo_config.patch(
-        {
+        settings
+        | {
             # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
             "allow_unspec_int_on_nn_module": True,
             "suppress_errors": True,
@@ -133,8 +146,6 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
             "use_numpy_random_stream": True,
             # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keep the call out of graphs
             "allow_rnn": True,
-            # a call of a logger is otherwise a graph break
-            "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
         }
     )
 
@@ -157,14 +168,35 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 # what dynamo keeps
 
-
-def region_of(compiled: Any) -> int:
-    """Return the id of what dynamo compiles for a function under ``isolate_recompiles=True`` (torch 2.13)."""
-    return compiled._isolate_recompiles_id
+# What dynamo compiles for one function: an id, or the function's code where torch has no such ids.
+Region = int | CodeType
 
 
-def release_regions(regions: list[int]) -> None:
-    """Free what dynamo has compiled under these ids of functions that are gone, and empty the list (torch 2.13).
+def compile_isolated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function as ``torch.compile`` does, with a recompile limit of its own (torch 2.13).
+
+    Otherwise the limit counts for all modules of its class, and for all of our frames around children. Torch before
+    2.12 has one limit for a code, which :func:`settings_for_steps` sets.
+    """
+    if HAS_REGIONS:
+        options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    return torch.compile(function, **options)
+
+
+def region_of(compiled: Any) -> Region:
+    """Return what tells apart what dynamo compiles for a function of :func:`compile_isolated` (torch 2.13)."""
+    return compiled._isolate_recompiles_id if HAS_REGIONS else compiled._torchdynamo_orig_callable.__code__
+
+
+def _is_of(code: CodeType, region: Region) -> bool:
+    if isinstance(region, int):
+        return bool(c_eval_frame._get_cache_entries_for_region(code, region))
+    rest = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{region.co_name}_at_"
+    return code is region or (code.co_filename == region.co_filename and code.co_name.startswith(rest))
+
+
+def release_regions(regions: list[Region]) -> None:
+    """Free what dynamo has compiled for these functions, which are gone, and empty the list (torch 2.13).
 
     Dynamo keeps it, with its graphs, as long as the code of a step lives, which is for the process, and counts it
     against the code's recompile limit: a hyperparameter search would run out of memory or reach the limit.
@@ -173,7 +205,7 @@ def release_regions(regions: list[int]) -> None:
         return
     with convert_frame.compile_lock:  # another thread may be compiling
         ids = [regions.pop() for _ in range(len(regions))]
-        codes = [c for c in _living(convert_frame.input_codes) if any(_get_cache_entries_for_region(c, i) for i in ids)]
+        codes = [code for code in _living(convert_frame.input_codes) if any(_is_of(code, region) for region in ids)]
         for code in codes:
             reset_code(code)  # others that use it compile again
         # That frees the compiled code and its graphs, except after a graph break: something in torch 2.13 keeps such

@@ -36,6 +36,7 @@ _PLAIN: tuple[tuple[str, str, str], ...] = (
     (r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`", "it calls `{0}`, which no graph can hold", ""),
     (r"builtin operator `(\w+)`", "it calls `{0}` in a way that no graph can hold", ""),
     (r"the function `([^`]+)`.*? should not be traced", "it calls `{0}`, which no graph can hold", ""),
+    (r"Backend compiler `.*?` failed with ([\w.]+?)\.?(?:\s|$)", "no graph can hold `{0}` or its gradient", ""),
     (r"^step_unsupported$", "the rest of the function runs outside of graphs", ""),
     (r"graph break in a for/while loop", "it leaves the graph within a loop", "move the loop's body into a function"),
 )

@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
 
-# Of one frame, in dynamo; the default of 8 is for one model, not for four steps with their partial batches and epochs.
-_RECOMPILE_LIMIT = 32
-
 Mode = Literal["step", "modules", "off"]
 
-_unused_regions: list[int] = []  # what dynamo has compiled for modules that are gone
+_unused_regions: list[dynamo.Region] = []  # what dynamo has compiled for modules that are gone
 _living: "weakref.WeakSet[CapturedModule]" = weakref.WeakSet()
 _collect_at = 8  # with this many, most are probably garbage that has not been collected yet
 
@@ -66,7 +63,7 @@ class CapturedModule:
         self._optimizers: Any = None
         self._writes_gradients: bool | None = None
         self._module_shims: dict[Engine, ModuleShims] = {}
-        self._regions: list[int] = []
+        self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
         _collect_garbage()
         dynamo.release_regions(_unused_regions)
@@ -186,14 +183,7 @@ class CapturedModule:
         executor = {"backend": self.backend}
         if engine in inductor.ENGINES:
             executor = inductor.compile_arguments(engine, self.config.dropout_masks)
-        compiled = torch.compile(  # type: ignore[call-overload]
-            function,
-            **executor,
-            dynamic=self.config.dynamic,
-            recompile_limit=_RECOMPILE_LIMIT,
-            # the limit is for this function, not for all modules of its class, nor for all our frames around children
-            isolate_recompiles=True,
-        )
+        compiled = dynamo.compile_isolated(function, **executor, dynamic=self.config.dynamic)
         dynamo.release_backend(self.backend)
         self._regions.append(dynamo.region_of(compiled))
         return inductor.with_own_results(compiled) if engine == inductor.GRAPHS else compiled
