@@ -39,11 +39,13 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "slow and not gpu" $(TEST_ARGS)
 
 # without xdist and coverage.py: slipcover does not see xdist's workers, and under the other Python 3.11 takes three times
-# as long; in two parts, since slipcover 1.1 fails at the end of the whole suite, which forks; shims.py is left
-# out because dynamo traces it as source
-SLIPCOVER := $(BIN)/python -m slipcover --source lightning_ort --omit "lightning_ort/strategies/capture/shims.py"
+# as long; in two parts, since slipcover 1.1 fails at the end of the whole suite, which forks. What it adds to code cannot
+# be traced by dynamo: two files that dynamo traces as source are left out, and a test in which it traces a strategy.
+TRACED := lightning_ort/strategies/capture/shims.py,lightning_ort/compat/torchmetrics.py
+SLIPCOVER := $(BIN)/python -m slipcover --source lightning_ort --omit "$(TRACED)"
 coverage: $(INSTALLED)
-	$(SLIPCOVER) --json --out .coverage.1.json -m pytest -m "not slow and not gpu" tests/strategies tests/cli
+	$(SLIPCOVER) --json --out .coverage.1.json -m pytest -m "not slow and not gpu" tests/strategies tests/cli \
+		--deselect 'tests/strategies/test_gradient_features.py::test_feature[`loss.backward()` in the step]'
 	$(SLIPCOVER) --json --out .coverage.2.json -m pytest -m "not slow and not gpu" \
 		--ignore tests/strategies --ignore tests/cli
 	$(SLIPCOVER) --merge .coverage.1.json .coverage.2.json --skip-covered --fail-under 90
