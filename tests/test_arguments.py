@@ -39,6 +39,7 @@ LINEAR = nn.Linear(2, 2)
 FILE, FOLDER = "<a file>", "<a folder>"
 CHOICES = {
     "engine": "'ort', 'auto'",
+    "dropout_masks": "'exact', 'fast'",
     "placement": "'measured', 'always'",
     "kernels": "'auto', 'training', 'standard'",
     "fallback": "'warn', 'raise'",
@@ -59,7 +60,7 @@ CONFIG: list[Case] = [
     ],
     (ORTConfig, {"recompute": True}, ValueError, ("recompute=True", "0, 1, 2")),
     (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "None, True, False")),
-    (ORTConfig, {"engine": None}, ValueError, ("engine=None", "'ort', 'auto'")),
+    (ORTConfig, {"placement": None}, ValueError, ("placement=None", "'measured', 'always'")),
     (ORTConfig, {"placment": "always"}, TypeError, ("'placment'", "did you mean 'placement'?")),
     (ORTConfig, {"xyzzy": 1}, TypeError, ("'xyzzy'", "the fields are engine, placement")),
     (ORTConfig.parse, {"value": {"placment": "always"}}, ValueError, ("'placment'", "did you mean 'placement'?")),
