@@ -129,6 +129,7 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
 
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
+    settings: dict[str, Any]
     if HAS_REGIONS:
         # a call of a logger is otherwise a graph break; before torch 2.12 that setting loses all metrics
         settings = {"ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls)}
