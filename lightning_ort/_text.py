@@ -10,7 +10,8 @@ import sys
 import unicodedata
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +34,11 @@ def duration(ms: float) -> str:
     return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1000:,.3g} s" if ms < 999_500 else f"{ms / 1000:,.0f} s"
 
 
+def digits(number: float) -> str:
+    """Return three digits or all before the point, where ``.3g`` has an exponent for 1,000."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def say(text: object) -> None:
     """Print a line."""
     print(plain(text))
@@ -41,6 +47,13 @@ def say(text: object) -> None:
 def console(**settings: Any) -> Console:
     """Return a rich console that does not interpret markup."""
     return Console(markup=False, emoji=False, highlight=False, **settings)
+
+
+def show(table: RenderableType, *lines: str) -> None:
+    """Print a table and lines; a narrow terminal wraps the table's lines, where rich would cut off numbers."""
+    out = console()
+    out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
+    out.print(table, *map(plain, lines))
 
 
 class PlainTable(Table):

@@ -13,14 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
-from lightning_ort._text import PlainTable, console, plain
+from lightning_ort._text import PlainTable, console, digits, plain, show
 from lightning_ort.cli.bench_worker import Job, Variant, Worker
-from lightning_ort.cli.load import load
+from lightning_ort.cli.load import check_source, load
 from lightning_ort.config import ORTConfig
 from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
@@ -208,11 +207,7 @@ def bench(
         settings = {**dataclasses.asdict(job), "rounds": rounds, "steps": steps, "warm_up": warm_up}
         text = json.dumps({"machine": machine(), "settings": settings, "rows": found}, indent=2, default=str)
         (output / "bench.json").write_text(text)
-    table = to_table(rows, warm_up, title)
-    # a narrow terminal wraps the lines: rich would cut off numbers
-    out = console()
-    out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
-    out.print(table, _EXPLANATION, plain(_footnote()))
+    show(to_table(rows, warm_up, title), _EXPLANATION, _footnote())
     if output is not None:
         plot(rows, title, output / "bench.png")
     if not any(row.samples for row in rows):
@@ -221,14 +216,7 @@ def bench(
 
 def _checked(job: Job, variants: Sequence[str], output: Path | None) -> list[Variant]:
     """Refuse what cannot be measured before anything is started; return the variants."""
-    if job.module is None and job.config is None:
-        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
-    if job.config is not None and (job.args or job.data_args):
-        sys.exit(
-            "--args and --data-args cannot be combined with --config, which has the arguments of the module and data."
-        )
-    if job.config is not None and not job.config.is_file():
-        sys.exit(f"--config={job.config}: there is no such file.")
+    check_source(job.module, job.config, bool(job.args or job.data_args))
     if output is not None and find_spec("matplotlib") is None:
         sys.exit("--output draws a plot, which needs matplotlib: pip install 'lightning-ort[plot]'")
     try:
@@ -263,8 +251,8 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
         fraction = row.summary.ort_node_fraction if row.summary else None
         table.add_row(
             f"{row.variant} *" if row.variant == fastest and len(rows) > 1 else row.variant,
-            _significant(row.step_ms),
-            _significant(1000 / row.step_ms),
+            digits(row.step_ms),
+            digits(1000 / row.step_ms),
             f"{row.speed(baseline):.2f}x" if ratios else "-",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{row.compile_seconds(warm_up):.1f}",
@@ -288,11 +276,6 @@ def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
     if spent <= 0:
         return "0"
     return f"{math.ceil(spent / saved):,}" if saved > 0 else "never"
-
-
-def _significant(number: float) -> str:
-    """Return three digits or all before the point, where ``.3g`` has an exponent for 1,000."""
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _differs(loss: float | None, other: float | None) -> str:
@@ -335,4 +318,4 @@ def _plot_label(row: Row, baseline: Row, ratios: Sequence[float]) -> str:
     if not row.samples:
         return "failed" if row.error else "not finished"
     speed = f"{row.speed(baseline):.2f}x, " if ratios else ""
-    return f"{speed}{_significant(row.step_ms)} ms a step{', failed later' if row.error else ''}"
+    return f"{speed}{digits(row.step_ms)} ms a step{', failed later' if row.error else ''}"

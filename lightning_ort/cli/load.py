@@ -32,6 +32,18 @@ def load(path: str, argument: str) -> Any:
     return found
 
 
+def check_source(module: str | None, config: Path | None, has_args: bool) -> None:
+    """Exit with a message unless a command's arguments name something to train, and name it once."""
+    if module is None and config is None:
+        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
+    if config is not None and has_args:
+        sys.exit(
+            "--args and --data-args cannot be combined with --config, which has the arguments of the module and data."
+        )
+    if config is not None and not config.is_file():
+        sys.exit(f"--config={config}: there is no such file.")
+
+
 def call(make: Any, path: str, args: dict[str, Any]) -> Any:
     """Call what :func:`load` found at ``path``; exit with a message if that fails."""
     try:

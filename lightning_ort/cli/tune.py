@@ -8,12 +8,11 @@ import time as clock
 from pathlib import Path
 from typing import Any
 
-from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
-from lightning_ort._text import PlainTable, console, plain, say
-from lightning_ort.cli.load import load
+from lightning_ort._text import PlainTable, console, plain, say, show
+from lightning_ort.cli.load import check_source, load
 from lightning_ort.tuning.api import checked_limits, is_plain, planned, probed, tune_project
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.result import TuneResult, check_absent, files_of
@@ -86,7 +85,7 @@ def tune(
         sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
     except KeyboardInterrupt:
         sys.exit("lightning-ort tune: interrupted before anything was measured.")
-    _show(result.table())
+    show(result.table())
     for note in result.notes:
         say(note)
     if result.chosen == 0:
@@ -107,12 +106,7 @@ def _project(
     seed: int,
 ) -> Project:
     """Load what is named; exit with a message if something is missing."""
-    if module is None and config is None:
-        sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
-    if config is not None and (args or data_args):
-        sys.exit(
-            "--args and --data_args cannot be combined with --config, which has the arguments of the module and data."
-        )
+    check_source(module, config, bool(args or data_args))
     settings = _configuration(config) if config is not None else None
     if settings is not None and module is None and "class_path" not in (settings.get("model") or {}):
         sys.exit(
@@ -134,8 +128,6 @@ def _project(
 def _configuration(path: Path) -> dict[str, Any]:
     from jsonargparse import get_loader
 
-    if not path.is_file():
-        sys.exit(f"--config={path}: there is no such file.")
     for folder in ("", str(path.parent.resolve())):  # for what its class_path entries name
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -175,17 +167,10 @@ def _show_plan(project: Project, limits: Limits) -> None:
     for trial in trials:
         predicted = "-" if trial.predicted_peak is None else f"{trial.predicted_peak / 1e6:,.1f}"
         table.add_row(trial.stage, str(trial.candidate), trial.reason, predicted)
-    _show(table)
+    show(table)
     needed = math.ceil((len(trials) + 1) * each / 60)
     say(f"{len(trials)} ways, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
     say("Later stages change what was fastest in earlier ones. What there is no time for is left out, from the end.")
-
-
-def _show(found: Any) -> None:
-    # a narrow terminal wraps the lines: rich would cut off numbers
-    out = console()
-    out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), found).maximum)
-    out.print(found)
 
 
 def _read(path: Path) -> TuneResult:

@@ -88,6 +88,7 @@ class Placer:
         built: dict[Any, GuardedRegion] = {}
         lost: dict[Any, Timing] = {}
         regions: list[Region] = []
+        timed: set[str] = set()
         while True:
             regions = partition(gm, candidates, self.config.min_region_nodes, regions)
             new = [region for region in regions if region.executor != TORCH and region.key not in built]
@@ -95,16 +96,19 @@ class Placer:
                 break
             for region in new:
                 where = f"{name}/{region.name}"
+                builder = RegionBuilder(self, executors[region.executor], region, where)
                 try:
-                    built[region.key] = RegionBuilder(self, executors[region.executor], region, where).build()
+                    built[region.key] = builder.build()
                 except RegionRejected as rejection:
                     candidates.demote(region, rejection.reason)
                     if rejection.timing is not None:
                         lost[region.key] = rejection.timing
                     if rejection.reason.type.is_failure:
                         self.fall_back(where, rejection.reason)
-        for executor in executors.values() if built or lost else ():
-            executor.release_memory()
+                if builder.timed:
+                    timed.add(region.executor)
+        for used in timed:
+            executors[used].release_memory()
         placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
         for region in regions:
             if region.executor == TORCH:
@@ -177,12 +181,18 @@ def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
 
 
 class RegionBuilder:
-    """Builds and times one region, without what is in the cache already."""
+    """Builds and times one region, without what is in the cache already.
+
+    Attributes:
+        timed: Whether anything was run to time it.
+
+    """
 
     def __init__(self, placer: Placer, executor: Executor, region: Region, where: str) -> None:
         self._placer, self._config = placer, placer.config
         self._executor, self._region, self._where = executor, region, where
         self._variants = executor.variants(region)
+        self.timed = False
         self._fingerprint = fingerprint(region.module.graph)
         self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
 
@@ -243,6 +253,7 @@ class RegionBuilder:
         return Timing({name: entry.timing.ms[name] for name in wanted}, entry.timing.variant)
 
     def _time(self, build: Callable[[Variant], Callable[..., Any]]) -> Timing:
+        self.timed = True
         calls: dict[Variant, Callable[..., Any]] = {}
         torch_forward = self._region.module.forward if self._config.placement == "measured" else None
         try:

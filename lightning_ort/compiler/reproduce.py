@@ -27,17 +27,22 @@ ELEMENT_TYPES: dict[str, tuple[torch.dtype, Any]] = {
 }
 
 
+def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory a tensor of these sizes and strides spans."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
+
+
 def make_input(spec: Any, generator: torch.Generator) -> Any:
     """Return a random tensor of (sizes, strides, dtype, device); a number is returned as it is."""
     if not isinstance(spec, tuple):
         return spec
     sizes, strides, dtype, device = spec
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
+    elements = extent(sizes, strides)
     # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
     if dtype.is_floating_point:
-        flat = torch.rand(extent, generator=generator).add_(0.1).to(dtype)
+        flat = torch.rand(elements, generator=generator).add_(0.1).to(dtype)
     else:
-        flat = torch.zeros(extent, dtype=dtype)
+        flat = torch.zeros(elements, dtype=dtype)
     return flat.to(device).as_strided(sizes, strides)
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
-from lightning_ort.compiler.reproduce import make_input
+from lightning_ort.compiler.reproduce import extent, make_input
 
 _LARGE = 1 << 18  # elements of an input whose memory is shared
 _SHARED_ELEMENTS = 1 << 24  # more than the processor's caches hold: no input may be in one because another was read
@@ -33,7 +33,7 @@ def samples(region: Region) -> list[Any]:
     large: dict[Any, list[int]] = {}
     for spec in specs:
         if _is_large(spec):
-            large.setdefault(spec[2:], []).append(_extent(spec))
+            large.setdefault(spec[2:], []).append(extent(*spec[:2]))
     shared = {}
     for (dtype, device), extents in large.items():
         elements = max(*extents, min(sum(extents), _SHARED_ELEMENTS), 1)
@@ -44,9 +44,9 @@ def samples(region: Region) -> list[Any]:
             made.append(make_input(spec, generator))
             continue
         memory = shared[spec[2:]]
-        start = start if start + _extent(spec) <= memory.numel() else 0
+        start = start if start + extent(*spec[:2]) <= memory.numel() else 0
         made.append(memory.as_strided(*spec[:2], start))
-        start += _extent(spec)
+        start += extent(*spec[:2])
     return made
 
 
@@ -58,12 +58,8 @@ def _spec(val: Any) -> Any:
     return sizes, strides, val.dtype, val.device
 
 
-def _extent(spec: Any) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(*spec[:2], strict=True))
-
-
 def _is_large(spec: Any) -> bool:
-    return isinstance(spec, tuple) and spec[2].is_floating_point and 0 not in spec[0] and _extent(spec) >= _LARGE
+    return isinstance(spec, tuple) and spec[2].is_floating_point and extent(*spec[:2]) >= _LARGE
 
 
 def measure(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from lightning_ort._text import PlainTable, plain
+from lightning_ort._text import PlainTable, digits, plain
 from lightning_ort.tuning.losses import sketch
 
 _VERSION = 1
@@ -117,8 +117,8 @@ class TuneResult:
         return [
             mark,
             trial["candidate"] + (" (refused)" if trial["verdict"] == "refused" else ""),
-            _digits(1000 * seconds),
-            _digits(1 / seconds),
+            digits(1000 * seconds),
+            digits(1 / seconds),
             f"{found[0]:.2f}x" if found else "-",
             f"{found[1]:.2f}-{found[2]:.2f}" if found and found[1] > 0 and place else "-",
             "-" if peak is None else f"{peak / 1e6:,.0f}",
@@ -193,7 +193,3 @@ def check_absent(path: Path) -> None:
     """Raise ``FileExistsError`` if a file is there."""
     if path.exists():
         raise FileExistsError(f"{path} is there already, and nothing is overwritten: give another -o, or move it away.")
-
-
-def _digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"

@@ -45,6 +45,12 @@ def dtype_of(arg: Arg) -> torch.dtype:
     return torch.int64 if isinstance(arg, int) else torch.float32
 
 
+def work_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype in which torch's kernels compute with a tensor, or keep its statistics: float32 for half types."""
+    dtype = dtype_of(node)
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def input_dtype(node: fx.Node) -> torch.dtype:
     """The dtype of a region's input: that of the node, or uint8 for booleans that may be any byte."""
     return torch.uint8 if node.meta.get(ANY_BYTE) else dtype_of(node)

@@ -10,7 +10,7 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.checks import Dims, refuse_empty, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static, work_dtype
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 
@@ -18,12 +18,6 @@ aten = torch.ops.aten
 
 Gradients = tuple[Value | None, ...]
 MaybeNode = fx.Node | None
-
-
-def _work_dtype(x: fx.Node) -> torch.dtype:
-    """The dtype in which torch keeps the statistics of a tensor."""
-    dtype = dtype_of(x)
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _as_traced(node: fx.Node, *results: Value | None) -> tuple[Any, ...]:
@@ -62,7 +56,7 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
     # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
     normalized_shape, weight, bias, eps = args
-    value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
+    value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
     result, mean, rstd = _standardize(x, value, axes, eps)
     if weight is not None:
         result = result * weight
@@ -75,7 +69,7 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
 def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, Value]:
     """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
     normalized_shape, weight, eps = args
-    value, axes = ctx.value(x, _work_dtype(x)), list(range(-len(normalized_shape), 0))
+    value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
     power = reduce("ReduceMean", x, value * value, axes, keepdim=True)
     rstd = rsqrt(power + (torch.finfo(dtype_of(x)).eps if eps is None else eps))
     result = value * rstd
@@ -100,7 +94,7 @@ def layer_norm_backward(
         inputs = (grad, x, ctx.value(weight, torch.float32), mean, rstd)
         gradients = ctx.ms("LayerNormalizationGrad", *inputs, axis=-len(normalized_shape), outputs=3)
         return tuple(value if wanted else None for value, wanted in zip(gradients, output_mask, strict=True))
-    work = _work_dtype(x)
+    work = work_dtype(x)
     centered = ctx.value(x, work) - mean
     gradients = _last_dims_backward(
         grad, x, centered, ctx.value(rstd, work), weight, output_mask, normalized_shape, True
@@ -114,7 +108,7 @@ def fused_rms_norm_backward(
 ) -> Gradients:
     """_fused_rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, bool[2] output_mask) -> (Tensor, Tensor)"""  # noqa: E501
     rstd, weight, output_mask = args
-    work, mask = _work_dtype(x), (output_mask[0], output_mask[1] and weight is not None, False)
+    work, mask = work_dtype(x), (output_mask[0], output_mask[1] and weight is not None, False)
     value, rstd = ctx.value(x, work), ctx.value(rstd, work)
     return _as_traced(node, *_last_dims_backward(grad, x, value, rstd, weight, mask, normalized_shape, False)[:2])
 
@@ -173,7 +167,7 @@ def _grouped(value: Value, x: fx.Node, group: int) -> Value:
 def native_group_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, *_, group, eps = args
-    value = _grouped(ctx.value(x, _work_dtype(x)), x, group)
+    value = _grouped(ctx.value(x, work_dtype(x)), x, group)
     normal, mean, rstd = _standardize(x, value, 2, eps)
     result = _affine(normal.reshape(ctx.shape_tensor(x)), x, weight, bias)
     return _as_traced(node, result, mean.squeeze(2), rstd.squeeze(2))
@@ -192,7 +186,7 @@ def _affine(value: Value, x: fx.Node, weight: Value | MaybeNode, bias: MaybeNode
 def group_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Gradients:
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     mean, rstd, weight, *_, group, output_mask = args
-    dtype, work = dtype_of(x), _work_dtype(x)
+    dtype, work = dtype_of(x), work_dtype(x)
     grads, spread = ctx.value(grad, work), ctx.value(rstd, work).unsqueeze(2)
     normal = (_grouped(ctx.value(x, work), x, group) - ctx.value(mean, work).unsqueeze(2)) * spread
 
@@ -230,7 +224,7 @@ def _batch_norm_eval(
     ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, mean: fx.Node, var: fx.Node, eps: float
 ) -> tuple[Value, Value, Value]:
     """Normalize with the running mean and variance; the batch's statistics are empty."""
-    work = _work_dtype(x)
+    work = work_dtype(x)
     rstd = rsqrt(ctx.value(var, work) + eps)
     centered = ctx.value(x, work) - _per_channel(ctx.value(mean, work), x)
     empty = ctx.const([], work)
@@ -243,7 +237,7 @@ def _batch_norm_train(
     """The result, the batch's mean and 1 / std, and its variance (of the population)."""
     # not BatchNormalization with training_mode=1: onnxruntime's CPU kernel for it wants the running statistics, and
     # updates them with the variance of the population where torch takes that of a sample
-    axes, value = _channel_axes(x), ctx.value(x, _work_dtype(x))
+    axes, value = _channel_axes(x), ctx.value(x, work_dtype(x))
     mean = reduce("ReduceMean", x, value, axes)
     centered = value - _per_channel(mean, x)
     variance = reduce("ReduceMean", x, centered * centered, axes)
@@ -259,7 +253,7 @@ def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: A
     if not training:
         results = _batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps)
         return _as_traced(node, *results, old_mean, old_var)
-    if old_mean.dtype != _work_dtype(x):
+    if old_mean.dtype != work_dtype(x):
         raise Unsupported(f"running statistics of {old_mean.dtype} for {dtype_of(x)}")
     result, mean, rstd, variance = _batch_norm_train(ctx, x, weight, bias, eps)
     # the running variance is that of a sample: n / (n - 1) times that of the population
@@ -298,7 +292,7 @@ def native_batch_norm(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Val
 def batch_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Gradients:
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask = args
-    dtype, work, axes = dtype_of(x), _work_dtype(x), _channel_axes(x)
+    dtype, work, axes = dtype_of(x), work_dtype(x), _channel_axes(x)
     if train and save_mean is not None and save_invstd is not None:
         mean, rstd = ctx.value(save_mean, work), ctx.value(save_invstd, work)
     elif not train and running_mean is not None and running_var is not None:

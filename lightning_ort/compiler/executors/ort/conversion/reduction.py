@@ -85,9 +85,8 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Valu
     shape = ctx.value(x).op("Shape")
     if ctx.on_cpu:
         return shape.op("Gather", axes).op("ReduceProd", keepdims=0).cast(dtype)
-    return functools.reduce(operator.mul, (shape.op("Gather", axis) for axis in axes)).cast(
-        dtype
-    )  # no kernel for int64
+    product = functools.reduce(operator.mul, (shape.op("Gather", axis) for axis in axes))  # ReduceProd lacks int64
+    return product.cast(dtype)
 
 
 def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:

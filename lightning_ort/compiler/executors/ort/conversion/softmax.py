@@ -8,7 +8,7 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.checks import refuse_empty
 from lightning_ort.compiler.executors.ort.conversion.elementary import exp
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, work_dtype
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
 
@@ -50,8 +50,7 @@ def _along(value: Value, op_type: str, x: fx.Node, dim: int) -> Value:
 
 def _in_float32(ctx: GraphBuilder, grad: fx.Node, output: fx.Node) -> tuple[Value, Value]:
     """The result and its gradient as torch's kernels compute with them: half types in float32."""
-    dtype = dtype_of(output)
-    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    dtype = work_dtype(output)
     return ctx.value(output, dtype), ctx.value(grad, dtype)
 
 

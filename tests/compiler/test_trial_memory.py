@@ -88,3 +88,18 @@ def test_large_inputs_of_trials_share_memory(monkeypatch: pytest.MonkeyPatch) ->
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert sum(storages.values()) <= 4 * 3 * 2048 * 2048
     assert len({tensor.data_ptr() for tensor in tensors}) > 1  # not all at one place, which a cache would hold
+
+
+def test_nothing_is_released_where_nothing_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(OrtExecutor, "release_memory", lambda self: released.append(self.name))
+    x, w = torch.randn(64, 128), torch.randn(128, 64)
+    for _ in range(2):  # the second time from the cache, as in a second run
+        torch.compiler.reset()
+        backend = ORTBackend(ORTConfig(placement="measured", cache_dir=str(tmp_path)))
+        with torch.no_grad():
+            got = torch.compile(squares, backend=backend)(x, w)
+        torch.testing.assert_close(got, squares(x, w), rtol=1e-4, atol=1e-4)
+        assert backend.report.graphs
+        released.append("end of a run")
+    assert released == ["ort", "end of a run", "end of a run"]
