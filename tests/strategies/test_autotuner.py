@@ -20,6 +20,7 @@ from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture.autotuner import MAX_ROUNDS, ROUNDS, StepAutotuner
+from lightning_ort.strategies.capture.module import CapturedModule
 
 SLOW = 0.05  # seconds, many times what a step of the module takes
 
@@ -98,6 +99,56 @@ def test_a_faster_captured_step_stays(make_trainer: Callable[..., Any]) -> None:
     regions = [region for graph in report.graphs for region in graph.regions if region.executor == "ort"]
     assert len(regions) == 1
     assert all(region.runs >= STEPS - ROUNDS - 3 for region in regions)
+
+
+@pytest.mark.usefixtures("regions_win")
+def test_a_captured_step_that_becomes_slower_is_taken_back(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = BoundSession.__call__, 0
+
+    def slowly(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        time.sleep(SLOW if module.global_step > 18 else 0)  # more than the first trial takes
+        return run(self, *args)
+
+    monkeypatch.setattr(autotuner, "FIRST_CHECK", 15)
+    monkeypatch.setattr(BoundSession, "__call__", slowly)
+    stock, module = SlowInPython(), SlowInPython()
+    fit(stock, make_trainer, "auto")
+    module.pause = stock.pause / 10  # between the fast and the slow session's time
+    report = fit(module, make_trainer, ORTStrategy()).strategy.report
+    (step,) = report.steps  # the later times alone
+    assert step.engine == "torch"
+    assert step.ms["ort"] > 1000 * SLOW
+    (note,) = [note for note in report.notes if note.where == "training_step"]
+    assert note.reason.type is ReasonType.SLOWER
+    assert "timed again after 15 steps" in note.reason.text
+    assert 18 < calls < STEPS
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+@pytest.mark.usefixtures("regions_win")
+def test_a_captured_step_that_stays_faster_is_kept(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[int] = []
+    again = CapturedModule.new_check
+
+    def new_check(self: CapturedModule, engine: Any) -> Any:
+        checks.append(self.module.trainer.fit_loop.total_batch_idx)
+        return again(self, engine)
+
+    monkeypatch.setattr(autotuner, "FIRST_CHECK", 5)
+    monkeypatch.setattr(CapturedModule, "new_check", new_check)
+    module = SlowInPython()
+    report = fit(module, make_trainer, ORTStrategy()).strategy.report
+    assert len(checks) == 2  # after 5 steps and after 25
+    assert checks[1] - checks[0] == 20
+    (step,) = report.steps
+    assert step.engine == "ort"
+    assert not report.notes
 
 
 @pytest.mark.parametrize(
@@ -187,9 +238,11 @@ def test_an_engine_that_is_dropped_does_not_count() -> None:
 class SlowInPython(Long):
     """A step that is slow unless it is compiled."""
 
+    pause = SLOW
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if not torch.compiler.is_compiling():
-            time.sleep(SLOW)
+            time.sleep(self.pause)
         return super().training_step(batch, batch_idx)
 
 

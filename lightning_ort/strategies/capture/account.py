@@ -32,6 +32,7 @@ class StepAccount:
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
         self._done, self._spent = 0, 0.0
+        self.exceeded = ""  # that of the last run
 
     def end_run(self) -> None:
         """Write what a step that has waited took to start, for later runs."""

@@ -13,6 +13,27 @@ Engine = Literal["ort", "torch", "inductor", "inductor-graphs"]
 ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
 _CLOSE = 1.1
+FIRST_CHECK, _CHECKS_GROW = 200, 5
+
+
+class Checks:
+    """When the engine that won a trial is timed against the step as it is again: after ever more steps.
+
+    Something else may have used the processor during the trial, and later batches may be others.
+    """
+
+    def __init__(self) -> None:
+        self.after = 0  # steps; 0 before the trial
+        self._steps = 0
+
+    def schedule(self) -> None:
+        """Plan the next one."""
+        self.after = _CHECKS_GROW * self.after or FIRST_CHECK
+
+    def due(self) -> bool:
+        """Count a step, and return whether a check begins with it."""
+        self._steps += 1
+        return self._steps == self.after
 
 
 class StepAutotuner:

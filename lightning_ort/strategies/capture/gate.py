@@ -83,10 +83,11 @@ class StartGate:
         self.decision.done += 1
         if self.timer is None:
             return step(*args, **kwargs)
-        self.timer.next_engine()
+        self.timer.add_sample()
         if self.timer.rounds >= _SAMPLES:
             self._seconds, self.timer = self.step_seconds, None
             return step(*args, **kwargs)
+        self.timer.next_engine()
         with self.timer.timed():
             return step(*args, **kwargs)
 

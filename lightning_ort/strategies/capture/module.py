@@ -133,6 +133,10 @@ class CapturedModule:
         found = engines_for(self.config, self._strategy.root_device, name, may_record)
         return StepAutotuner(found.engines, self._synchronize(), found.last, found.worth_trying)
 
+    def new_check(self, engine: Engine) -> StepAutotuner:
+        """Return what times the engine that won an earlier trial against the step as it is."""
+        return StepAutotuner([engine, "torch"], self._synchronize())
+
     def new_gate(self, name: str) -> StartGate | None:
         """Return what decides when a step is captured, or ``None`` if it is captured at once."""
         return StartGate(self, name, self._synchronize()) if self.amortized else None

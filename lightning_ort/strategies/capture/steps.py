@@ -36,7 +36,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
-from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
+from lightning_ort.strategies.capture.autotuner import Checks, Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.gate import StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
@@ -153,7 +153,8 @@ class CapturedStep(AbstractContextManager[None]):
         self._recompiling = 0  # steps in a row
         self._recompiled = 0  # steps since the mode was chosen
         self._breaks = GraphBreakNotes(name)
-        self._autotuned = 0
+        self._autotuned, self._checks = 0, Checks()
+        self._verdict: StepReport | None = None  # the last trial's
         self._gate: StartGate | None = None  # while the step waits
         self._account = StepAccount(module, name)
         self.autotuner: StepAutotuner | None = None
@@ -232,13 +233,14 @@ class CapturedStep(AbstractContextManager[None]):
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._change_mode("off", ReasonType.BUDGET, account.exceeded)
-        autotuner = self.autotuner
-        if autotuner is None:
+        if self._checks.after and self._checks.due() and self.autotuner is None:
+            self.autotuner = self._module.new_check(self._engine)
+        if (autotuner := self.autotuner) is None:
             return self._run_on(self._engine, *args, **kwargs)
         engine = autotuner.next_engine()
         if autotuner.done:
             self._keep_fastest(autotuner)
-            return self._run(*args, **kwargs)
+            return self._run_on(self._engine, *args, **kwargs)
         with autotuner.timed():
             return self._run_on(engine, *args, **kwargs)
 
@@ -351,18 +353,22 @@ class CapturedStep(AbstractContextManager[None]):
             times = backend.agree(f"{self._name}/{self._autotuned}", times)
         self.autotuner = None
         self._account.settle(times, autotuner.overhead())
-        report = StepReport(self._name, times)
-        backend.report.steps.append(report)
+        steps, checked = backend.report.steps, self._checks.after
+        if checked and self._verdict in steps:
+            steps.remove(self._verdict)
+        self._verdict = report = StepReport(self._name, times)
+        steps.append(report)
+        self._checks.schedule()
         if report.engine == "torch":
             captured = min(ms for engine, ms in times.items() if engine != "torch") if len(times) > 1 else math.nan
-            text = f"{duration(times.get('ort', captured))} captured, {duration(times['torch'])} as it is"
-            self._set_mode("off")
-            self._module.record_choice(self._name, ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
-        elif report.engine in inductor.ENGINES:
+            when = f"timed again after {checked} steps: " if checked else ""
+            text = f"{when}{duration(times.get('ort', captured))} captured, {duration(times['torch'])} as it is"
+            self._change_mode("off", ReasonType.SLOWER, text, announced=not checked)
+        elif report.engine in inductor.ENGINES and not checked:
             self._engine = inductor.NAME if report.engine == inductor.NAME else inductor.GRAPHS
             other = duration(times["ort" if "ort" in times else "torch"])
             text = f"{other}, {duration(times[report.engine])} compiled by {report.engine}, which keeps it"
-            self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
+            self._record_choice(ReasonType.SLOWER, text, announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
@@ -378,16 +384,17 @@ class CapturedStep(AbstractContextManager[None]):
         text += " (no result changes)"
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
-    def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
+    def _change_mode(self, mode: Mode, kind: ReasonType, why: str, announced: bool = False) -> None:
         self._set_mode(mode)
-        self._record_choice(kind, f"{why}; {_CHOICE[mode]}")
+        self._record_choice(kind, f"{why}; {_CHOICE[mode]}", announced)
 
     def _set_mode(self, mode: Mode) -> None:
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
         self._mode, self._compiled, self._engine = mode, {}, "ort"
         self._recompiling = self._recompiled = 0
+        self._checks = Checks()
         self._account.close()
         self.autotuner = self._module.new_autotuner(self._name) if mode != "off" else None
 
-    def _record_choice(self, kind: ReasonType, text: str) -> None:
-        self._module.record_choice(self._name, kind, text)
+    def _record_choice(self, kind: ReasonType, text: str, announced: bool = False) -> None:
+        self._module.record_choice(self._name, kind, text, announced)
