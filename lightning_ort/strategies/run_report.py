@@ -96,8 +96,9 @@ def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
     machine = (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
     )
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.get_device_name()}"
+    device = trainer.strategy.root_device
+    if device.type == "cuda":  # on a CPU nothing may wake up CUDA: a process that has cannot fork
+        machine += f", {torch.cuda.get_device_name(device)}"
     names = ("lightning-ort", "torch", trainer.strategy.namespace.distribution, *kernels.DISTRIBUTIONS)  # type: ignore[attr-defined]
     return {
         "model": type(trainer.lightning_module).__name__,

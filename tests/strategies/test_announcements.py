@@ -80,7 +80,7 @@ def test_win_or_lose(ms: dict[str, float], verdict: str) -> None:
     bar = Bar()
     announcement = Announcement("training_step")
     announcement.end(trainer_with(bar), "never started")
-    announcement.start(trainer_with(bar))
+    announcement.start(trainer_with(bar), "ort")
     announcement.add(1.25)
     announcement.add(0.25)
     announcement.verdict(trainer_with(bar), ms)
@@ -101,7 +101,7 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcements.sys, "stdout", SimpleNamespace(isatty=lambda: True, encoding="utf-8"))
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    Announcement("training_step").start(trainer_with(bar))
+    Announcement("training_step").start(trainer_with(bar), "ort")
     monkeypatch.setenv("NO_COLOR", "1")
-    Announcement("training_step").start(trainer_with(bar))
+    Announcement("training_step").start(trainer_with(bar), "ort")
     assert [line.startswith("\x1b[") for line in bar.lines] == [True, False]

@@ -1,5 +1,6 @@
 """What a captured step has cost and saved: :class:`StepAccount`."""
 
+import dataclasses
 import math
 import time
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from lightning_ort.strategies.capture.announcements import Announcement
 from lightning_ort.strategies.capture.budget import GRACE, STOP, seconds_text
 
 if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.autotuner import Engine
     from lightning_ort.strategies.capture.dynamo_monitor import Outcome
     from lightning_ort.strategies.capture.gate import History, StartGate
     from lightning_ort.strategies.capture.module import CapturedModule
@@ -25,6 +27,7 @@ class StepAccount:
         self._done = 0  # steps in this run
         self._spent = 0.0  # in this run
         self._saving = 0.0  # in each step
+        self._saved = 0.0  # since the last trial
         self._ms: dict[str, float] = {}
         self._call_start = 0.0
         self._announcement = Announcement(name)
@@ -40,25 +43,28 @@ class StepAccount:
         self._announcement.end(module.module.trainer, "the run ended before it could be timed")
         if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
             self._history.store(module.backend, self._spent, self._ms, not self.exceeded)
+        self._history = None  # what later runs spend is not what a start takes
 
     def start(self, gate: "StartGate") -> None:
         """Begin to capture a step that has waited."""
         self._history, self._usual, self._done = gate.history, gate.step_seconds, gate.decision.done
         self.exceeded = ""
 
-    def count_step(self) -> None:
-        """Count a step, and what it saves."""
+    def count_step(self, in_trial: bool) -> None:
+        """Count a step, and what it saves if it is not part of a trial."""
         self._done += 1
-        if self._saving:
-            run = self._module.backend.report.run
+        if self._saving and not in_trial:
+            run, trainer = self._module.backend.report.run, self._module.module.trainer
             run.saved_seconds += self._saving
+            self._saved += self._saving
             if run.paid_after is None and run.saved_seconds >= run.startup_seconds:
-                run.paid_after = self._done
+                run.paid_after = trainer.fit_loop.total_batch_idx + 1 if trainer.state.fn == "fit" else self._done
 
-    def begin_call(self) -> None:
-        """Start the clock for a call that may compile."""
+    def begin_call(self, engine: "Engine") -> None:
+        """Start the clock for a call that may compile for an engine."""
+        self._module.begin_run()  # of a step that an earlier run has captured
         if not self._announcement.started:
-            self._announcement.start(self._module.module.trainer)
+            self._announcement.start(self._module.module.trainer, engine)
         self._call_start = time.perf_counter()
 
     def end_compiling_call(self, outcome: "Outcome", is_timed: bool) -> None:
@@ -90,14 +96,23 @@ class StepAccount:
     def settle(self, times: dict[str, float], overhead: float) -> None:
         """Count a trial: the time of the step on each engine in ms, and the seconds that it took."""
         self._spend(overhead)
-        self._module.backend.report.run.trial_seconds += overhead
+        run = self._module.backend.report.run
+        run.trial_seconds += overhead
         self._announcement.verdict(self._module.module.trainer, times)
         self._ms = times
         self._saving = (times["torch"] - min(times.values())) / 1000
+        if self._saving == 0:  # nobody knows since when
+            run.saved_seconds -= self._saved
+            run.paid_after = run.paid_after if run.saved_seconds >= run.startup_seconds else None
+        self._saved = 0.0
+
+    def announce(self, text: str) -> None:
+        """Say something on the console, if that shows the run."""
+        self._announcement.say(self._module.module.trainer, text)
 
     def close(self) -> None:
         """Nothing is saved any more: the step has changed, and what follows is announced anew."""
-        self._saving = 0.0
+        self._saving = self._saved = 0.0
         self._announcement = Announcement(self._name)
 
     @property
@@ -105,7 +120,11 @@ class StepAccount:
         module = self._module
         if not module.amortized:
             return math.inf
-        return module.budget.allowed(module.outlook(self._name, self._done))
+        view = module.outlook(self._name, self._done)
+        if view.batches_done == 0 and view.steps is not None:  # an earlier run has captured the step
+            left = view.steps * self._usual
+            view = dataclasses.replace(view, seconds=left if view.seconds is None else min(left, view.seconds))
+        return module.budget.allowed(view)
 
     def _spend(self, seconds: float) -> None:
         seconds = max(0.0, seconds)

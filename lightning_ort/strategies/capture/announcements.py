@@ -32,16 +32,17 @@ class Announcement:
         self._seconds = 0.0
         self._started = False
         self._ended = False
+        self._verdict_given = False
 
     @property
     def started(self) -> bool:
         """Whether the step is being compiled, or has been."""
         return self._started
 
-    def start(self, trainer: "pl.Trainer") -> None:
-        """Say that compiling starts."""
+    def start(self, trainer: "pl.Trainer", engine: str) -> None:
+        """Say that compiling for an engine starts."""
         self._started = True
-        text = f"lightning-ort: compiling {self._step} for ONNX Runtime; the first batches take longer ..."
+        text = f"lightning-ort: compiling {self._step} for {LABELS[engine]}; the first batches take longer ..."
         _print(trainer, text, _DIM)
 
     def add(self, seconds: float) -> None:
@@ -50,6 +51,9 @@ class Announcement:
 
     def verdict(self, trainer: "pl.Trainer", ms: dict[str, float]) -> None:
         """Say who runs the step from now on, by its times on each engine; a second call says nothing."""
+        if self._verdict_given:
+            return
+        self._verdict_given, self._ended = True, False  # an earlier run may have ended before
         fastest = min(ms, key=ms.__getitem__)
         others = {engine: each for engine, each in ms.items() if engine != fastest}
         rivals = ", ".join(f"{duration(each)} in {LABELS.get(engine, engine)}" for engine, each in others.items())
@@ -63,6 +67,10 @@ class Announcement:
     def end(self, trainer: "pl.Trainer", why: str) -> None:
         """Say that compiling has ended without a verdict; a second call, or one before the start, says nothing."""
         self._end(trainer, why, _DIM)
+
+    def say(self, trainer: "pl.Trainer", text: str) -> None:
+        """Say what has changed since the verdict."""
+        _print(trainer, f"lightning-ort: {self._step}: {text}", _YELLOW)
 
     def _end(self, trainer: "pl.Trainer", text: str, colour: str) -> None:
         if self._started and not self._ended:

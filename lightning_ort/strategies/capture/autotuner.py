@@ -10,7 +10,7 @@ from lightning_ort.compiler.timing import CLEAR_ROUNDS, not_far_behind
 
 Engine = Literal["ort", "torch", "inductor", "inductor-graphs"]
 
-ROUNDS = 5  # samples of each engine, after a first one that allocates and does not count
+ROUNDS = 6  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
 _CLOSE = 1.1
 FIRST_CHECK, _CHECKS_GROW = 200, 5
@@ -32,6 +32,8 @@ class Checks:
 
     def due(self) -> bool:
         """Count a step, and return whether a check begins with it."""
+        if not self.after:
+            return False
         self._steps += 1
         return self._steps == self.after
 
@@ -67,14 +69,17 @@ class StepAutotuner:
         self._timing = False
 
     def next_engine(self) -> Engine:
-        """Add the last step's sample, and return the engine for the next step: the one with the fewest samples."""
+        """Add the last step's sample, and return the engine for the next step: one with the fewest samples."""
         self.add_sample()
         if self._last is not None and self._enough:
             last, self._last = self._last, None
             if self._worth_trying(self.milliseconds):
                 self._samples[last] = []
         self._seconds, self._counts = 0.0, True
-        self._engine = min(self._samples, key=lambda engine: len(self._samples[engine]))
+        fewest = min(map(len, self._samples.values()))
+        behind = [engine for engine, samples in self._samples.items() if len(samples) == fewest]
+        # A B, B A, A B: what alternates from step to step, as in GANs and with accumulation, meets each engine
+        self._engine = behind[-(fewest % 2)]
         return self._engine
 
     def add_sample(self) -> None:
@@ -113,10 +118,10 @@ class StepAutotuner:
         """How many samples of each engine count."""
         return min(map(len, self._samples.values())) - 1
 
-    def overhead(self) -> float:
-        """Return the seconds by which samples took longer than the median of the step as it is."""
-        usual = statistics.median(self._samples["torch"][1:])
-        others = (samples for engine, samples in self._samples.items() if engine != "torch")
+    def overhead(self, engine: Engine) -> float:
+        """Return the seconds by which samples took longer than the median of the engine that was used before."""
+        usual = statistics.median(self._samples[engine][1:])
+        others = (samples for other, samples in self._samples.items() if other != engine)
         return sum(max(0.0, seconds - usual) for samples in others for seconds in samples)
 
     @property
@@ -127,6 +132,8 @@ class StepAutotuner:
     @property
     def _enough(self) -> bool:
         rounds = self.rounds
+        if rounds % 2:
+            return False  # so far one engine has had more of what alternates than the other
         if rounds < ROUNDS:
             samples = {engine: samples[1:] for engine, samples in self._samples.items()}
             return rounds >= CLEAR_ROUNDS and len(not_far_behind(samples)) == 1

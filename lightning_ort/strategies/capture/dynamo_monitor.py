@@ -7,12 +7,13 @@ around each call would cost more than a small model's step.
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from lightning_ort.compat import dynamo, dynamo_messages
+from lightning_ort.compat.torch import backward_at_once
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class DynamoMonitor:
         _thread.monitor = None
         self._end_quiet()  # which dynamo has not told us to, if it was reset while it compiled
         if self._settings is not None:
-            self._settings.__exit__(None, None, None)
+            self._settings.close()
             self._settings = None
         if self._holds_lock:
             self._holds_lock = False
@@ -149,10 +150,12 @@ class DynamoMonitor:
         if self._settings is None:
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
-            self._settings = dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers)
             dynamo.prepare_divergences()
             _filter_loggers()  # of modules that were imported since
-            self._settings.__enter__()
+            self._settings = ExitStack()
+            self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))
+            # inductor too: what a backward pass takes to compile is counted, and a failure ends no run
+            self._settings.enter_context(backward_at_once())
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""

@@ -112,9 +112,7 @@ class History:
     def load(cls, module: "CapturedModule", step: str, batch: Any) -> "History":
         """Read it from the cache."""
         cache = module.backend.cache
-        name = cache.name(
-            f"{step}\n{_describe(module.module)}\n{_shapes(batch)}", (repr(module.config.capture),), "start"
-        )
+        name = cache.name(f"{step}\n{_describe(module.module)}\n{_shapes(batch)}", module.settings, "start")
         return cls(name, cache.load_startup(name))
 
     @property

@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,15 +123,23 @@ class CapturedModule:
         before, self.monitor.numbers = self.monitor.numbers, False
         return before
 
-    def new_autotuner(self, name: str) -> StepAutotuner | None:
-        """Return an autotuner for a step, or ``None`` if timing does not decide."""
-        if self.config.placement != "measured" or torch.are_deterministic_algorithms_enabled():
+    @property
+    def times_steps(self) -> bool:
+        """Whether timing decides which engine runs a step."""
+        return self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
+
+    def new_autotuner(self, name: str, without: Container[Engine]) -> StepAutotuner | None:
+        """Return an autotuner for a step without some engines, or ``None`` if timing does not decide."""
+        if not self.times_steps:
             return None
-        # gradients that are added to in a later step would lie in the memory of a recording
+        found = engines_for(self.config, self._strategy.root_device, name, self.may_record(name))
+        engines = [engine for engine in found.engines if engine not in without]
+        return StepAutotuner(engines, self._synchronize(), found.last, found.worth_trying)
+
+    def may_record(self, name: str) -> bool:
+        """Return whether a step may be a recording, in whose memory its gradients lie: a later step adds nothing."""
         module = self.module
-        may_record = name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
-        found = engines_for(self.config, self._strategy.root_device, name, may_record)
-        return StepAutotuner(found.engines, self._synchronize(), found.last, found.worth_trying)
+        return name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
 
     def new_check(self, engine: Engine) -> StepAutotuner:
         """Return what times the engine that won an earlier trial against the step as it is."""
@@ -150,9 +158,18 @@ class CapturedModule:
         """How many modules without children there are."""
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
+    @functools.cached_property
+    def settings(self) -> tuple[str, ...]:
+        """What else than the module and its batches decides how long a step takes."""
+        trainer, others = self.module.trainer, ("start", "compile_budget", "cache_dir", "fallback")
+        fields = {key: value for key, value in vars(self.config).items() if key not in others}
+        fields["engine"] = setting_for(self.config, self._strategy.root_device)
+        strategy = type(self._strategy).__name__
+        return tuple(map(str, (fields, trainer.precision, trainer.world_size, strategy, torch.get_num_threads())))
+
     def begin_run(self) -> None:
         """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
-        if self._first_batch is None:
+        if self._first_batch is None and not self.module.trainer.sanity_checking:
             self._first_batch = self.module.trainer.fit_loop.total_batch_idx
             self.budget.begin()
 

@@ -20,7 +20,6 @@ Nothing stays on the module between calls.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
@@ -28,20 +27,20 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_ort._text import duration
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType, StepReport
+from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
-from lightning_ort.strategies.capture.autotuner import Checks, Engine, StepAutotuner
+from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.gate import StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
+from lightning_ort.strategies.capture.trials import StepTrials
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -92,6 +91,7 @@ class Capture:
         module = strategy.lightning_module
         assert module is not None
         if self._module is None or self._module.module is not module:
+            self.backend.misfit = None  # another module's
             self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
         mode = self._module.mode
         self._module.start()
@@ -147,21 +147,24 @@ class CapturedStep(AbstractContextManager[None]):
         self._function: Any = None
         self._compiled: dict[Engine, Any] = {}
         self._one_graph = name == "training_step"  # whether to try
-        self._engine: Engine = "ort"  # when the autotuner is done
         self._replacement: Any = None
         self._before: Any = MISSING
         self._recompiling = 0  # steps in a row
         self._recompiled = 0  # steps since the mode was chosen
         self._breaks = GraphBreakNotes(name)
-        self._autotuned, self._checks = 0, Checks()
-        self._verdict: StepReport | None = None  # the last trial's
         self._gate: StartGate | None = None  # while the step waits
         self._account = StepAccount(module, name)
-        self.autotuner: StepAutotuner | None = None
+        self._trials = StepTrials(module, name, self._account, self._leave)
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer, which is another to wait for."""
         self._account.begin_run()
+        self._trials.begin_run()
+        report = self._module.backend.report
+        stale = (self._name, ReasonType.NOT_COMPILED)
+        report.notes = [note for note in report.notes if (note.where, note.reason.type) != stale]
+        if report.run.waiting.startswith(f"{self._name}: "):
+            report.run.waiting = ""
         if self._gate is not None:
             self._gate = self._module.new_gate(self._name)
 
@@ -177,7 +180,7 @@ class CapturedStep(AbstractContextManager[None]):
     @property
     def timer(self) -> StepAutotuner | None:
         """What times the step and its backward pass now."""
-        return self.autotuner if self._gate is None else self._gate.timer
+        return self._trials.timer if self._gate is None else self._gate.timer
 
     @override
     def __enter__(self) -> None:
@@ -202,6 +205,7 @@ class CapturedStep(AbstractContextManager[None]):
     def _prepare(self, step: Callable[..., Any]) -> None:
         """Choose how to run a new step; dynamo compiles it at the first call."""
         self._step, self._function = step, getattr(step, "__func__", step)
+        self._trials.forget_failures()
         mode = self._module.mode
         if mode == "step":
             if dynamo.is_wrapped(step):
@@ -227,25 +231,23 @@ class CapturedStep(AbstractContextManager[None]):
             self._account.start(self._gate)
             self._gate = None
         account = self._account
-        account.count_step()
+        account.count_step(self._trials.timer is not None)
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
             self._one_graph = False
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._change_mode("off", ReasonType.BUDGET, account.exceeded)
-        if self._checks.after and self._checks.due() and self.autotuner is None:
-            self.autotuner = self._module.new_check(self._engine)
-        if (autotuner := self.autotuner) is None:
-            return self._run_on(self._engine, *args, **kwargs)
-        engine = autotuner.next_engine()
-        if autotuner.done:
-            self._keep_fastest(autotuner)
-            return self._run_on(self._engine, *args, **kwargs)
-        with autotuner.timed():
+        engine = self._trials.next_engine()
+        if (timer := self._trials.timer) is None:
+            return self._run_on(engine, *args, **kwargs)
+        with timer.timed():
             return self._run_on(engine, *args, **kwargs)
 
     def _run_on(self, engine: Engine, *args: Any, **kwargs: Any) -> Any:
         if engine == "torch" or self._mode == "off":
+            return self._step(*args, **kwargs)
+        if engine == inductor.GRAPHS and not self._module.may_record(self._name):
+            self._drop(engine, "gradients are accumulated now")
             return self._step(*args, **kwargs)
         module, monitor = self._module, self._module.monitor
         module.backend.label = self._name
@@ -260,7 +262,7 @@ class CapturedStep(AbstractContextManager[None]):
             call = self._compiled[engine] = module.compile(call, engine)
         logger = module.shims.logger
         module.account = self._account
-        self._account.begin_call()
+        self._account.begin_call(engine)
         try:
             try:
                 shims.install()
@@ -286,13 +288,13 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _count_compiles(self) -> Outcome:
         outcome = self._module.monitor.outcome(getattr(self._function, "__code__", None))
-        if self.autotuner is not None:
-            self.autotuner.discard_sample()
+        if (timer := self._trials.timer) is not None:
+            timer.discard_sample()
         report = self._module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
-        self._account.end_compiling_call(outcome, self.autotuner is not None)
+        self._account.end_compiling_call(outcome, timer is not None)
         return outcome
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
@@ -339,36 +341,14 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _drop(self, engine: Engine, why: str) -> None:
         """Go on without one of inductor's engines."""
-        self._record_choice(ReasonType.INDUCTOR_FAILED, f"{why}; {engine} is not tried")
-        self._engine = "ort"
-        if self.autotuner is not None:
-            self.autotuner.drop(engine)
+        was_used = self._trials.give_up(engine)
+        self._record_choice(ReasonType.INDUCTOR_FAILED, f"{why}; {engine} is {'given up' if was_used else 'not tried'}")
+        if was_used:
+            self._set_mode(self._mode)
 
-    def _keep_fastest(self, autotuner: StepAutotuner) -> None:
-        """Keep the fastest engine; all processes of a run go by the times of the one that is done first."""
-        backend = self._module.backend
-        times = autotuner.milliseconds
-        self._autotuned += 1
-        if backend.agree is not None:
-            times = backend.agree(f"{self._name}/{self._autotuned}", times)
-        self.autotuner = None
-        self._account.settle(times, autotuner.overhead())
-        steps, checked = backend.report.steps, self._checks.after
-        if checked and self._verdict in steps:
-            steps.remove(self._verdict)
-        self._verdict = report = StepReport(self._name, times)
-        steps.append(report)
-        self._checks.schedule()
-        if report.engine == "torch":
-            captured = min(ms for engine, ms in times.items() if engine != "torch") if len(times) > 1 else math.nan
-            when = f"timed again after {checked} steps: " if checked else ""
-            text = f"{when}{duration(times.get('ort', captured))} captured, {duration(times['torch'])} as it is"
-            self._change_mode("off", ReasonType.SLOWER, text, announced=not checked)
-        elif report.engine in inductor.ENGINES and not checked:
-            self._engine = inductor.NAME if report.engine == inductor.NAME else inductor.GRAPHS
-            other = duration(times["ort" if "ort" in times else "torch"])
-            text = f"{other}, {duration(times[report.engine])} compiled by {report.engine}, which keeps it"
-            self._record_choice(ReasonType.SLOWER, text, announced=True)
+    def _leave(self, text: str) -> None:
+        """Leave the step as it is, which is faster."""
+        self._change_mode("off", ReasonType.SLOWER, text, announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
@@ -390,11 +370,10 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _set_mode(self, mode: Mode) -> None:
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
-        self._mode, self._compiled, self._engine = mode, {}, "ort"
+        self._mode, self._compiled = mode, {}
         self._recompiling = self._recompiled = 0
-        self._checks = Checks()
         self._account.close()
-        self.autotuner = self._module.new_autotuner(self._name) if mode != "off" else None
+        self._trials.restart(mode)
 
     def _record_choice(self, kind: ReasonType, text: str, announced: bool = False) -> None:
         self._module.record_choice(self._name, kind, text, announced)
