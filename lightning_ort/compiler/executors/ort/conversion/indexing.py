@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import front, inverse, refuse_empty, refuse_scalars
+from lightning_ort.compiler.executors.ort.conversion.checks import (
+    front,
+    inverse,
+    refuse_empty,
+    refuse_parallel_sums,
+    refuse_scalars,
+)
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     Arg,
@@ -202,6 +208,10 @@ def index_put(
 ) -> Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     (dims, tensors), rank = _index_tensors(x, indices), rank_of(x)
+    if accumulate:
+        others = [size for dim, size in enumerate(shape_of(x)) if dim not in dims]
+        places = torch.broadcast_shapes(*map(shape_of, tensors))
+        refuse_parallel_sums(ctx, [*places, *others], "index_put that adds up")
     rows = _index_rows(ctx, tensors)
     added = max(rank_of(tensor) for tensor in tensors)
     # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
@@ -227,6 +237,8 @@ def index_add(
     if alpha != 1:
         updates = updates * alpha
     reduction = "add" if node.target is aten.index_add.default else None
+    if reduction:
+        refuse_parallel_sums(ctx, shape_of(source), "index_add")
     rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
     return write_rows(ctx.value(x), rows, updates, dim % rank_of(x), rank_of(x), reduction)
 

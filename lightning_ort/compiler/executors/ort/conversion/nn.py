@@ -5,7 +5,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.checks import (
+    per_dimension,
+    refuse_parallel_sums,
+    static_sizes,
+)
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
@@ -65,6 +69,7 @@ def embedding_dense_backward(
         raise Unsupported("a symbolic padding_idx")
     if scale_grad_by_freq:
         raise Unsupported("embedding gradient scaled by frequency")
+    refuse_parallel_sums(ctx, shape_of(grad), "the gradient of an embedding")
     shape = static_sizes(shape_of(node), "the gradient of an embedding")
     rows, grads = ctx.value(indices, torch.int64), ctx.value(grad)  # the forward pass has refused negative ones
     if padding_idx >= 0:

@@ -9,6 +9,7 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.checks import (
     front,
     inverse,
+    refuse_parallel_sums,
     refuse_scalars,
     static_axis,
     static_sizes,
@@ -172,6 +173,8 @@ def unfold_backward(
 ) -> Value:
     """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
     axis, windows = _windows(node, dim, size, step)
+    if step < size:
+        refuse_parallel_sums(ctx, shape_of(grad), "the gradient of overlapping windows")
     sizes, perm = static_sizes(shape_of(node), "the gradient of windows"), front([axis], rank_of(node))
     rows = ctx.const([[[place] for place in window] for window in windows], torch.int64)
     # from [..., windows, ..., entries] to [windows, entries, ...]
