@@ -3,6 +3,7 @@
 Each function names the torch version that it was read in.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,11 @@ from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """A context in which autocast casts nothing, as AOTAutograd has it around its graphs (torch 2.13)."""
+    return torch._C._DisableAutocast()
 
 
 def is_recomputed(node: fx.Node) -> bool:

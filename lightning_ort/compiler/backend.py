@@ -138,7 +138,7 @@ class ORTBackend:
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
 
         def eager(*args: Any) -> Any:
-            assert gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
+            _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
             return gm.forward(*args)
 
         def misfit(why: str) -> None:

@@ -107,7 +107,8 @@ class Cache:
             return dict(zip(nodes, kept, strict=True))
         answers = check()
         reasons = [answers[node].reason for node in nodes]
-        self._write_json(name, [reason and [reason.type.name, reason.text] for reason in reasons])
+        if not any(reason is not None and reason.type.is_failure for reason in reasons):  # it may work the next time
+            self._write_json(name, [reason and [reason.type.name, reason.text] for reason in reasons])
         return answers
 
     def times(
@@ -130,7 +131,7 @@ class Cache:
     def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
-        machine = (processor(), str(torch.get_num_threads()), *graphics())
+        machine = (processor(), str(torch.get_num_threads()), torch.get_float32_matmul_precision(), *graphics())
         options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 

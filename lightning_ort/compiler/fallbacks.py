@@ -9,6 +9,7 @@ each forward pass keeps what eager would need: inputs, the states of the generat
 graph writes to.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
+_FAILED = "_lightning_ort_pass"
 # calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
 
@@ -31,7 +33,6 @@ class PassMonitor:
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
-        self._error: Exception | None = None  # what a pass failed with, until the guard has seen it
         self.facts = GraphFacts(num_inputs, [], True)
 
     @property
@@ -48,15 +49,15 @@ class PassMonitor:
             except ORTFallbackError:
                 raise
             except Exception as error:
-                self._error = error
+                vars(error)[_FAILED] = weakref.ref(self)  # on the error: kept here, its traceback would keep tensors
                 raise
 
         return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
         """Return, once for each error, whether it came from one of the passes and not from the code around them."""
-        seen, self._error = self._error, None
-        return seen is error
+        failed = vars(error).pop(_FAILED, None)
+        return failed is not None and failed() is self
 
 
 class GuardedGraph:

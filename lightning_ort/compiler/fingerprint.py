@@ -135,14 +135,16 @@ def digest(*parts: str) -> str:
 
 @functools.cache
 def software() -> tuple[str, ...]:
-    """Return the versions of onnxruntime and torch, and a hash of this package's sources that matter."""
+    """Return the builds of onnxruntime and torch, and a hash of this package's sources that matter."""
     import onnxruntime
 
     sources = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for path in sorted([*package.glob("compat/*.py"), *package.glob("compiler/**/*.py")]):
+    own = Path(__file__).parents[1]
+    for path in sorted([*own.glob("compat/*.py"), *own.glob("compiler/**/*.py")]):
         sources.update(path.read_bytes())
-    return (onnxruntime.__version__, torch.__version__, sources.hexdigest())
+    # the training build has the plain one's version number
+    package = getattr(onnxruntime, "package_name", "")
+    return (package, onnxruntime.__version__, torch.__version__, sources.hexdigest())
 
 
 @functools.cache

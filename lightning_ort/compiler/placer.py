@@ -27,7 +27,7 @@ from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
 from lightning_ort.compiler.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.guarded_region import GuardedRegion
-from lightning_ort.compiler.nodes import is_compute, is_known, is_random
+from lightning_ort.compiler.nodes import is_compute, is_known, is_random, values_of
 from lightning_ort.compiler.regions import (
     TORCH,
     Candidates,
@@ -124,6 +124,9 @@ class Placer:
     def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
         """Ask the executors what they support; a failure while they answer is reported once for each op."""
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+        if len(accelerators := _accelerators(gm)) > 1:
+            refused = Support(False, Reason(ReasonType.DEVICE, f"one graph on {' and '.join(sorted(accelerators))}"))
+            return Candidates.of({executor.name: dict.fromkeys(nodes, refused) for executor in executors})
         answers: dict[str, dict[fx.Node, Support]] = {}
         unsupported: list[Reason] = []
         untimed = _untimed(nodes) if self.config.placement == "measured" else {}
@@ -167,6 +170,12 @@ class Placer:
         if isinstance(node.target, OpOverload) and any(each in self.config.torch_ops for each in spellings):
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
+
+
+def _accelerators(gm: fx.GraphModule) -> set[str]:
+    """Return the devices besides the CPU that a graph's tensors are on: a session is on one."""
+    tensors = (value for node in gm.graph.nodes for value in values_of(node) if isinstance(value, torch.Tensor))
+    return {str(tensor.device) for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
 
 
 def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:

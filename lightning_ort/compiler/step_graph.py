@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import JointFacts, has_gradient_hooks, joint_facts, keeps_graph, version_of
+from lightning_ort.compat.autograd import (
+    JointFacts,
+    has_gradient_hooks,
+    joint_facts,
+    keeps_graph,
+    version_of,
+    without_autocast,
+)
 from lightning_ort.compiler.fallbacks import GradientsOnce, RunState, gradients_of, leaves
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
@@ -67,6 +74,10 @@ class GraphSource:
 
 
 _Expected = tuple[float, torch.Tensor]
+_TWICE = (
+    "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward through the"
+    " graph a second time."
+)
 
 
 @dataclass
@@ -131,9 +142,10 @@ class StepGraph:
             eager[self._differentiable[self._loss]].register_hook(self._expect)
             return eager
         several = len(self._differentiable) > 1
-        state = RunState(args) if several and self._draws else None
+        casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        state = RunState(args) if several and (self._draws or casts) else None
         expected = self._expected
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
             outputs = self._run([*args, expected[1]])
             for index, new in zip(self._written, outputs, strict=False):
                 args[index].copy_(new)
@@ -162,6 +174,8 @@ class StepGraph:
         else:
             gradients = self._take(one)
             self._multiply(gradients, tangent, one.expected)
+            if not keeps_graph():
+                one.args, one.state = (), None  # a loss that is kept, as people do, keeps no batch
             if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
                 return [None] * len(gradients)
             found = [*gradients]
@@ -172,10 +186,7 @@ class StepGraph:
     def _take(self, one: _Pass) -> list[torch.Tensor]:
         """The gradients of a run, which it gives away if its graph is not kept."""
         if one.gradients is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward"
-                " through the graph a second time."
-            )
+            raise RuntimeError(_TWICE)
         if keeps_graph():
             return [gradient.clone() for gradient in one.gradients]
         found, one.gradients = one.gradients, None
@@ -190,12 +201,20 @@ class StepGraph:
 
     def _expect(self, tangent: torch.Tensor) -> None:
         """Expect this gradient of the loss from now on, if gradients can be computed from it."""
-        value = float(tangent) if tangent.device.type == "cpu" else 1.0
+        new = tangent.detach().clone()
+        value = 1.0
+        if new.device.type == "cpu":
+            value = float(new)
+        else:  # to look at it would wait for the device
+            old = torch.ones_like(new) if self._expected is None else self._expected[1]
+            new = torch.where(new.isfinite() & (new != 0), new, old)
         if value and math.isfinite(value):
-            self._expected = (value, tangent.detach().clone())
+            self._expected = (value, new)
 
     def _again(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of several results: eager does the step again."""
+        if not one.args:
+            raise RuntimeError(_TWICE)
         if one.versions != _versions(one.args):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation"

@@ -110,12 +110,14 @@ def race(
 ) -> dict[_Name, float]:
     """Return the median time of each candidate in ms; ``before`` is called before each run, outside its time."""
     times: dict[_Name, list[float]] = {name: [] for name in candidates}
+    if not candidates:
+        return {}
     racing = list(candidates)
     start = time.perf_counter()
     for rounds in range(_MAX_ROUNDS):
         if rounds >= CLEAR_ROUNDS:
             racing = not_far_behind({name: times[name] for name in racing})
-        if len(racing) == 1 or (rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS):
+        if (rounds and len(racing) == 1) or (rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS):
             break
         for name in racing:
             if before is not None:
@@ -131,11 +133,11 @@ def not_far_behind(times: Mapping[_Name, Sequence[float]]) -> list[_Name]:
 
 
 def _timed(call: _Call, args: Sequence[Any]) -> float:
-    on_cuda = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-    if on_cuda:
-        torch.cuda.synchronize()
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
+    if device is not None:
+        torch.cuda.synchronize(device)  # which need not be the current one
     start = time.perf_counter()
     call(*args)
-    if on_cuda:
-        torch.cuda.synchronize()
+    if device is not None:
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

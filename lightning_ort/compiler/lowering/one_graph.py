@@ -50,7 +50,7 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
         return None  # sparse gradients
     tangents = [node for node in joint.graph.find_nodes(op="placeholder") if half_of(node) == "backward"]
     loss = tangents.pop(loss_tangent)
-    if not _drop_zeros(joint, tangents, loss):
+    if not _drop_zeros(joint, tangents, loss) or not _is_linear(loss):
         return None
     for node in tangents:
         joint.graph.erase_node(node)
@@ -82,6 +82,27 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
     output.args = (fx.map_arg(output.args[0], lambda node: None if node in zeros else node),)
     gm.graph.eliminate_dead_code()
     return all(not node.users for node in tangents)
+
+
+# what a gradient's own backward function may do with it, as one that clips: torch's are linear
+_NOT_LINEAR_NAMES = (
+    "abs amax amin clamp clamp_max clamp_min eq exp floor ge gt isinf isnan le linalg_vector_norm log lt max maximum"
+    " min minimum nan_to_num ne pow reciprocal relu round rsqrt sgn sigmoid sign sqrt tanh trunc"
+)
+_NOT_LINEAR = {getattr(aten, name) for name in _NOT_LINEAR_NAMES.split()}
+_PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten.addmm: 1, aten.baddbmm: 1}
+
+
+def _is_linear(loss: fx.Node) -> bool:
+    """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
+    of_loss = _reached([loss], lambda node: node.users)
+    for node in of_loss:
+        op = getattr(node.target, "overloadpacket", None)
+        if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
+            return False
+        if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
+            return False
+    return True
 
 
 def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
@@ -126,7 +147,8 @@ def _is_whole(view: fx.Node, base: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) and isinstance(node.args[0], fx.Node):
+    # no list has all views, such as those of complex numbers
+    while (is_view(node) or getattr(node.target, "is_view", False)) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

@@ -92,6 +92,9 @@ class RecordedSession(BoundSession):
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the region and return new outputs."""
         with self._lock:
+            current = torch.cuda.current_stream(self._device)
+            if self._stream is not None:
+                current.wait_stream(self._stream)  # what was replayed before has read the places
             places = [self._fill(index, arg) for index, arg in enumerate(args)]
             addresses, thread = [place.data_ptr() for place in places], threading.get_ident()
             if addresses != self._addresses or thread != self._thread:
@@ -102,7 +105,10 @@ class RecordedSession(BoundSession):
                     self._recordings += 1
                     self.run_options = run_options(self._device, self._recordings)
             outputs = super().__call__(*places)
-            return [output.clone() for output in outputs]
+            results = [output.clone() for output in outputs]
+            if self._stream is not None:
+                self._stream.wait_stream(current)  # the next replay writes to the outputs
+            return results
 
     def _fill(self, index: int, arg: torch.Tensor) -> torch.Tensor:
         """Copy an input to the place where it is read in each run; return that place."""

@@ -1,0 +1,191 @@
+"""What a step as one graph must not do: cast by the caller's autocast, scale what is not linear, keep a batch."""
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import placer, timing
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.fallbacks import PassMonitor
+
+OPTIONS: dict[str, Any] = {"placement": "always", "cache_dir": None, "step_graph": "joint"}
+
+
+def compiled_of(step: Any, **options: Any) -> tuple[Any, ORTBackend]:
+    backend = ORTBackend(ORTConfig(**{**OPTIONS, **options}))
+    return torch.compile(step, backend=backend), backend
+
+
+def assert_one_graph(backend: ORTBackend, expected: bool = True) -> None:
+    assert backend.report.ort_runs > 0
+    assert any(graph.name.startswith("step") for graph in backend.report.graphs) == expected
+    assert not backend.report.fallbacks
+
+
+def test_casts_are_those_of_the_trace() -> None:
+    """Lightning runs a step within autocast; what a block in float32 computes stays in float32."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    module, x = copy.deepcopy(eager), torch.randn(6, 8)
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        y = module(x)
+        with torch.autocast("cpu", enabled=False):
+            return ((y.float() @ y.float().t()).softmax(-1) @ y.float()).square().mean()
+
+    compiled, backend = compiled_of(step, torch_ops=("aten.mm", "aten.addmm"))  # which autocast would cast
+    for _ in range(3):
+        for each, run in ((eager, step), (module, compiled)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = run(each, x)
+            assert loss.dtype is torch.float32
+            loss.backward()
+    assert_one_graph(backend)
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=1e-3)
+
+
+def test_a_step_is_done_again_under_its_own_autocast() -> None:
+    eager = nn.Linear(8, 4)
+    module, x = copy.deepcopy(eager), torch.randn(6, 8)
+
+    def step(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = module(x)
+        return logits.float().square().mean(), logits
+
+    compiled, backend = compiled_of(step)
+    for each, run in ((eager, step), (module, compiled)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, logits = run(each, x)
+        (loss + logits.float().sum()).backward()  # outside, as Lightning does it
+    assert_one_graph(backend)
+    assert backend.misfit == "a result beside its loss is differentiated"
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.01, 0.01)
+
+
+class Squared(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * grad
+
+
+class Doubled(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 + grad
+
+
+@pytest.mark.parametrize(("function", "linear"), [(Clipped, False), (Squared, False), (Doubled, True)])
+def test_a_gradient_that_is_not_linear_has_its_own_pass(function: Any, linear: bool) -> None:
+    torch.manual_seed(0)
+    eager = nn.Linear(8, 4)
+    module = copy.deepcopy(eager)
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        return F.gelu(function.apply(module(x))).square().mean()
+
+    compiled, backend = compiled_of(step)
+    for factor in (1.0, 0.25, 8.0, 8.0):
+        x = torch.randn(6, 8)
+        for each, run in ((eager, step), (module, compiled)):
+            (run(each, x) * factor).backward()
+        for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert_one_graph(backend, linear)
+
+
+def test_a_loss_that_is_kept_keeps_no_batch() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
+    compiled, backend = compiled_of(lambda module, x: (module(x).square().mean(), module(x)))
+    kept, batches = [], []
+    for _ in range(4):
+        x = torch.randn(6, 8)
+        batches.append(weakref.ref(x))
+        loss, _ = compiled(module, x)
+        loss.backward()
+        kept.append(loss)  # such as `self.losses.append(loss)`
+    del x
+    assert_one_graph(backend)
+    assert [batch() for batch in batches[:-1]] == [None] * 3
+
+
+def test_a_second_backward_pass_needs_retain_graph() -> None:
+    module = nn.Linear(8, 4)
+    compiled, backend = compiled_of(lambda module, x: (module(x).square().mean(), module(x)))
+    loss, logits = compiled(module, torch.randn(6, 8))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        logits.sum().backward()
+    assert_one_graph(backend)
+
+
+def test_a_failed_pass_keeps_no_tensors() -> None:
+    """As after an error for lack of memory, which a batch size finder catches."""
+    monitor, seen = PassMonitor(1), []
+
+    def fail(args: list[Any]) -> Any:
+        activation = torch.ones(3)
+        seen.append(weakref.ref(activation))
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        monitor.watch(fail)([])
+    error = caught.value
+    other = PassMonitor(1)
+    assert not other.saw(error)
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        monitor.watch(fail)([])
+    error = caught.value
+    assert monitor.saw(error)
+    assert not monitor.saw(error)  # once
+    with pytest.raises(RuntimeError):
+        monitor.watch(fail)([])
+    del error, caught
+    assert seen[-1]() is None
+
+
+def test_a_race_of_one_or_none() -> None:
+    (ms,) = timing.race({"torch": lambda: None}, []).values()
+    assert ms >= 0
+    assert timing.race({}, []) == {}
+
+
+def test_one_graph_on_two_devices_stays_in_torch() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for index in range(2):
+            graph.placeholder(f"x{index}").meta["val"] = torch.empty(3, device=f"cuda:{index}")
+    graph.output(None)
+    gm = fx.GraphModule({}, graph)
+    assert placer._accelerators(gm) == {"cuda:0", "cuda:1"}
+
+
+def test_kept_times_are_of_one_precision_and_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(ORTConfig())
+    name = cache.name("graph", ())
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert cache.name("graph", ()) != name
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert cache.name("graph", ()) == name
