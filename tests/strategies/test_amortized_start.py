@@ -361,7 +361,7 @@ def test_a_faster_step_pays_and_is_known_to_later_runs(
     monkeypatch.setattr(
         StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
     )
-    monkeypatch.setattr(StepAutotuner, "overhead", lambda self: 5000.0)
+    monkeypatch.setattr(StepAutotuner, "overhead", lambda self, engine: 5000.0)
     report = fit(Dropped(), amortized(), make_trainer).strategy.report
     run = report.run
     assert report.ort_runs > 0

@@ -91,7 +91,7 @@ def test_win_or_lose(ms: dict[str, float], verdict: str) -> None:
 @pytest.mark.parametrize("trainer", [trainer_with(None), trainer_with(Bar(), first=False)])
 def test_other_processes_and_quiet_runs_say_nothing(trainer: Any) -> None:
     announcement = Announcement("training_step")
-    announcement.start(trainer)
+    announcement.start(trainer, "ort")
     announcement.end(trainer, "why")
     assert trainer.progress_bar_callback is None or trainer.progress_bar_callback.lines == []
 

@@ -94,7 +94,7 @@ def test_an_engine_that_fails_after_it_won_gives_way_to_a_new_trial(monkeypatch:
     bench.trials.restart("step")
     engines = bench.run(40)
     assert "inductor" not in engines
-    assert bench.left == ["3,000 s captured, 2,000 s as it is"] or "captured" in bench.left[0]
+    assert bench.left == ["3 s captured, 2 s as it is"]
     assert bench.report.steps[-1].ms.keys() == {"ort", "torch"}
 
 
@@ -113,6 +113,7 @@ def test_a_check_that_is_lost_takes_back_what_was_counted_as_saved(monkeypatch: 
         return {"torch": 6.0, "ort": 4.0 if done < 50 else 9.0}[engine]
 
     bench = Bench(monkeypatch, ("ort", "torch"), seconds)
+    bench.report.run.startup_seconds = 10.0
     bench.run(30)
     (first,) = bench.report.steps
     assert first.engine == "ort"

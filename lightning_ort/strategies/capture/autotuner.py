@@ -132,8 +132,8 @@ class StepAutotuner:
     @property
     def _enough(self) -> bool:
         rounds = self.rounds
-        if rounds % 2:
-            return False  # so far one engine has had more of what alternates than the other
+        if any((len(samples) - 1) % 2 for samples in self._samples.values()):
+            return False  # an engine may have had more of one kind of work than of another
         if rounds < ROUNDS:
             samples = {engine: samples[1:] for engine, samples in self._samples.items()}
             return rounds >= CLEAR_ROUNDS and len(not_far_behind(samples)) == 1
