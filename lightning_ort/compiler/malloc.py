@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 
 @cache
@@ -13,8 +14,31 @@ def glibc() -> ctypes.CDLL | None:
     except (OSError, AttributeError, TypeError):  # no such file, musl and Windows, in this order
         return None
     # jemalloc, tcmalloc and others are loaded before it
-    own, used = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (libc, process))
-    return libc if own == used else None
+    return libc if _address(libc) == _address(process) or _counts(libc, process) else None
+
+
+def _address(library: Any) -> int | None:
+    return ctypes.cast(library.malloc, ctypes.c_void_p).value
+
+
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+
+
+def _counts(libc: Any, process: Any) -> bool:
+    """Whether a library counts what the process allocates: Debian's Python has its own address for any malloc."""
+    if not hasattr(libc, "mallinfo2"):  # before glibc 2.33
+        return False
+    size = 1 << 24  # more than other threads free meanwhile
+    libc.mallinfo2.restype, process.malloc.restype = _Counts, ctypes.c_void_p
+    before = libc.mallinfo2()
+    block = process.malloc(ctypes.c_size_t(size))
+    after = libc.mallinfo2()
+    process.free(ctypes.c_void_p(block))
+    return bool(after.uordblks + after.hblkhd - before.uordblks - before.hblkhd >= size)
 
 
 def trim() -> None:

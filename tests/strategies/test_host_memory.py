@@ -1,6 +1,7 @@
 """Pages of freed memory stay in the process from step to step, and for as long as a run lasts."""
 
 import copy
+import ctypes
 import resource
 import sys
 from typing import Any
@@ -122,3 +123,17 @@ def test_unknown_choice(kind):
     assert issubclass(kind, ORTMixin)
     with pytest.raises(ValueError, match="host_memory='keep': choose 'retain' or 'default'"):
         kind(host_memory="keep")
+
+
+class Elsewhere:
+    """A process whose malloc is not the C library's, as with jemalloc."""
+
+    def __init__(self) -> None:
+        self.malloc, self.free = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(lambda size: 0), lambda block: None
+
+
+def test_a_malloc_is_known_by_what_it_counts() -> None:
+    """A Python that is not position-independent, as Debian's, has its own address for the function."""
+    libc = ctypes.CDLL("libc.so.6")
+    assert malloc._counts(libc, ctypes.CDLL("libc.so.6"))
+    assert not malloc._counts(libc, Elsewhere())
