@@ -99,7 +99,8 @@ class Measurer:
                 if not trial.rounds:
                     self.fail(trial, "no time left")
             else:
-                each = sample.examples / max(steps, 2) if sample.examples else trial.batch_size
+                counted = sample.examples if self._facts.counts_examples else 0
+                each = counted / max(steps, 2) or trial.batch_size
                 trial.rounds[self._round] = sample.step_seconds / each / trial.processes
 
     def sample(self, trial: Trial, steps: int, timeout: float) -> Sample:

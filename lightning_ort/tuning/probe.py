@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
@@ -18,7 +19,7 @@ from lightning_ort.callbacks.training_settings import repeated_blocks
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
 from lightning_ort.tuning.project import Project, train
-from lightning_ort.tuning.trainer_process import TrainerProcess
+from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
 
 _STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
 _PRODUCTS, _SIZE = 5, 512
@@ -34,6 +35,8 @@ class Facts:
     parameters: int
     device: str  # "cpu" or "cuda"
     batch_size: int  # of one process
+    counts_examples: bool  # whether the first dimension of a batch's first tensor is its number of examples
+    stream: bool  # whether the data is an IterableDataset, which each process sees as a whole
     accumulate: int
     batch_argument: bool  # whether the data has an argument batch_size
     fixed_batches: str | None  # why the batch size cannot be changed
@@ -85,10 +88,12 @@ class _Probe:
         self._seconds = 0.0
         self._measuring: MeasuredStep | None = None
         self._steps = 0
+        self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Trace the second step and measure the third."""
         self._steps += 1
+        self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
         self._batch = batch
         self._start = time.perf_counter()
         if self._steps == _STEPS - 1:
@@ -132,7 +137,7 @@ class _Probe:
         if not hasattr(self, "_saved"):
             return
         module, optimizers = self._module, self._trainer.optimizers
-        size = _loader_of(self._trainer).batch_size or 1
+        size = _batch_size(self._trainer.train_dataloader)
         self._memory = model_of(module, optimizers, self._batch, size, self._saved)
         if levels is None:
             return
@@ -145,7 +150,7 @@ class _Probe:
     def facts(self, batch_argument: bool) -> Facts:
         """Return what was seen."""
         module, trainer = self._module, self._trainer
-        loader = _loader_of(trainer)
+        loader = trainer.train_dataloader
         modules = list(module.modules())
         device = trainer.strategy.root_device
         bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
@@ -154,7 +159,9 @@ class _Probe:
             module=type(module).__name__,
             parameters=sum(p.numel() for p in module.parameters()),
             device=device.type,
-            batch_size=getattr(loader, "batch_size", None) or 1,
+            batch_size=_batch_size(loader),
+            counts_examples=max(self._sizes) == _batch_size(loader),
+            stream=any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders_in(loader)),
             accumulate=trainer.accumulate_grad_batches,
             batch_argument=batch_argument,
             fixed_batches=fixed_batches(loader),
@@ -188,8 +195,10 @@ def bfloat16_speed() -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def _loader_of(trainer: Any) -> Any:
-    return trainer.train_dataloader
+def _batch_size(loader: Any) -> int:
+    """Return a loader's batch size; 1 if only the data knows it, or if there are several loaders."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
 
 
 def _fusable(optimizer: torch.optim.Optimizer) -> bool:

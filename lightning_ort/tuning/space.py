@@ -126,7 +126,7 @@ def _engines(best: Candidate, facts: Facts, limits: Limits, plain: bool) -> Iter
 
 def _processes(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
     size = best.batch_size or facts.batch_size
-    if limits.devices == 1 or size % limits.devices or _no_other_batches(facts) is not None:
+    if limits.devices == 1 or size % limits.devices or _no_other_batches(facts) is not None or facts.stream:
         return
     if limits.keep_numerics and facts.batch_norm:
         return
@@ -148,7 +148,8 @@ def _loading(best: Candidate, facts: Facts) -> Iterator[Option]:
     if facts.num_workers == 0:
         yield Option(more, "a process loads while this one computes")
     wanted = min(cores, 4)
-    if wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:
+    shared = not facts.stream or facts.num_workers > 1  # or else each process loads all examples
+    if shared and wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:
         yield Option(more.but(num_workers=wanted), f"{wanted} processes load while this one computes")
     if facts.device == "cuda":
         workers = max(facts.num_workers, 1)

@@ -172,8 +172,7 @@ def make_sampler(namespace: LightningNamespace, connection: Connection, steps: i
 
 class _Sampler:
     def __init__(self, connection: Connection, steps: int, namespace: LightningNamespace) -> None:
-        self._connection, self._steps = connection, steps
-        self._extract_batch_size = namespace.submodule("utilities.data").extract_batch_size
+        self._connection, self._steps, self._namespace = connection, steps, namespace
         self._all = 0
         self._begin()
 
@@ -198,7 +197,7 @@ class _Sampler:
         """Keep the loss; after the last step send the sample."""
         self._done += 1
         self._all += 1
-        self._examples += self._size_of(batch)
+        self._examples += size_of(self._namespace, batch)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning divides it by the number of batches whose gradients it accumulates
@@ -218,11 +217,20 @@ class _Sampler:
         trainer.should_stop = self._steps == 0
         self._begin()
 
-    def _size_of(self, batch: Any) -> int:
-        try:
-            return self._extract_batch_size(batch)
-        except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
-            return 0
+
+def size_of(namespace: LightningNamespace, batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
+    try:
+        return namespace.submodule("utilities.data").extract_batch_size(batch)
+    except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
+        return 0
+
+
+def loaders_in(value: Any) -> list[Any]:
+    """Return the loaders of what "train_dataloader" returns: one, or several in mappings and sequences."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [one for part in value for one in loaders_in(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def summary_of(strategy: Any) -> Summary:

@@ -20,6 +20,8 @@ def facts(**changes: Any) -> Facts:
         "device": "cpu",
         "batch_size": 32,
         "accumulate": 1,
+        "counts_examples": True,
+        "stream": False,
         "batch_argument": True,
         "fixed_batches": None,
         "not_in_whole_batches": None,
@@ -48,6 +50,7 @@ class Machine:
     fails: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     peak: Callable[[Candidate], int] = lambda candidate: 100
     loss: Callable[[Candidate], float] = lambda candidate: 1.0  # times the usual losses
+    examples: Callable[[int], int] = lambda size: size  # that a batch of so many seems to have
     startup: float = 1.0
     now: float = 0.0
     running: dict[Candidate, int] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Machine:
         self.running[candidate] = done + steps
         each = candidate.accumulate or 1
         losses = [self.loss(candidate) * LOSSES[number // each] for number in range(done, done + steps)]
-        return Sample(step, losses, self.peak(candidate), steps * size)
+        return Sample(step, losses, self.peak(candidate), steps * self.examples(size))
 
     def stop(self, candidate: Candidate) -> None:
         self.running.pop(candidate, None)

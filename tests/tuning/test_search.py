@@ -154,6 +154,25 @@ def test_the_effective_batch_that_was_asked_for() -> None:
     assert all(one.effective_batch == 128 for one in outcome.trials if one is not outcome.own)
 
 
+def test_a_batch_whose_first_dimension_is_another_is_not_counted() -> None:
+    # sequences of 50 before the examples: half a batch takes half the time, and is no faster
+    machine = Machine({("batch_size", 16): 0.9}, examples=lambda size: 50)
+    outcome = search(machine, found={"counts_examples": False})
+    found = speed(tried(outcome, batch_size=16, accumulate=2), outcome.own)
+    assert found is not None
+    assert found.median == pytest.approx(0.9, rel=0.1)
+    assert outcome.best is outcome.own
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(0, {None, 1}), (2, {None, 4})])
+def test_a_stream_is_not_seen_several_times(workers: int, expected: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    stream = {"stream": True, "num_workers": workers, "not_in_whole_batches": "the data is a Stream"}
+    outcome = search(Machine(), found=stream, devices=2)
+    assert {one.candidate.num_workers for one in outcome.trials} == expected
+    assert {one.processes for one in outcome.trials} == {1}
+
+
 def test_numerics_are_kept() -> None:
     machine = Machine({("precision", "bf16-mixed"): 3.0, ("precision", "medium"): 3.0, ("engine", "ort"): 1.5})
     outcome = search(machine, keep_numerics=True)
