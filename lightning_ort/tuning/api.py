@@ -184,7 +184,8 @@ def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> 
 def is_plain(project: Project) -> bool:
     """Return whether the user's own way is stock Lightning in float32."""
     trainer = (project.config or {}).get("trainer") or {}
-    return not any(trainer.get(name) for name in ("precision", "plugins")) and trainer.get("strategy") in (None, "auto")
+    in_float32 = trainer.get("precision") in (None, 32, "32", "32-true")
+    return in_float32 and not trainer.get("plugins") and trainer.get("strategy") in (None, "auto")
 
 
 def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:

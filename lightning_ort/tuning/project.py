@@ -10,15 +10,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
 from lightning_ort.tuning import candidate as candidates
 from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, configured
-from lightning_ort.tuning.trainer_process import TrainerProcess, make_sampler, namespace_of_class, summary_of
+from lightning_ort.tuning.trainer_process import (
+    ENDLESS,
+    TrainerProcess,
+    make_sampler,
+    namespace_of_class,
+    start_method,
+    summary_of,
+)
 
-_MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
+_GIVEN = "GivenLoader"
 # those end a run, write files, or need what a trial has not
 _DROPPED = ("EarlyStopping", "ModelCheckpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
 
@@ -101,17 +107,10 @@ def train(
     """Train until a callback ends it, and return the Trainer."""
     namespace = project.namespace
     limits = {
+        **ENDLESS,
         "default_root_dir": folder,
-        "num_nodes": 1,
-        "min_epochs": 0,
-        "max_epochs": -1,
-        "min_steps": None,
-        "max_steps": _MANY,
-        "max_time": None,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "enable_checkpointing": False,
     }
     argument = project.batch_argument
@@ -125,13 +124,13 @@ def train(
     pl = importlib.import_module(namespace.package)
     pl.seed_everything(project.seed, workers=True, verbose=False)
     module = project.module(**project.args) if _makes(project.module) else project.module
-    namespace_of_class(type(module))
+    namespace = namespace_of_class(type(module))
     data_args = {**project.data_args}
     if argument is not None and candidate.batch_size is not None:
         data_args["batch_size"] = candidate.batch_size
     data = project.data(**data_args) if _makes(project.data) else project.data
     if data is not None and not isinstance(data, pl.LightningDataModule):
-        data = _as_datamodule(data, pl)
+        data = given(data, namespace)
     trainer_args = {name: built(value) for name, value in made["trainer"].items()}
     trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
     trainer = pl.Trainer(**{"logger": False, "devices": 1, **trainer_args, **limits})
@@ -141,11 +140,10 @@ def train(
 
 def _start_from_here(trainer: dict[str, Any]) -> None:
     """Have a strategy start its processes from this one: started anew, the script would be this command."""
-    method = "fork" if torch.version.cuda is None else "spawn"
     if isinstance(trainer["strategy"], str):
-        trainer["strategy"] += f"_{method}"
+        trainer["strategy"] += f"_{start_method()}"
     else:
-        trainer["strategy"].setdefault("init_args", {})["start_method"] = method
+        trainer["strategy"].setdefault("init_args", {})["start_method"] = start_method()
 
 
 def _train_configured(
@@ -188,11 +186,10 @@ def _makes(value: Any) -> bool:
     return isinstance(value, (type, partial)) or inspect.isroutine(value)
 
 
-def _as_datamodule(loader: Any, pl: Any) -> Any:
-    data = pl.LightningDataModule()
-    kind = type("GivenLoader", (pl.LightningDataModule,), {"train_dataloader": lambda self: loader})
-    data.__class__ = kind
-    return data
+def given(loader: Any, namespace: LightningNamespace) -> Any:
+    """Return a LightningDataModule of a DataLoader; it can be pickled, which strategies that spawn processes do."""
+    made = {"train_dataloader": lambda self: loader, "__reduce__": lambda self: (given, (loader, namespace))}
+    return type(_GIVEN, (importlib.import_module(namespace.package).LightningDataModule,), made)()
 
 
 def _imported(path: str | None) -> Any:

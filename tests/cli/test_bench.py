@@ -129,7 +129,7 @@ def test_a_variant_that_fails_leaves_the_others(
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     worker = Worker(Job(f"{MODULES}:Dies"), Variant("stock"), tmp_path)
-    with pytest.raises(VariantFailed, match=r"ended with code 7; see .*log\.txt"):
+    with pytest.raises(VariantFailed, match="ended with code 7"):
         worker.sample(1)
     worker.stop()
 

@@ -51,6 +51,7 @@ class Machine:
     peak: Callable[[Candidate], int] = lambda candidate: 100
     loss: Callable[[Candidate], float] = lambda candidate: 1.0  # times the usual losses
     examples: Callable[[int], int] = lambda size: size  # that a batch of so many seems to have
+    step: float = STEP
     startup: float = 1.0
     now: float = 0.0
     running: dict[Candidate, int] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Machine:
         for setting in candidate.settings.items():
             gain *= self.gains.get(setting, 1.0)
         size = candidate.batch_size or 32
-        step = STEP * size / 32 / gain * self.noise.uniform(0.97, 1.03)
+        step = self.step * size / 32 / gain * self.noise.uniform(0.97, 1.03)
         spent += steps * step
         if spent > timeout:
             self.now += timeout
