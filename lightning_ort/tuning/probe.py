@@ -18,7 +18,7 @@ from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
 from lightning_ort.callbacks.training_settings import repeated_blocks
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
-from lightning_ort.tuning.project import Project, train
+from lightning_ort.tuning.project import GIVEN, Project, train
 from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
 
 _STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
@@ -55,14 +55,15 @@ class Facts:
     memory: MemoryModel | None  # None if nothing can be traced
     measured: StepMemory | None
     notes: list[str] = field(default_factory=list)
+    given_loader: bool = False  # whether the data is a DataLoader that is passed to Trainer.fit
 
 
-def start_probe(project: Project, folder: Path) -> TrainerProcess:
-    """Start the process; its ``finish()`` returns the facts."""
-    return TrainerProcess(partial(_probe, project), folder)
+def start_probe(project: Project, folder: Path, traced: bool = True) -> TrainerProcess:
+    """Start the process; its ``finish()`` returns the facts. ``traced`` says whether saved tensors are looked at."""
+    return TrainerProcess(partial(_probe, project, traced), folder)
 
 
-def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
+def _probe(project: Project, traced: bool, connection: Connection, folder: Path) -> Facts:
     connection.recv()
     os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"capture": "off"}')
     # as the user has it, but for the strategy, which may need several processes or compile
@@ -70,15 +71,25 @@ def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
 
     def callbacks(namespace: LightningNamespace) -> list[Any]:
         base = importlib.import_module(f"{namespace.package}.callbacks").Callback
-        found.append(type("Probe", (_Probe, base), {})())
+        found.append(type("Probe", (_Probe, base), {})(traced))
         return found
 
     train(project, Candidate(engine="stock"), folder, callbacks)
+    if not found[0].has_trained:
+        raise ValueError("the DataLoader is empty, or the Trainer has limit_train_batches=0")
     return found[0].facts(project.batch_argument is not None)
 
 
 class _Probe:
     """A callback that looks at everything once, and ends training."""
+
+    def __init__(self, traced: bool) -> None:
+        self._is_traced = traced
+        self._steps = 0
+
+    @property
+    def has_trained(self) -> bool:
+        return self._steps > 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._module = trainer, pl_module
@@ -87,7 +98,6 @@ class _Probe:
         self._measured: StepMemory | None = None
         self._seconds = 0.0
         self._measuring: MeasuredStep | None = None
-        self._steps = 0
         self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -96,7 +106,7 @@ class _Probe:
         self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
         self._batch = batch
         self._start = time.perf_counter()
-        if self._steps == _STEPS - 1:
+        if self._steps == _STEPS - 1 and self._is_traced:
             self._traced = SavedTensors(pl_module, batch)
             self._traced.__enter__()
         elif self._steps == _STEPS:
@@ -104,6 +114,10 @@ class _Probe:
             self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
             self._measuring = MeasuredStep(trainer.strategy.root_device)
             self._measuring.start()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End if there are no batches."""
+        trainer.should_stop |= not self.has_trained
 
     def on_before_zero_grad(self, *args: Any) -> None:
         """Note that the forward pass is done; Lightning zeroes gradients after it."""
@@ -154,7 +168,8 @@ class _Probe:
         modules = list(module.modules())
         device = trainer.strategy.root_device
         bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
-        notes = [] if self._memory else ["activations could not be traced: no gradient is computed by Lightning"]
+        why = "no gradient is computed by Lightning" if self._is_traced else "the step fails while it is looked at"
+        notes = [] if self._memory else [f"activations could not be traced: {why}"]
         return Facts(
             module=type(module).__name__,
             parameters=sum(p.numel() for p in module.parameters()),
@@ -180,6 +195,7 @@ class _Probe:
             memory=self._memory,
             measured=self._measured,
             notes=notes,
+            given_loader=type(trainer.datamodule).__name__ == GIVEN,
         )
 
 

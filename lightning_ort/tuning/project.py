@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ import yaml
 
 from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
 from lightning_ort.tuning import candidate as candidates
-from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, configured
+from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, TuneError, configured
 from lightning_ort.tuning.trainer_process import (
     ENDLESS,
     TrainerProcess,
@@ -24,9 +24,9 @@ from lightning_ort.tuning.trainer_process import (
     summary_of,
 )
 
-_GIVEN = "GivenLoader"
+GIVEN = "GivenLoader"
 # those end a run, write files, or need what a trial has not
-_DROPPED = ("EarlyStopping", "ModelCheckpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
+_DROPPED = ("EarlyStopping", "Checkpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,9 @@ def train(
         data = given(data, namespace)
     trainer_args = {name: built(value) for name, value in made["trainer"].items()}
     trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
-    trainer = pl.Trainer(**{"logger": False, "devices": 1, **trainer_args, **limits})
+    logger = importlib.import_module(f"{namespace.package}.loggers").CSVLogger(str(folder))
+    trainer = pl.Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
+    _drop_callbacks_of(module, namespace)
     trainer.fit(module, data)
     return trainer
 
@@ -158,13 +160,18 @@ def _train_configured(
     trainer = config["trainer"] = dict(config.get("trainer") or {})
     kept = trainer.get("callbacks") or []
     kept = kept if isinstance(kept, list) else [kept]
-    trainer["callbacks"] = [one for one in kept if not _path_of(one).endswith(_DROPPED)]
+    trainer["callbacks"] = [one for one in kept if not _is_dropped(one, namespace)]
     trainer["logger"] = {"class_path": f"{namespace.package}.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
     config.pop("ckpt_path", None)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     cli = importlib.import_module(f"{namespace.package}.cli")
 
     class Cli(cli.LightningCLI):  # type: ignore[name-defined]
+        model: Any
+
+        def before_fit(self) -> None:
+            _drop_callbacks_of(self.model, namespace)
+
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             return super().instantiate_trainer(**kwargs, **limits)
 
@@ -177,8 +184,26 @@ def _train_configured(
     ).trainer
 
 
-def _path_of(callback: Any) -> str:
-    return str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
+def _dropped(namespace: LightningNamespace) -> tuple[type, ...]:
+    callbacks = importlib.import_module(f"{namespace.package}.callbacks")
+    return tuple(getattr(callbacks, name) for name in _DROPPED)
+
+
+def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
+    path = str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
+    found = _imported(path) or getattr(importlib.import_module(f"{namespace.package}.callbacks"), path, None)
+    return isinstance(found, type) and issubclass(found, _dropped(namespace))
+
+
+def _drop_callbacks_of(module: Any, namespace: LightningNamespace) -> None:
+    module.configure_callbacks = partial(_callbacks_of, module.configure_callbacks, namespace)
+
+
+def _callbacks_of(configure_callbacks: Callable[[], Any], namespace: LightningNamespace) -> list[Any]:
+    """Return the callbacks that a module configures, but for those that a trial drops."""
+    found = configure_callbacks()
+    found = list(found) if isinstance(found, Sequence) else [found]
+    return [one for one in found if not isinstance(one, _dropped(namespace))]
 
 
 def _makes(value: Any) -> bool:
@@ -189,14 +214,18 @@ def _makes(value: Any) -> bool:
 def given(loader: Any, namespace: LightningNamespace) -> Any:
     """Return a LightningDataModule of a DataLoader; it can be pickled, which strategies that spawn processes do."""
     made = {"train_dataloader": lambda self: loader, "__reduce__": lambda self: (given, (loader, namespace))}
-    return type(_GIVEN, (importlib.import_module(namespace.package).LightningDataModule,), made)()
+    return type(GIVEN, (importlib.import_module(namespace.package).LightningDataModule,), made)()
 
 
 def _imported(path: str | None) -> Any:
-    if not path:
+    """Return what a ``class_path`` names; ``None`` for a bare name, which only LightningCLI knows."""
+    module, _, name = (path or "").rpartition(".")
+    if not module:
         return None
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # of the user's own file, too
+        raise TuneError(f"class_path {path}: it cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def built(value: Any) -> Any:

@@ -11,15 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts
 
 _EMULATED = 0.5  # times as fast as float32: a processor without instructions for bfloat16
 _HALVINGS = 3  # of the batch, at most
-
-
-class TuneError(ValueError):
-    """Why nothing can be tuned, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
