@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.probe import start_probe
 from lightning_ort.tuning.project import Project, given, start
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, make_sampler, waiting_batches
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, make_sampler, start_method, waiting_batches
 
 LIMIT = 120.0  # seconds, for what takes a few on a quiet machine
 
@@ -124,6 +125,27 @@ def test_what_a_strategy_that_spawns_has_to_pickle() -> None:
     data = pickle.loads(pickle.dumps(given(loader, LIGHTNING)))
     assert isinstance(data, LightningDataModule)
     assert len(data.train_dataloader()) == 2
+
+
+def test_processes_are_forked_only_where_nothing_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for system, cuda, hip in (
+        ("linux", None, None),
+        ("linux", "13.0", None),
+        ("linux", None, "7"),
+        ("darwin", None, None),
+    ):
+        monkeypatch.setattr("sys.platform", system)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        found.append(start_method())
+    assert found == ["fork", "spawn", "spawn", "spawn"]
+
+
+def test_a_dataloader_that_is_passed_is_noted(tmp_path: Path) -> None:
+    loader = DataLoader(torch.ones(64, 4), batch_size=4)
+    project = Project(module=Shared, args={"folder": str(tmp_path)}, data=loader, accelerator="cpu")
+    assert start_probe(project, tmp_path / "probe").finish(LIMIT).given_loader
 
 
 def test_what_cannot_be_set_is_a_failure_of_the_candidate(tmp_path: Path) -> None:
