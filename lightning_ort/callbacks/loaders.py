@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 _KEPT = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context", "generator")
 _OF_WORKERS = ("prefetch_factor", "persistent_workers", "timeout")
@@ -64,7 +64,7 @@ def fixed_batches(loader: Any) -> str | None:
     """Return why the batch size of a loader cannot be changed, or ``None``."""
     if type(loader) is not DataLoader:
         return f"the data comes from a {type(loader).__name__}, not a plain torch DataLoader"
-    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+    if loader.batch_sampler is None:
         return "its DataLoader has batch_size=None: the dataset makes the batches"
     if loader.batch_size is None:
         return f"its DataLoader has a batch sampler of its own, {type(loader.batch_sampler).__name__}"
@@ -107,8 +107,8 @@ def changed(
 
 
 def _order(loader: DataLoader, batch_size: int | None) -> dict[str, Any]:
-    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
-        return {"batch_sampler": loader.batch_sampler} if loader.batch_sampler else {"batch_size": None}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler}
     order: dict[str, Any] = {"batch_size": batch_size or loader.batch_size, "drop_last": loader.drop_last}
     if not isinstance(loader.dataset, IterableDataset):
         order["sampler"] = loader.sampler

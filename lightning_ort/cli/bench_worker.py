@@ -12,11 +12,17 @@ from lightning_ort.cli.load import load
 from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.optim.registry import check_name
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
-from lightning_ort.tuning.trainer_process import Summary, TrainerProcess, make_sampler, namespace_of_class, summary_of
+from lightning_ort.tuning.candidate import MATMUL_PRECISIONS
+from lightning_ort.tuning.trainer_process import (
+    ENDLESS,
+    Summary,
+    TrainerProcess,
+    make_sampler,
+    namespace_of_class,
+    summary_of,
+)
 
 ENGINES = ("stock", "compile", "ort", "auto", "off")
-MATMUL_PRECISIONS = ("high", "medium")
-MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
 
 
 @dataclass(frozen=True)
@@ -137,16 +143,10 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     """Return the Trainer's arguments that a variant decides."""
     ours = importlib.import_module(namespace.module)
     settings: dict[str, Any] = {
+        **ENDLESS,
         "strategy": "auto",
         "devices": 1,
-        "num_nodes": 1,
-        "min_epochs": 0,
-        "max_epochs": -1,
-        "min_steps": None,
-        "max_steps": MANY,
         "default_root_dir": folder,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
     }
     if variant.is_ours:
         # compiling is what is measured, and the Trainer does not know how many steps it will be asked for

@@ -158,7 +158,7 @@ def _with_progress(project: Project, limits: Limits) -> TuneResult:
 def _show_plan(project: Project, limits: Limits) -> None:
     __import__(project.namespace.package)
     start = clock.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         facts = probed(project, Path(folder), limits.seconds, lambda doing, best: None)
     each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
     trials = planned(facts, limits, is_plain(project))

@@ -6,9 +6,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_ort._arguments import check_integer, check_number, passed
 from lightning_ort.tuning.candidate import configured
@@ -121,13 +123,13 @@ def tune_project(project: Project, limits: Limits, listen: Listener = lambda doi
     notes = busy()
     importlib.import_module(project.namespace.package)  # which processes inherit
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         facts = probed(project, folder, limits.seconds, listen)
         runner = ProcessRunner(project, folder)
         stack.callback(runner.stop_all)
         outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
     outcome.notes[:0] = notes
-    outcome.notes += notes_on(project, outcome)
+    outcome.notes += notes_on(project, outcome, facts.given_loader)
     return result_of(project, limits, facts, outcome)
 
 
@@ -145,12 +147,32 @@ def busy() -> list[str]:
     ]
 
 
-def notes_on(project: Project, outcome: Outcome) -> list[str]:
+def devices_of(project: Project) -> str | None:
+    """Return how many devices the user's own way has, in words; ``None`` for one."""
+    trainer = project.base()["trainer"] if project.config is None else project.config.get("trainer") or {}
+    devices = trainer.get("devices") or "auto"
+    if devices in (1, "1"):
+        return None
+    if devices not in ("auto", -1, "-1"):
+        return f"devices: {devices}"
+    if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda") or torch.cuda.device_count() < 2:
+        return None  # on a CPU "auto" is one process
+    return f"all {torch.cuda.device_count()} GPUs"
+
+
+def notes_on(project: Project, outcome: Outcome, given_loader: bool = False) -> list[str]:
     """Return what the user has to know of a result."""
     notes = []
-    devices = ((project.config or {}).get("trainer") or {}).get("devices", 1)
-    if devices not in (1, "auto", "1"):
-        notes.append(f"your own way was measured on one device, not on devices: {devices}; --devices tries several")
+    if devices := devices_of(project):
+        notes.append(f"your own way was measured on one device, not on {devices}; --devices tries several")
+    nodes = ((project.config or {}).get("trainer") or {}).get("num_nodes") or 1
+    if nodes not in (1, "1") and outcome.best.candidate.engine is not None:
+        notes.append(f"it was measured on one node, so that num_nodes is 1 in place of {nodes}")
+    if given_loader and outcome.best.candidate.changes_loader:
+        notes.append(
+            "ORTTrainingSettings cannot change a DataLoader that is passed to Trainer.fit: return it from"
+            " train_dataloader of your module or of a LightningDataModule"
+        )
     if outcome.best.candidate.batch_size is not None and project.batch_argument is None:
         notes.append(
             "the data takes no batch_size, so ORTTrainingSettings changes its DataLoader; if your DataModule computes"
@@ -162,20 +184,31 @@ def notes_on(project: Project, outcome: Outcome) -> list[str]:
 def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> Facts:
     """Return the facts of a project, or raise ``TuneError`` if it cannot train or the time is too short."""
     listen("looking at the module and its data", "")
-    process = start_probe(project, folder / "probe")
+    deadline = time.monotonic() + seconds
     try:
-        return process.finish(seconds)
+        try:
+            return _probed(project, folder / "probe", True, seconds)
+        except VariantFailed as error:  # torch.func, for one, does not work while saved tensors are looked at
+            if (left := deadline - time.monotonic()) <= 0:
+                raise
+            with suppress(TimeIsUp):
+                return _probed(project, folder / "probe again", False, left)
+            raise error
     except VariantFailed as error:
-        process.stop()
         raise TuneError(
             f"The module does not train as it is, so there is nothing to tune: {error}. First make a few steps work"
             " with Trainer.fit (or main.py fit), then tune."
         ) from None
     except TimeIsUp:
-        process.stop()
         raise TuneError(
             f"--time {seconds:.0f}s is too short: three steps of the module took longer. Pass five times as much."
         ) from None
+
+
+def _probed(project: Project, folder: Path, traced: bool, seconds: float) -> Facts:
+    process = start_probe(project, folder, traced)
+    try:
+        return process.finish(seconds)
     except BaseException:
         process.stop()
         raise
@@ -184,7 +217,8 @@ def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> 
 def is_plain(project: Project) -> bool:
     """Return whether the user's own way is stock Lightning in float32."""
     trainer = (project.config or {}).get("trainer") or {}
-    return not any(trainer.get(name) for name in ("precision", "plugins")) and trainer.get("strategy") in (None, "auto")
+    in_float32 = trainer.get("precision") in (None, 32, "32", "32-true")
+    return in_float32 and not trainer.get("plugins") and trainer.get("strategy") in (None, "auto")
 
 
 def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
@@ -245,9 +279,9 @@ def head_of(project: Project, outcome: Outcome) -> list[str]:
     if best is own or found is None:
         head.append("Nothing was clearly faster than what you have.")
     else:
-        head.append(
-            f"{found.median:.2f} times as fast as before ({found.low:.2f} to {found.high:.2f}) on this machine:"
-        )
+        on = " on one device" if devices_of(project) else ""
+        times = f"{found.median:.2f} times as fast as before{on} ({found.low:.2f} to {found.high:.2f})"
+        head.append(f"{times} on this machine:")
         head.append(", ".join(f"{name} {value}" for name, value in machine().items()))
     if project.config is None:
         head.append("For a main.py that calls LightningCLI(); where that names the classes, leave class_path out.")

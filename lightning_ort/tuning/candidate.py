@@ -20,15 +20,12 @@ STRATEGIES = {
 SEVERAL_PROCESSES = ("ddp", "ort_ddp", "ort_zero1", "ort_zero1_native")
 MATMUL_PRECISIONS = ("high", "medium")
 _OF_STRATEGY = ("recompute", "host_memory")
-_OF_CALLBACK = (
-    "whole_batches",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "channels_last",
-    "threads",
-    "checkpoint_blocks",
-)
+_OF_LOADER = ("whole_batches", "num_workers", "pin_memory", "persistent_workers")
+_OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
+
+
+class TuneError(ValueError):
+    """Why nothing can be tuned, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +80,11 @@ class Candidate:
     def is_ours(self) -> bool:
         """Whether its strategy is one of this package."""
         return self.engine in STRATEGIES
+
+    @property
+    def changes_loader(self) -> bool:
+        """Whether it needs another DataLoader."""
+        return not self.settings.keys().isdisjoint(("batch_size", *_OF_LOADER))
 
     def processes(self, devices: int) -> int:
         """Return how many processes it trains with, where the user allows so many."""
@@ -180,6 +182,8 @@ def _put_strategy(made: Configured, candidate: Candidate, prefix: str, devices: 
         made.paths |= {where[name]: name for name in _OF_STRATEGY if getattr(candidate, name) is not None}
         if candidate.engine == "auto":
             made.paths[(*at, "config", "engine")] = "engine"
+    if trainer.get("num_nodes"):
+        trainer["num_nodes"] = 1  # where it was measured
     trainer["devices"] = candidate.processes(devices)
     if trainer["devices"] > 1:
         made.paths[("trainer", "devices")] = "engine"

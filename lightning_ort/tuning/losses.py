@@ -23,7 +23,7 @@ class Departure:
 
 
 def departure(curve: Sequence[float], reference: Sequence[float]) -> Departure | None:
-    """Return how far two curves are apart at their end, or ``None`` if they are too short.
+    """Return how far two curves are apart at their end, or ``None`` if they are too short or the reference diverges.
 
     Both start from the same weights and see the same examples. The end is the last quarter of the steps that both have
     done: a mean, since single steps differ by chance.
@@ -33,6 +33,8 @@ def departure(curve: Sequence[float], reference: Sequence[float]) -> Departure |
         return None
     part = max(4, length // 4)
     mine, theirs = curve[length - part : length], reference[length - part : length]
+    if not all(map(math.isfinite, (reference[0], *theirs))):
+        return None
     apart = [one - other for one, other in zip(mine, theirs, strict=True)]
     if not all(map(math.isfinite, mine)):
         return Departure(math.inf, 0.0)

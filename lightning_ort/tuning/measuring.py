@@ -39,6 +39,7 @@ class Measurer:
         self._deadline, self._tell = deadline, tell
         self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
         self._round = 0
+        self.bar: Trial | None = None  # what is many times as slow as this is given up at once
         self.trials: list[Trial] = []
         self.notes: list[str] = []
         self.running: set[Candidate] = set()
@@ -62,22 +63,24 @@ class Measurer:
         """Train until compiling and trying is done; note how long that took."""
         clock, begin = self._runner.clock, self._runner.clock()
         self._tell(f"{trial.stage}: starting {trial.candidate}")
-        chunk, done, sample = trial.accumulate, 0, None
+        chunk, done, trained, sample = trial.accumulate, 0, 0, None
         whole = trial.accumulate * math.ceil(_WARM_UP / trial.accumulate)
         while sample is None or (not sample.settled and done < _MOST_WARM_UP) or done < 2 * whole:
             sample = self.sample(trial, chunk, until - clock())
             done += chunk
+            trained += chunk + sample.untimed
             if done == 2 * chunk == 2 * trial.accumulate:  # the first one allocates
                 self._check_that_it_may_win(trial)
                 chunk = whole
         if not sample.settled:
             self.notes.append(f"{trial.candidate} was still compiling when it was timed")
-        trial.startup = max(0.0, clock() - begin - done * sample.step_seconds)
+        trial.startup = max(0.0, clock() - begin - trained * sample.step_seconds)
 
     def _check_that_it_may_win(self, trial: Trial) -> None:
-        own = self.trials[0]
+        if (own := self.bar) is None or trial.rounds or trial.candidate.is_ours:  # ours compile first
+            return
         slower = trial.step_seconds / trial.batch_size / (own.step_seconds / own.batch_size) / trial.processes
-        if own.rounds and not trial.candidate.is_ours and slower > _HOPELESS:  # ours compile first
+        if slower > _HOPELESS:
             raise VariantFailed(f"not tried any further: its second step took {slower:.1f} times as long as yours")
 
     def sample_all(self, trials: Sequence[Trial], reserve: float = 0.0) -> None:
@@ -88,10 +91,14 @@ class Measurer:
         for trial in ordered[shift:] + ordered[:shift]:
             if trial.verdict == "failed":
                 continue
-            self._tell(f"{trial.stage}: {trial.candidate}")
+            if self.time_left() <= reserve:
+                return  # the others have not been asked: they go on where they are, if there is another round
             try:
-                steps = trial.accumulate * math.ceil(self._unit / trial.step_seconds / trial.accumulate)
-                sample = self.sample(trial, max(steps, 2), self.time_left() - reserve)
+                if trial.candidate not in self.running:  # not in a timed sample
+                    self.warm_up(trial, self._deadline - reserve)
+                self._tell(f"{trial.stage}: {trial.candidate}")
+                steps = self._steps_of(trial)
+                sample = self.sample(trial, steps, self.time_left() - reserve)
             except VariantFailed as error:
                 self.fail(trial, str(error))
             except TimeIsUp:
@@ -99,7 +106,8 @@ class Measurer:
                 if not trial.rounds:
                     self.fail(trial, "no time left")
             else:
-                each = sample.examples / max(steps, 2) if sample.examples else trial.batch_size
+                counted = sample.examples if self._facts.counts_examples else 0
+                each = counted / steps or trial.batch_size
                 trial.rounds[self._round] = sample.step_seconds / each / trial.processes
 
     def sample(self, trial: Trial, steps: int, timeout: float) -> Sample:
@@ -110,11 +118,24 @@ class Measurer:
             trial.losses = []
             self.running.add(trial.candidate)
         sample = self._runner.sample(trial.candidate, steps, timeout)
-        trial.step_seconds = max(sample.step_seconds, 1e-9)
+        trial.step_seconds, trial.untimed = max(sample.step_seconds, 1e-9), sample.untimed
         trial.losses += sample.losses
         if sample.peak_bytes is not None:
             trial.peak = max(trial.peak or 0, sample.peak_bytes)
         return sample
+
+    def train_on(self, trial: Trial, steps: int, reserve: float) -> None:
+        """Have a candidate that is running do so many batches for their losses, if there is time."""
+        left = self.time_left() - reserve
+        needed = _SLOWER * (steps + trial.untimed) * trial.step_seconds
+        if steps <= 0 or not trial.losses or trial.candidate not in self.running or needed > left:
+            return
+        try:
+            self.sample(trial, steps, left)
+        except VariantFailed as error:
+            self.fail(trial, str(error))
+        except TimeIsUp:
+            self.stop(trial.candidate)
 
     def fail(self, trial: Trial, why: str) -> None:
         """Note that a trial has failed, and end it."""
@@ -131,7 +152,8 @@ class Measurer:
     def start(self, trial: Trial) -> bool:
         """Warm a candidate up; return whether it trains."""
         left = self.time_left() - self.reserve()
-        rounds = _SLOWER * MIN_ROUNDS * self._unit * (1 + len(self.running))
+        running = [one for one in self.trials if one.candidate in self.running]
+        rounds = (MIN_ROUNDS - 1 + _SLOWER) * sum(map(self._sample_seconds, [*running, trial]))
         if left < self._expected_start(trial) + rounds:
             trial.verdict, trial.why = "skipped", "no time left"
             return False
@@ -147,10 +169,25 @@ class Measurer:
         """Return the seconds until the deadline."""
         return self._deadline - self._runner.clock()
 
-    def time_for_round(self, trials: int, reserve: float) -> bool:
-        """Return whether a round of so many trials ends in time."""
-        return self.time_left() - reserve > _SLOWER * trials * self._unit
+    def _steps_of(self, trial: Trial) -> int:
+        """Return the batches of a sample: two, if they take long."""
+        each = trial.step_seconds or self.trials[0].step_seconds
+        return trial.accumulate * math.ceil(max(2.0, self._unit / each) / trial.accumulate)
+
+    def _sample_seconds(self, trial: Trial) -> float:
+        each = trial.step_seconds or self.trials[0].step_seconds
+        return each * (self._steps_of(trial) + trial.untimed)
+
+    def time_for_round(self, trials: Sequence[Trial], reserve: float) -> bool:
+        """Return whether a round of these trials ends in time."""
+        unique = {id(trial): trial for trial in trials if trial.verdict != "failed"}.values()
+        starts = sum(
+            self._expected_start(trial) + 3 * max(_WARM_UP, trial.accumulate) * trial.step_seconds
+            for trial in unique
+            if trial.candidate not in self.running
+        )
+        return self.time_left() - reserve > starts + _SLOWER * sum(map(self._sample_seconds, unique))
 
     def reserve(self) -> float:
         """Return the seconds that the last rounds may take."""
-        return _SHARE_AT_THE_END * self._limits.seconds
+        return max(_SHARE_AT_THE_END * self._limits.seconds, _SLOWER * 2 * self._sample_seconds(self.trials[0]))

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
 from lightning_ort.callbacks.training_settings import repeated_blocks
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
-from lightning_ort.tuning.project import Project, train
-from lightning_ort.tuning.trainer_process import TrainerProcess
+from lightning_ort.tuning.project import GIVEN, Project, train
+from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
 
 _STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
 _PRODUCTS, _SIZE = 5, 512
@@ -34,6 +35,8 @@ class Facts:
     parameters: int
     device: str  # "cpu" or "cuda"
     batch_size: int  # of one process
+    counts_examples: bool  # whether the first dimension of a batch's first tensor is its number of examples
+    stream: bool  # whether the data is an IterableDataset, which each process sees as a whole
     accumulate: int
     batch_argument: bool  # whether the data has an argument batch_size
     fixed_batches: str | None  # why the batch size cannot be changed
@@ -52,14 +55,15 @@ class Facts:
     memory: MemoryModel | None  # None if nothing can be traced
     measured: StepMemory | None
     notes: list[str] = field(default_factory=list)
+    given_loader: bool = False  # whether the data is a DataLoader that is passed to Trainer.fit
 
 
-def start_probe(project: Project, folder: Path) -> TrainerProcess:
-    """Start the process; its ``finish()`` returns the facts."""
-    return TrainerProcess(partial(_probe, project), folder)
+def start_probe(project: Project, folder: Path, traced: bool = True) -> TrainerProcess:
+    """Start the process; its ``finish()`` returns the facts. ``traced`` says whether saved tensors are looked at."""
+    return TrainerProcess(partial(_probe, project, traced), folder)
 
 
-def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
+def _probe(project: Project, traced: bool, connection: Connection, folder: Path) -> Facts:
     connection.recv()
     os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"capture": "off"}')
     # as the user has it, but for the strategy, which may need several processes or compile
@@ -67,15 +71,25 @@ def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
 
     def callbacks(namespace: LightningNamespace) -> list[Any]:
         base = importlib.import_module(f"{namespace.package}.callbacks").Callback
-        found.append(type("Probe", (_Probe, base), {})())
+        found.append(type("Probe", (_Probe, base), {})(traced))
         return found
 
     train(project, Candidate(engine="stock"), folder, callbacks)
+    if not found[0].has_trained:
+        raise ValueError("the DataLoader is empty, or the Trainer has limit_train_batches=0")
     return found[0].facts(project.batch_argument is not None)
 
 
 class _Probe:
     """A callback that looks at everything once, and ends training."""
+
+    def __init__(self, traced: bool) -> None:
+        self._is_traced = traced
+        self._steps = 0
+
+    @property
+    def has_trained(self) -> bool:
+        return self._steps > 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._module = trainer, pl_module
@@ -84,14 +98,15 @@ class _Probe:
         self._measured: StepMemory | None = None
         self._seconds = 0.0
         self._measuring: MeasuredStep | None = None
-        self._steps = 0
+        self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Trace the second step and measure the third."""
         self._steps += 1
+        self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
         self._batch = batch
         self._start = time.perf_counter()
-        if self._steps == _STEPS - 1:
+        if self._steps == _STEPS - 1 and self._is_traced:
             self._traced = SavedTensors(pl_module, batch)
             self._traced.__enter__()
         elif self._steps == _STEPS:
@@ -99,6 +114,10 @@ class _Probe:
             self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
             self._measuring = MeasuredStep(trainer.strategy.root_device)
             self._measuring.start()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End if there are no batches."""
+        trainer.should_stop |= not self.has_trained
 
     def on_before_zero_grad(self, *args: Any) -> None:
         """Note that the forward pass is done; Lightning zeroes gradients after it."""
@@ -132,7 +151,7 @@ class _Probe:
         if not hasattr(self, "_saved"):
             return
         module, optimizers = self._module, self._trainer.optimizers
-        size = _loader_of(self._trainer).batch_size or 1
+        size = _batch_size(self._trainer.train_dataloader)
         self._memory = model_of(module, optimizers, self._batch, size, self._saved)
         if levels is None:
             return
@@ -145,16 +164,19 @@ class _Probe:
     def facts(self, batch_argument: bool) -> Facts:
         """Return what was seen."""
         module, trainer = self._module, self._trainer
-        loader = _loader_of(trainer)
+        loader = trainer.train_dataloader
         modules = list(module.modules())
         device = trainer.strategy.root_device
         bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
-        notes = [] if self._memory else ["activations could not be traced: no gradient is computed by Lightning"]
+        why = "no gradient is computed by Lightning" if self._is_traced else "the step fails while it is looked at"
+        notes = [] if self._memory else [f"activations could not be traced: {why}"]
         return Facts(
             module=type(module).__name__,
             parameters=sum(p.numel() for p in module.parameters()),
             device=device.type,
-            batch_size=getattr(loader, "batch_size", None) or 1,
+            batch_size=_batch_size(loader),
+            counts_examples=max(self._sizes) == _batch_size(loader),
+            stream=any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders_in(loader)),
             accumulate=trainer.accumulate_grad_batches,
             batch_argument=batch_argument,
             fixed_batches=fixed_batches(loader),
@@ -173,6 +195,7 @@ class _Probe:
             memory=self._memory,
             measured=self._measured,
             notes=notes,
+            given_loader=type(trainer.datamodule).__name__ == GIVEN,
         )
 
 
@@ -188,8 +211,10 @@ def bfloat16_speed() -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def _loader_of(trainer: Any) -> Any:
-    return trainer.train_dataloader
+def _batch_size(loader: Any) -> int:
+    """Return a loader's batch size; 1 if only the data knows it, or if there are several loaders."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or 1
 
 
 def _fusable(optimizer: torch.optim.Optimizer) -> bool:

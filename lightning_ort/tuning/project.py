@@ -3,24 +3,30 @@
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
 from lightning_ort.tuning import candidate as candidates
-from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, configured
-from lightning_ort.tuning.trainer_process import TrainerProcess, make_sampler, namespace_of_class, summary_of
+from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, TuneError, configured
+from lightning_ort.tuning.trainer_process import (
+    ENDLESS,
+    TrainerProcess,
+    make_sampler,
+    namespace_of_class,
+    start_method,
+    summary_of,
+)
 
-_MANY = 1_000_000  # steps: training ends after the last sample, but a schedule may ask how many there will be
+GIVEN = "GivenLoader"
 # those end a run, write files, or need what a trial has not
-_DROPPED = ("EarlyStopping", "ModelCheckpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
+_DROPPED = ("EarlyStopping", "Checkpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +107,10 @@ def train(
     """Train until a callback ends it, and return the Trainer."""
     namespace = project.namespace
     limits = {
+        **ENDLESS,
         "default_root_dir": folder,
-        "num_nodes": 1,
-        "min_epochs": 0,
-        "max_epochs": -1,
-        "min_steps": None,
-        "max_steps": _MANY,
-        "max_time": None,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "enable_checkpointing": False,
     }
     argument = project.batch_argument
@@ -125,27 +124,28 @@ def train(
     pl = importlib.import_module(namespace.package)
     pl.seed_everything(project.seed, workers=True, verbose=False)
     module = project.module(**project.args) if _makes(project.module) else project.module
-    namespace_of_class(type(module))
+    namespace = namespace_of_class(type(module))
     data_args = {**project.data_args}
     if argument is not None and candidate.batch_size is not None:
         data_args["batch_size"] = candidate.batch_size
     data = project.data(**data_args) if _makes(project.data) else project.data
     if data is not None and not isinstance(data, pl.LightningDataModule):
-        data = _as_datamodule(data, pl)
+        data = given(data, namespace)
     trainer_args = {name: built(value) for name, value in made["trainer"].items()}
     trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
-    trainer = pl.Trainer(**{"logger": False, "devices": 1, **trainer_args, **limits})
+    logger = importlib.import_module(f"{namespace.package}.loggers").CSVLogger(str(folder))
+    trainer = pl.Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
+    _drop_callbacks_of(module, namespace)
     trainer.fit(module, data)
     return trainer
 
 
 def _start_from_here(trainer: dict[str, Any]) -> None:
     """Have a strategy start its processes from this one: started anew, the script would be this command."""
-    method = "fork" if torch.version.cuda is None else "spawn"
     if isinstance(trainer["strategy"], str):
-        trainer["strategy"] += f"_{method}"
+        trainer["strategy"] += f"_{start_method()}"
     else:
-        trainer["strategy"].setdefault("init_args", {})["start_method"] = method
+        trainer["strategy"].setdefault("init_args", {})["start_method"] = start_method()
 
 
 def _train_configured(
@@ -160,13 +160,18 @@ def _train_configured(
     trainer = config["trainer"] = dict(config.get("trainer") or {})
     kept = trainer.get("callbacks") or []
     kept = kept if isinstance(kept, list) else [kept]
-    trainer["callbacks"] = [one for one in kept if not _path_of(one).endswith(_DROPPED)]
+    trainer["callbacks"] = [one for one in kept if not _is_dropped(one, namespace)]
     trainer["logger"] = {"class_path": f"{namespace.package}.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
     config.pop("ckpt_path", None)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     cli = importlib.import_module(f"{namespace.package}.cli")
 
     class Cli(cli.LightningCLI):  # type: ignore[name-defined]
+        model: Any
+
+        def before_fit(self) -> None:
+            _drop_callbacks_of(self.model, namespace)
+
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             return super().instantiate_trainer(**kwargs, **limits)
 
@@ -179,8 +184,26 @@ def _train_configured(
     ).trainer
 
 
-def _path_of(callback: Any) -> str:
-    return str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
+def _dropped(namespace: LightningNamespace) -> tuple[type, ...]:
+    callbacks = importlib.import_module(f"{namespace.package}.callbacks")
+    return tuple(getattr(callbacks, name) for name in _DROPPED)
+
+
+def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
+    path = str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
+    found = _imported(path) or getattr(importlib.import_module(f"{namespace.package}.callbacks"), path, None)
+    return isinstance(found, type) and issubclass(found, _dropped(namespace))
+
+
+def _drop_callbacks_of(module: Any, namespace: LightningNamespace) -> None:
+    module.configure_callbacks = partial(_callbacks_of, module.configure_callbacks, namespace)
+
+
+def _callbacks_of(configure_callbacks: Callable[[], Any], namespace: LightningNamespace) -> list[Any]:
+    """Return the callbacks that a module configures, but for those that a trial drops."""
+    found = configure_callbacks()
+    found = list(found) if isinstance(found, Sequence) else [found]
+    return [one for one in found if not isinstance(one, _dropped(namespace))]
 
 
 def _makes(value: Any) -> bool:
@@ -188,18 +211,21 @@ def _makes(value: Any) -> bool:
     return isinstance(value, (type, partial)) or inspect.isroutine(value)
 
 
-def _as_datamodule(loader: Any, pl: Any) -> Any:
-    data = pl.LightningDataModule()
-    kind = type("GivenLoader", (pl.LightningDataModule,), {"train_dataloader": lambda self: loader})
-    data.__class__ = kind
-    return data
+def given(loader: Any, namespace: LightningNamespace) -> Any:
+    """Return a LightningDataModule of a DataLoader; it can be pickled, which strategies that spawn processes do."""
+    made = {"train_dataloader": lambda self: loader, "__reduce__": lambda self: (given, (loader, namespace))}
+    return type(GIVEN, (importlib.import_module(namespace.package).LightningDataModule,), made)()
 
 
 def _imported(path: str | None) -> Any:
-    if not path:
+    """Return what a ``class_path`` names; ``None`` for a bare name, which only LightningCLI knows."""
+    module, _, name = (path or "").rpartition(".")
+    if not module:
         return None
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # of the user's own file, too
+        raise TuneError(f"class_path {path}: it cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def built(value: Any) -> Any:

@@ -90,16 +90,7 @@ class TuneResult:
     def table(self) -> RenderableType:
         """Return the trials as a table, and the memory of a step."""
         table = PlainTable("", "tried", title=f"{self.module}: {len(self.trials)} ways to train it")
-        for column in (
-            "ms a sample",
-            "samples/s",
-            "speed-up",
-            "(90 %)",
-            "peak MB",
-            "start s",
-            "pays after",
-            "loss differs",
-        ):
+        for column in _COLUMNS:
             table.add_column(column, justify="right")
         for place, trial in enumerate(self.trials):
             table.add_row(*self._row(place, trial))
@@ -166,6 +157,7 @@ class TuneResult:
 
         Raises:
             FileExistsError: If one of them is there: nothing is overwritten.
+            ValueError: If ``path`` ends with ``.json`` or ``.png``.
 
         """
         from lightning_ort.tuning.picture import draw, installed
@@ -185,7 +177,14 @@ class TuneResult:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that :meth:`TuneResult.save` writes."""
+    """Return the files that :meth:`TuneResult.save` writes.
+
+    Raises:
+        ValueError: If two of them have one name.
+
+    """
+    if path.suffix in (".json", ".png"):
+        raise ValueError(f"-o {path}: {path.suffix} is written beside the configuration: call that {path.stem}.yaml.")
     return [path, path.with_suffix(".json"), path.with_suffix(".png")]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.project import Project, start
-from lightning_ort.tuning.trainer_process import Sample, TrainerProcess
+from lightning_ort.tuning.trainer_process import Sample, TrainerProcess, uninterrupted
 
 
 class Runner(Protocol):
@@ -58,8 +58,9 @@ class ProcessRunner:
 
     def stop_all(self) -> None:
         """End all processes."""
-        for candidate in list(self._processes):
-            self.stop(candidate)
+        with uninterrupted():
+            for candidate in list(self._processes):
+                self.stop(candidate)
 
     def free_memory(self) -> int | None:
         """Return the free bytes of the GPU, or else of the machine."""

@@ -15,7 +15,7 @@ from lightning_ort.tuning.measuring import MIN_ROUNDS, Measurer
 from lightning_ort.tuning.probe import Facts
 from lightning_ort.tuning.runner import Runner
 from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, memory_stage, reference, stages
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, uninterrupted
 from lightning_ort.tuning.trials import Trial, fastest, speed
 
 _MAX_ROUNDS = 6
@@ -71,27 +71,40 @@ class Search:
         """
         own = self._trial(Option(Candidate(), "what you have"), "yours")
         self._own = self._best = own
+        self._winners = [own]  # the last one is the best
         try:
-            self._warm_up_own(own)
-            self._measurer.sample_all([own])
-            start = base(self._facts, self._limits)
-            if start != own.candidate:
-                self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
-                if self._best is own:
-                    raise TuneError(f"Nothing trains with the effective batch that was asked for: {self._reasons()}")
-            if not self._fits(self._best):
-                self._stage(memory_stage(self._facts, self._limits))
-                self._check_that_something_fits()
-            for stage in stages(self._facts, self._limits, self._plain):
-                self._stage(stage)
-            self._confirm()
+            self._search(own)
         except KeyboardInterrupt:
             self._measurer.notes.append("interrupted: the best of what was finished")
             if not own.rounds:
                 raise
-        for candidate in list(self._measurer.running):
-            self._measurer.stop(candidate)
-        return Outcome(own, self._best, self._measurer.trials, self._reference(), self._measurer.notes)
+        with uninterrupted():
+            for candidate in list(self._measurer.running):
+                self._measurer.stop(candidate)
+        if wrong := self._violation(self._best):
+            raise TuneError(f"Nothing that was finished is as asked for: the best {wrong}. {self._reasons()}")
+        compared = self._reference(self._best)
+        if self._best not in (own, compared) and self._best.loss_difference is None:
+            why = "nothing was trained in float32 with this batch" if compared is None else "there are too few losses"
+            self._measurer.notes.append(f"the loss of {self._best.candidate} was not compared with float32's: {why}")
+        return Outcome(own, self._best, self._measurer.trials, compared, self._measurer.notes)
+
+    def _search(self, own: Trial) -> None:
+        self._warm_up_own(own)
+        if self._limits.memory is not None and own.peak is None:
+            self._measurer.notes.append("--memory was not checked: this system does not tell what a process takes")
+        self._measurer.bar = None if self._must_change(own) else own
+        start = base(self._facts, self._limits)
+        if start != own.candidate:
+            self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
+            if self._best is own:
+                raise TuneError(f"Nothing trains with the effective batch that was asked for: {self._reasons()}")
+        if not self._fits(self._best):
+            self._stage(memory_stage(self._facts, self._limits))
+            self._check_that_something_fits()
+        for stage in stages(self._facts, self._limits, self._plain):
+            self._stage(stage)
+        self._confirm()
 
     # one stage
 
@@ -116,7 +129,7 @@ class Search:
             return
         racing = list(challengers)
         for number in range(1, _MAX_ROUNDS + 1):
-            if not self._measurer.time_for_round(2 + len(racing), self._measurer.reserve()):
+            if not self._measurer.time_for_round([self._own, self._best, *racing], self._measurer.reserve()):
                 break
             self._measurer.sample_all([self._own, self._best, *racing], self._measurer.reserve())
             racing = [trial for trial in racing if trial.verdict == "measured"]
@@ -146,28 +159,38 @@ class Search:
 
     def _decide(self, challengers: Sequence[Trial]) -> None:
         before = self._best
+        for trial in challengers:
+            if trial.verdict == "measured" and not trial.rounds:
+                trial.verdict, trial.why = "skipped", "no time left"
         for trial in fastest([one for one in challengers if one.rounds and one.verdict == "measured"], before):
             if (found := speed(trial, before)) is None:
                 trial.why = "no time left"
                 continue
             faster = found.low > 1 and found.median >= _LEAST_GAIN
             if not self._fits(trial):
-                self._refuse(trial, f"needs {_gigabytes(trial.peak)}, the limit is {_gigabytes(self._limits.memory)}")
-            elif not self._learns(trial):
-                pass
-            elif self._best is before and (faster or self._must_change(before)):
-                self._best = trial
-                trial.verdict, trial.why = "won", f"{found.median:.2f}x of the best before, {before.candidate}"
-            else:
+                self._refuse(trial, self._violation(trial))
+            elif self._best is not before or not (faster or self._must_change(before)):
+                self._compare(trial)
                 trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
+            elif self._learns(trial, self._measurer.reserve()):
+                self._best = trial
+                self._winners.append(trial)
+                trial.verdict, trial.why = "won", f"{found.median:.2f}x of the best before, {before.candidate}"
         for trial in (*challengers, before):
             if trial not in (self._best, self._own):
                 self._measurer.stop(trial.candidate)
 
     def _must_change(self, best: Trial) -> bool:
         """Whether the best so far is only where the search starts: it does not fit, or has another effective batch."""
+        return bool(self._violation(best))
+
+    def _violation(self, trial: Trial) -> str:
         wanted = self._limits.effective_batch
-        return not self._fits(best) or (wanted is not None and best.effective_batch != wanted)
+        if not self._fits(trial):
+            return f"needs {_gigabytes(trial.peak)}, the limit is {_gigabytes(self._limits.memory)}"
+        if wanted is not None and trial.effective_batch != wanted:
+            return f"has {trial.effective_batch} examples between two steps of the optimizer, not {wanted}"
+        return ""
 
     # one candidate
 
@@ -188,6 +211,9 @@ class Search:
     def _warm_up_own(self, own: Trial) -> None:
         try:
             self._measurer.warm_up(own, self._deadline)
+            self._measurer.sample_all([own])
+            if not own.rounds:
+                raise VariantFailed(own.why) if own.why else TimeIsUp
         except VariantFailed as error:
             raise TuneError(
                 f"The module does not train as it is, so there is nothing to compare with: {error}. First make a few"
@@ -216,33 +242,38 @@ class Search:
     def _fits(self, trial: Trial) -> bool:
         return self._limits.memory is None or trial.peak is None or trial.peak <= self._limits.memory
 
-    def _reference(self) -> Trial | None:
-        wanted = reference(self._best.candidate)
-        if self._plain and self._own.effective_batch == self._best.effective_batch:
+    def _reference(self, trial: Trial) -> Trial | None:
+        """Return with whose losses a trial's are compared."""
+        if self._plain and self._own.effective_batch == trial.effective_batch:
             return self._own
-        for trial in self._measurer.trials:
-            alike = trial.candidate.engine in (None, "stock") and trial.candidate.precision in (None, "32-true")
-            same = trial.effective_batch == self._best.effective_batch and trial.candidate.optim is None
-            if trial.losses and same and (trial.candidate == wanted or (self._plain and alike)):
-                return trial
+        # in batches of any size: a curve is of the optimizer's steps, which see the same examples
+        wanted = reference(trial.candidate).but(batch_size=None, accumulate=None)
+        for one in self._measurer.trials:
+            alike = one.candidate.engine in (None, "stock") and one.candidate.precision in (None, "32-true")
+            same = one.effective_batch == trial.effective_batch and one.candidate.optim is None
+            plain = one.candidate.but(batch_size=None, accumulate=None) == wanted or (self._plain and alike)
+            if one.losses and same and plain:
+                return one
         return None
 
-    def _learns(self, trial: Trial) -> bool:
-        reference = self._reference()
+    def _compare(self, trial: Trial) -> losses.Departure | None:
+        reference = self._reference(trial)
+        if reference is None or trial is reference:
+            return None
+        found = losses.departure(trial.curve, reference.curve)
+        trial.loss_difference = found.difference if found else None
+        return found
+
+    def _learns(self, trial: Trial, reserve: float) -> bool:
+        reference = self._reference(trial)
         if reference is None or trial is reference:
             return True
-        try:
-            for one in (trial, reference):
-                missing = (losses.LEAST - len(one.curve)) * one.accumulate
-                if missing > 0 and one.losses and one.candidate in self._measurer.running:
-                    self._measurer.sample(one, missing, self._measurer.time_left())
-        except (TimeIsUp, VariantFailed) as error:
-            self._measurer.notes.append(f"{trial.candidate}: the loss could not be compared: {error}")
-        found = losses.departure(trial.curve, reference.curve)
-        if found is None:
-            return True
-        trial.loss_difference = found.difference
-        if found.exceeds(self._limits.tolerance):
+        for one in (trial, reference):
+            self._measurer.train_on(one, (losses.LEAST - len(one.curve)) * one.accumulate, reserve)
+        if trial.verdict == "failed":
+            return False
+        found = self._compare(trial)
+        if found is not None and found.exceeds(self._limits.tolerance):
             curves = f"{losses.sketch(trial.curve)} against {losses.sketch(reference.curve)}"
             self._refuse(trial, f"its loss departs from float32's by {found.difference:.1%}: {curves}")
             return False
@@ -260,24 +291,32 @@ class Search:
         )
 
     def _confirm(self) -> None:
-        """Compare the best with the user's own way once more: what is handed out is faster, and not only by chance."""
-        if self._best is self._own:
-            return
+        """Compare the best with the user's own way once more: what is handed out is faster, and not only by chance.
+
+        If it is not, the winner before it is the best.
+        """
+        while self._best is not self._own and not self._is_confirmed(self._best):
+            self._measurer.notes.append(f"{self._best.candidate} won, but not in the last rounds: {self._best.why}")
+            self._measurer.stop(self._best.candidate)
+            self._winners.pop()
+            self._best = self._winners[-1]
+
+    def _is_confirmed(self, best: Trial) -> bool:
         for _ in range(_FINAL_ROUNDS):
-            if not self._measurer.time_for_round(2, 0.0):
+            if best.verdict == "failed" or not self._measurer.time_for_round([self._own, best], 0.0):
                 break
-            self._measurer.sample_all([self._own, self._best])
-        self._learns(self._best)
-        found = speed(self._best, self._own)
-        if self._best.verdict not in ("refused", "failed") and (
-            self._must_change(self._own) or (found is not None and found.low > 1)
-        ):
-            return
-        if self._best.verdict not in ("refused", "failed"):
-            assert found is not None
-            self._refuse(self._best, f"{found.low:.2f} to {found.high:.2f}x of yours in the end: not clearly faster")
-        self._measurer.notes.append("in the last rounds the best was not faster than yours, which is kept")
-        self._best = self._own
+            self._measurer.sample_all([self._own, best])
+        if best.verdict == "failed" or not self._learns(best, 0.0):
+            return False
+        if wrong := self._violation(best):
+            self._refuse(best, wrong)
+            return False
+        found = speed(best, self._own)
+        if self._must_change(self._own) or (found is not None and found.low > 1):
+            return True
+        times = f"{found.low:.2f} to {found.high:.2f}x of yours in the end: " if found else ""
+        self._refuse(best, f"{times}not clearly faster")
+        return False
 
     def _reasons(self) -> str:
         found = [f"{trial.candidate}: {trial.why}" for trial in self._measurer.trials if trial.why]

@@ -11,15 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts
 
 _EMULATED = 0.5  # times as fast as float32: a processor without instructions for bfloat16
 _HALVINGS = 3  # of the batch, at most
-
-
-class TuneError(ValueError):
-    """Why nothing can be tuned, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ def _engines(best: Candidate, facts: Facts, limits: Limits, plain: bool) -> Iter
 
 def _processes(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
     size = best.batch_size or facts.batch_size
-    if limits.devices == 1 or size % limits.devices or _no_other_batches(facts) is not None:
+    if limits.devices == 1 or size % limits.devices or _no_other_batches(facts) is not None or facts.stream:
         return
     if limits.keep_numerics and facts.batch_norm:
         return
@@ -148,7 +144,8 @@ def _loading(best: Candidate, facts: Facts) -> Iterator[Option]:
     if facts.num_workers == 0:
         yield Option(more, "a process loads while this one computes")
     wanted = min(cores, 4)
-    if wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:
+    shared = not facts.stream or facts.num_workers > 1  # or else each process loads all examples
+    if shared and wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:
         yield Option(more.but(num_workers=wanted), f"{wanted} processes load while this one computes")
     if facts.device == "cuda":
         workers = max(facts.num_workers, 1)
@@ -194,7 +191,8 @@ def _savings(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
             size, accumulate = size // 2, accumulate * 2
             smaller.append(best.but(batch_size=size, accumulate=accumulate))
             yield Option(smaller[-1], "smaller batches, accumulated: fewer activations at once")
-    if facts.blocks:
+    # batch norm's running statistics would see what is computed again twice
+    if facts.blocks and not (limits.keep_numerics and facts.batch_norm):
         yield Option(best.but(checkpoint_blocks=True), "repeated blocks are computed again in the backward pass")
         if len(smaller) > 1:
             yield Option(smaller[-1].but(checkpoint_blocks=True), "both")

@@ -1,14 +1,17 @@
 """A Trainer in a process of its own, which does as many steps as it is told to."""
 
 import importlib
+import math
 import multiprocessing
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +25,7 @@ from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
+_SECONDS_TO_END = 2.0  # of a process that was asked to
 _MOST_LETTERS = 600  # of what LightningCLI's parser says
 _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 
@@ -30,11 +34,12 @@ _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 class Sample:
     """What a Trainer measured over some steps."""
 
-    step_seconds: float  # mean over the batches, with all that the Trainer does between them except validation
-    losses: list[float]  # of each batch; empty if the module returns none
+    step_seconds: float  # mean over the timed batches, with all that the Trainer does between them except validation
+    losses: list[float]  # of each batch, the untimed ones first; empty if the module returns none
     peak_bytes: int | None  # so far, of the GPU or else of the process; None if the system does not tell
-    examples: int = 0  # in these batches; 0 if nobody can tell
+    examples: int = 0  # in the timed batches; 0 if nobody can tell
     settled: bool = True  # whether the strategy has done all the compiling and trying that it does at the start
+    untimed: int = 0  # batches before the clock was started: what processes had loaded while this one waited
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,21 @@ class Summary:
     optimizers: list[str] = field(default_factory=list)
 
 
+_MANY = 1_000_000  # training ends after the last sample, but a schedule may ask how many epochs or steps there will be
+# the Trainer's arguments for that, whatever a configuration says
+ENDLESS: dict[str, Any] = {
+    "num_nodes": 1,
+    "min_epochs": 0,
+    "max_epochs": _MANY,
+    "min_steps": None,
+    "max_steps": _MANY,
+    "max_time": None,
+    "fast_dev_run": False,
+    "barebones": False,
+    "profiler": None,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 _ours: set[Connection] = set()  # this process's ends of the connections to its Trainers
 
 
@@ -55,6 +75,19 @@ class VariantFailed(RuntimeError):
 
 class TimeIsUp(RuntimeError):
     """A Trainer that has not answered in time; it is still at work, and has to be stopped."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C, so that processes are ended and results handed out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class TrainerProcess:
@@ -69,9 +102,7 @@ class TrainerProcess:
     """
 
     def __init__(self, fit: Callable[[Connection, Path], Any], folder: Path) -> None:
-        # a forked process need not import everything again, but cannot use CUDA where the parent has looked for it
-        forks = sys.platform == "linux" and torch.version.cuda is None
-        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        context: Any = multiprocessing.get_context(start_method())
         self._connection, theirs = context.Pipe()
         self._log = folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +136,13 @@ class TrainerProcess:
         _ours.discard(self._connection)
         self._connection.close()
         self._process.terminate()
-        self._process.join()
+        self._end()
+
+    def _end(self) -> None:
+        self._process.join(_SECONDS_TO_END)
+        if self._process.is_alive():  # Lightning ends at SIGTERM, but only when the batch does
+            self._process.kill()
+            self._process.join()
 
     def _ask(self, steps: int, timeout: float | None = None) -> Any:
         try:
@@ -114,11 +151,19 @@ class TrainerProcess:
                 raise TimeIsUp(f"{steps} steps were not done within {timeout:.1f} seconds")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            self._process.join()
-            raise VariantFailed(f"its process ended with code {self._process.exitcode}; see {self._log}") from None
+            self._end()
+            said = f": {said}" if (said := _last_error(self._log)) else ""
+            raise VariantFailed(f"its process ended with code {self._process.exitcode}{said}") from None
         if isinstance(answer, VariantFailed):
             raise answer
         return answer
+
+
+def start_method() -> str:
+    """Return how processes are started, ``"fork"`` or ``"spawn"``."""
+    # a forked process need not import everything again, but cannot use a GPU where the parent has looked for it
+    on_cpu = torch.version.cuda is None and torch.version.hip is None
+    return "fork" if sys.platform == "linux" and on_cpu else "spawn"
 
 
 def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, connection: Connection) -> None:
@@ -142,6 +187,8 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
 
 
 def _last_error(log: Path) -> str:
+    if not log.exists():
+        return ""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [number for number, line in enumerate(lines) if line.startswith("error:")]
     if not told:
@@ -172,14 +219,21 @@ def make_sampler(namespace: LightningNamespace, connection: Connection, steps: i
 
 class _Sampler:
     def __init__(self, connection: Connection, steps: int, namespace: LightningNamespace) -> None:
-        self._connection, self._steps = connection, steps
-        self._extract_batch_size = namespace.submodule("utilities.data").extract_batch_size
+        self._connection, self._steps, self._namespace = connection, steps, namespace
         self._all = 0
         self._begin()
 
-    def _begin(self) -> None:
+    def __reduce__(self) -> Any:
+        # a class that is made here cannot be pickled, as a strategy that spawns processes has to
+        return make_sampler, (self._namespace, self._connection, self._steps)
+
+    def _begin(self, untimed: int = 0) -> None:
         self._losses: list[Tensor] = []
-        self._done = self._examples = 0
+        self._untimed, self._done = untimed, -untimed
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._examples = 0
         self._start = time.perf_counter()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -198,31 +252,49 @@ class _Sampler:
         """Keep the loss; after the last step send the sample."""
         self._done += 1
         self._all += 1
-        self._examples += self._size_of(batch)
+        self._examples += size_of(self._namespace, batch)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning divides it by the number of batches whose gradients it accumulates
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        device = trainer.strategy.root_device
+        if device.type == "cuda" and self._done in (0, self._steps):
+            torch.cuda.synchronize(device)
+        if self._done == 0:  # the untimed ones are done
+            self._start_clock()
         if self._done < self._steps:
             return
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - self._start) / self._done
         losses = [loss.item() for loss in self._losses]
         settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
         if trainer.is_global_zero:
-            self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled))
+            self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled, self._untimed))
             self._steps = self._connection.recv()
         self._steps = trainer.strategy.broadcast(self._steps)
         trainer.should_stop = self._steps == 0
-        self._begin()
+        self._begin(waiting_batches(trainer))
 
-    def _size_of(self, batch: Any) -> int:
-        try:
-            return self._extract_batch_size(batch)
-        except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
-            return 0
+
+def waiting_batches(trainer: Any) -> int:
+    """Return how many batches the processes of the loaders may have ready, and what completes an optimizer's step."""
+    each = [(getattr(one, "num_workers", 0), one) for one in loaders_in(trainer.train_dataloader)]
+    ready = sum(workers * (getattr(one, "prefetch_factor", None) or 2) for workers, one in each)
+    return math.ceil(ready / trainer.accumulate_grad_batches) * trainer.accumulate_grad_batches
+
+
+def size_of(namespace: LightningNamespace, batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
+    try:
+        return namespace.submodule("utilities.data").extract_batch_size(batch)
+    except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
+        return 0
+
+
+def loaders_in(value: Any) -> list[Any]:
+    """Return the loaders of what "train_dataloader" returns: one, or several in mappings and sequences."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [one for part in value for one in loaders_in(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def summary_of(strategy: Any) -> Summary:

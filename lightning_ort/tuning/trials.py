@@ -42,6 +42,7 @@ class Trial:
     why: str = ""  # the verdict
     rounds: dict[int, float] = field(default_factory=dict)  # seconds per example, by the number of the round
     step_seconds: float = 0.0  # of the last sample
+    untimed: int = 0  # batches that it trained on before the clock started
     startup: float | None = None  # seconds until steps take what they take later, beyond the steps themselves
     peak: int | None = None  # bytes
     predicted_peak: int | None = None

@@ -197,6 +197,7 @@ ME = f"{__file__}:"
         ([f"{MODULES}:Small", "--effective-batch=0"], "effective_batch=0: must be at least 1"),
         ([f"{MODULES}:Small", "--devices=0"], "devices=0: must be at least 1"),
         ([f"{MODULES}:Small", "--output=/proc/x.yaml"], "--output='/proc/x.yaml'"),
+        ([f"{MODULES}:Small", "-o", "tuned.json"], "-o tuned.json: .json is written beside the configuration"),
         (["--explain=nowhere.json"], "Pass the .json file that lightning-ort tune wrote"),
         ([f"{MODULES}:Small", "--time=0.1s"], "is too short: three steps of the module took longer"),
         ([f"{ME}Broken", f"--data={ME}Data"], "does not train as it is, so there is nothing to tune: NameError"),
@@ -252,6 +253,29 @@ def test_notes_on_devices_and_batches() -> None:
     assert "give it an argument batch_size" in note
     assert notes(Project(module=Net, data=Data), Candidate(batch_size=4)) == []
     assert notes(Project(module=Net, data=NoBatchSize), Candidate(engine="ort")) == []
+
+
+def test_a_note_on_a_dataloader_that_is_passed() -> None:
+    trial = Trial(Candidate(whole_batches=True), "a stage", "a reason", 4, 1)
+    (note,) = api.notes_on(Project(module=Net), Outcome(trial, trial, [trial]), given_loader=True)
+    assert "return it from train_dataloader of your module" in note
+
+
+def test_notes_on_gpus_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    own, best = (Trial(one, "", "", 4, 1, rounds={1: 1.0}) for one in (Candidate(), Candidate(engine="ort")))
+    for config in ({"trainer": {"num_nodes": 2}}, {"trainer": {"devices": "auto", "accelerator": "gpu"}}):
+        outcome = Outcome(own, best, [own, best])
+        notes = api.notes_on(Project(config=config), outcome)
+        assert "measured on one device, not on all 4 GPUs" in notes[0]
+        assert any("num_nodes is 1 in place of 2" in note for note in notes) == ("num_nodes" in config["trainer"])
+        assert "times as fast as before on one device" in " ".join(api.head_of(Project(config=config), outcome))
+    assert api.notes_on(Project(config={"trainer": {"accelerator": "cpu"}}), outcome) == []
+
+
+def test_float32_is_plain_however_it_is_written() -> None:
+    for precision, plain in ((32, True), ("32", True), ("32-true", True), ("bf16-mixed", False), (16, False)):
+        assert api.is_plain(Project(config={"trainer": {"precision": precision}})) == plain
 
 
 def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ def facts(**changes: Any) -> Facts:
         "device": "cpu",
         "batch_size": 32,
         "accumulate": 1,
+        "counts_examples": True,
+        "stream": False,
         "batch_argument": True,
         "fixed_batches": None,
         "not_in_whole_batches": None,
@@ -48,6 +50,8 @@ class Machine:
     fails: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     peak: Callable[[Candidate], int] = lambda candidate: 100
     loss: Callable[[Candidate], float] = lambda candidate: 1.0  # times the usual losses
+    examples: Callable[[int], int] = lambda size: size  # that a batch of so many seems to have
+    step: float = STEP
     startup: float = 1.0
     now: float = 0.0
     running: dict[Candidate, int] = field(default_factory=dict)
@@ -70,7 +74,7 @@ class Machine:
         for setting in candidate.settings.items():
             gain *= self.gains.get(setting, 1.0)
         size = candidate.batch_size or 32
-        step = STEP * size / 32 / gain * self.noise.uniform(0.97, 1.03)
+        step = self.step * size / 32 / gain * self.noise.uniform(0.97, 1.03)
         spent += steps * step
         if spent > timeout:
             self.now += timeout
@@ -80,7 +84,7 @@ class Machine:
         self.running[candidate] = done + steps
         each = candidate.accumulate or 1
         losses = [self.loss(candidate) * LOSSES[number // each] for number in range(done, done + steps)]
-        return Sample(step, losses, self.peak(candidate), steps * size)
+        return Sample(step, losses, self.peak(candidate), steps * self.examples(size))
 
     def stop(self, candidate: Candidate) -> None:
         self.running.pop(candidate, None)

@@ -52,6 +52,12 @@ def test_strategies() -> None:
     assert (several["strategy"]["class_path"], several["devices"]) == ("lightning_ort.ORTDDPStrategy", 2)
 
 
+def test_one_node_is_measured() -> None:
+    two = {"trainer": {"num_nodes": 2}}
+    assert trainer(Candidate(engine="ort"), two)["num_nodes"] == 1
+    assert trainer(Candidate(threads=1), two)["num_nodes"] == 2
+
+
 def test_settings_of_the_users_own_ort_strategy_stay() -> None:
     mine = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"config": {"kernels": "standard"}}}
     made = trainer(Candidate(engine="auto"), {"trainer": {"strategy": mine}})["strategy"]

@@ -1,18 +1,23 @@
 """Candidates with several processes: they train, and end with the one that started them."""
 
+import pickle
+import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from running import is_running
 from torch.utils.data import DataLoader
 
+from lightning_ort._imports import LIGHTNING
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.project import Project, start
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.probe import start_probe
+from lightning_ort.tuning.project import Project, given, start
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, make_sampler, start_method, waiting_batches
 
 LIMIT = 120.0  # seconds, for what takes a few on a quiet machine
 
@@ -66,6 +71,81 @@ def test_time_is_up(tmp_path: Path) -> None:
     with pytest.raises(TimeIsUp, match="2 steps were not done within 0.1 seconds"):
         process.sample(2, 0.1)
     process.stop()
+
+
+class Stubborn(Shared):
+    """Does not end when it is asked to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    project = Project(module=Stubborn, args={"folder": str(tmp_path)}, accelerator="cpu")
+    process = start(project, Candidate(engine="stock"), tmp_path / "trial")
+    process.sample(2, LIMIT)
+    with pytest.raises(TimeIsUp):
+        process.sample(1_000_000, 0.1)
+    process.stop()
+    assert process._process.exitcode == -signal.SIGKILL
+
+
+class Loaded(Shared):
+    """Loads in a process of its own."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(256, 4), batch_size=4, num_workers=1)
+
+
+def test_what_was_loaded_while_it_waited_is_not_timed(tmp_path: Path) -> None:
+    project = Project(module=Loaded, args={"folder": str(tmp_path)}, accelerator="cpu")
+    process = start(project, Candidate(accumulate=4), tmp_path / "trial")
+    first, second = process.sample(4, LIMIT), process.sample(8, LIMIT)
+    process.stop()
+    assert (first.untimed, first.examples, len(first.losses)) == (0, 16, 4)
+    assert (second.untimed, second.examples, len(second.losses)) == (4, 32, 12)  # two that are ready, and whole steps
+
+
+def test_batches_that_several_loaders_have_ready() -> None:
+    data = torch.ones(4, 2)
+    loaders = {"a": DataLoader(data, num_workers=2, prefetch_factor=3), "b": [DataLoader(data), [1, 2]]}
+    trainer = SimpleNamespace(train_dataloader=loaders, accumulate_grad_batches=4)
+    assert waiting_batches(trainer) == 8
+    trainer.train_dataloader = DataLoader(data)
+    assert waiting_batches(trainer) == 0
+
+
+def test_what_a_strategy_that_spawns_has_to_pickle() -> None:
+    sampler = make_sampler(LIGHTNING, "a connection", 3)  # type: ignore[arg-type]
+    again = pickle.loads(pickle.dumps(sampler))
+    assert isinstance(again, Callback)
+    assert vars(again).keys() == vars(sampler).keys()
+    loader = DataLoader(torch.ones(4, 2), batch_size=2)
+    data = pickle.loads(pickle.dumps(given(loader, LIGHTNING)))
+    assert isinstance(data, LightningDataModule)
+    assert len(data.train_dataloader()) == 2
+
+
+def test_processes_are_forked_only_where_nothing_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for system, cuda, hip in (
+        ("linux", None, None),
+        ("linux", "13.0", None),
+        ("linux", None, "7"),
+        ("darwin", None, None),
+    ):
+        monkeypatch.setattr("sys.platform", system)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        found.append(start_method())
+    assert found == ["fork", "spawn", "spawn", "spawn"]
+
+
+def test_a_dataloader_that_is_passed_is_noted(tmp_path: Path) -> None:
+    loader = DataLoader(torch.ones(64, 4), batch_size=4)
+    project = Project(module=Shared, args={"folder": str(tmp_path)}, data=loader, accelerator="cpu")
+    assert start_probe(project, tmp_path / "probe").finish(LIMIT).given_loader
 
 
 def test_what_cannot_be_set_is_a_failure_of_the_candidate(tmp_path: Path) -> None:

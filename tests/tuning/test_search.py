@@ -1,12 +1,16 @@
 """The search, on a machine whose times are written down."""
 
+import dataclasses
+import signal
+
 import pytest
 from scripted import Machine, facts
 
 from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.measuring import Measurer
 from lightning_ort.tuning.search import Outcome, Search
-from lightning_ort.tuning.space import Limits, TuneError
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.space import Limits, Option, TuneError, memory_stage
+from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, speed
 
 
@@ -76,7 +80,7 @@ def test_a_candidate_that_never_starts_is_a_row() -> None:
 
 
 def test_failures_are_rows() -> None:
-    fails = {("engine", "ort"): "ValueError: no", ("threads", 1): "its process ended with code -9; see log.txt"}
+    fails = {("engine", "ort"): "ValueError: no", ("threads", 1): "its process ended with code -9: Epoch 0"}
     outcome = search(Machine({("engine", "stock"): 1.2}, fails))
     assert outcome.best.candidate.engine == "stock"
     assert tried(outcome, engine="ort").why == "ValueError: no"
@@ -154,6 +158,25 @@ def test_the_effective_batch_that_was_asked_for() -> None:
     assert all(one.effective_batch == 128 for one in outcome.trials if one is not outcome.own)
 
 
+def test_a_batch_whose_first_dimension_is_another_is_not_counted() -> None:
+    # sequences of 50 before the examples: half a batch takes half the time, and is no faster
+    machine = Machine({("batch_size", 16): 0.9}, examples=lambda size: 50)
+    outcome = search(machine, found={"counts_examples": False})
+    found = speed(tried(outcome, batch_size=16, accumulate=2), outcome.own)
+    assert found is not None
+    assert found.median == pytest.approx(0.9, rel=0.1)
+    assert outcome.best is outcome.own
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(0, {None, 1}), (2, {None, 4})])
+def test_a_stream_is_not_seen_several_times(workers: int, expected: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    stream = {"stream": True, "num_workers": workers, "not_in_whole_batches": "the data is a Stream"}
+    outcome = search(Machine(), found=stream, devices=2)
+    assert {one.candidate.num_workers for one in outcome.trials} == expected
+    assert {one.processes for one in outcome.trials} == {1}
+
+
 def test_numerics_are_kept() -> None:
     machine = Machine({("precision", "bf16-mixed"): 3.0, ("precision", "medium"): 3.0, ("engine", "ort"): 1.5})
     outcome = search(machine, keep_numerics=True)
@@ -209,6 +232,162 @@ def test_several_processes_share_the_batch() -> None:
     assert {(one.effective_batch, one.batch_size) for one in ddp} == {(32, 16)}
     assert outcome.best is ddp[0]
     assert ddp[0].processes == 2
+
+
+def test_losses_are_compared_after_the_batches_have_changed() -> None:
+    machine = Machine(
+        {("batch_size", 16): 1.5, ("channels_last", True): 2.0},
+        loss=lambda candidate: 1.5 if candidate.channels_last else 1.0,
+    )
+    outcome = search(machine, plain=False)
+    (refused,) = (one for one in outcome.trials if one.verdict == "refused")
+    assert refused.candidate == Candidate(batch_size=16, accumulate=2, channels_last=True)
+    assert outcome.best.loss_difference == pytest.approx(0, abs=0.01)
+
+
+def test_a_loss_that_could_not_be_compared_is_noted() -> None:
+    machine = Machine({("engine", "ort"): 1.5}, {("precision", "32-true"): "no float32"})
+    outcome = search(machine, plain=False)
+    assert outcome.reference is None
+    assert outcome.best.candidate.engine == "ort"
+    assert any("was not compared with float32's: nothing was trained in float32" in one for one in outcome.notes)
+
+
+def test_losses_are_compared_with_those_of_the_same_effective_batch() -> None:
+    machine = Machine(loss=lambda candidate: 1.0 if (candidate.batch_size or 32) < 64 else 0.5)
+    outcome = search(machine, effective_batch=64)
+    assert {one.verdict for one in outcome.trials} <= {"measured", "won"}
+
+
+def test_what_does_not_win_is_not_trained_on_for_its_losses() -> None:
+    machine = Machine({("engine", "ort"): 0.5, ("engine", "stock"): 0.5, ("engine", "auto"): 0.5}, step=1.0)
+    outcome = search(machine, found={"accumulate": 4}, seconds=600.0)
+    slow = tried(outcome, engine="ort")
+    assert slow.verdict == "measured"
+    assert len(slow.losses) == 8 + 3 * 4  # two warm-ups and three rounds
+
+
+@pytest.mark.parametrize("seconds", [350.0, 500.0])
+def test_slow_steps_do_not_run_out_of_time_in_a_round(seconds: float) -> None:
+    class Asked(Machine):
+        late = 0
+
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
+            try:
+                return super().sample(candidate, steps, timeout)
+            except TimeIsUp:
+                self.late += self.running.get(candidate, 0) >= 10  # warmed up
+                raise
+
+    machine = Asked({("engine", "ort"): 1.5, ("whole_batches", True): 1.2}, step=4.0, startup=5.0)
+    outcome = search(machine, seconds=seconds)
+    assert machine.late == 0
+    assert outcome.best.candidate.engine == "ort"
+
+
+def test_a_candidate_that_was_stopped_warms_up_before_it_is_timed() -> None:
+    class Cold(Machine):
+        """The first batches take a second each."""
+
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
+            cold = max(0, 4 - self.running.get(candidate, 0))
+            found = super().sample(candidate, steps, timeout)
+            self.now += cold
+            return dataclasses.replace(found, step_seconds=found.step_seconds + cold / steps)
+
+    machine = Cold()
+    measurer = Measurer(facts(), Limits(), machine, 300.0, lambda doing: None)
+    trial = measurer.trial(Option(Candidate(), ""), "yours")
+    measurer.warm_up(trial, 300.0)
+    measurer.sample_all([trial])
+    measurer.stop(trial.candidate)
+    measurer.sample_all([trial])
+    assert trial.rounds[2] == pytest.approx(trial.rounds[1], rel=0.1)
+
+
+def test_who_has_not_been_asked_is_not_stopped() -> None:
+    class Hangs(Machine):
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
+            if candidate.engine == "ort" and self.running.get(candidate, 0) >= 10:
+                self.now += timeout
+                raise TimeIsUp("hangs")
+            return super().sample(candidate, steps, timeout)
+
+    machine = Hangs()
+    measurer = Measurer(facts(), Limits(), machine, 300.0, lambda doing: None)
+    trials = [measurer.trial(Option(Candidate(engine=engine), ""), "") for engine in (None, "ort", "auto")]
+    for trial in trials:
+        measurer.warm_up(trial, 300.0)
+    measurer.sample_all(trials, reserve=30.0)
+    assert machine.now == 270
+    assert set(machine.running) == {Candidate(), Candidate(engine="auto")}
+
+
+def fail_in_the_end(machine: Machine, setting: tuple[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm = Search._confirm
+
+    def failing(self: Search) -> None:
+        machine.fails = {setting: "RuntimeError: late"}
+        confirm(self)
+
+    monkeypatch.setattr(Search, "_confirm", failing)
+
+
+def test_the_winner_before_is_what_is_left_if_the_last_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({("engine", "ort"): 1.5, ("engine", "auto"): 2.0})
+    fail_in_the_end(machine, ("engine", "auto"), monkeypatch)
+    outcome = search(machine, seconds=600.0)
+    assert outcome.best.candidate == Candidate(engine="ort")
+    assert max(outcome.best.rounds) > max(tried(outcome, engine="auto").rounds)
+    assert any("auto won, but not in the last rounds: RuntimeError: late" in one for one in outcome.notes)
+
+
+def test_what_was_asked_for_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    fail_in_the_end(machine, ("batch_size", 32), monkeypatch)
+    with pytest.raises(TuneError, match="the best has 32 examples .*not 128.*RuntimeError: late"):
+        search(machine, effective_batch=128)
+
+
+def test_what_fits_may_be_many_times_as_slow() -> None:
+    gains = {("batch_size", size): 0.1 for size in (4, 8, 16)}
+    outcome = search(Machine(gains, peak=lambda candidate: 100 * (candidate.batch_size or 32) // 32), memory=60)
+    assert outcome.best.peak is not None
+    assert outcome.best.peak <= 60
+
+
+def test_a_memory_that_nobody_knows_is_noted() -> None:
+    outcome = search(Machine(peak=lambda candidate: None), memory=60)
+    assert any("--memory was not checked" in one for one in outcome.notes)
+
+
+def test_a_second_interrupt_does_not_lose_the_results() -> None:
+    class Interrupted(Machine):
+        interrupted = False
+
+        def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
+            if candidate.whole_batches:
+                self.interrupted = True
+                signal.raise_signal(signal.SIGINT)
+            return super().sample(candidate, steps, timeout)
+
+        def stop(self, candidate: Candidate) -> None:
+            if self.interrupted:
+                signal.raise_signal(signal.SIGINT)
+            super().stop(candidate)
+
+    before = signal.getsignal(signal.SIGINT)
+    outcome = search(Interrupted({("engine", "ort"): 1.5}))
+    assert outcome.best.candidate == Candidate(engine="ort")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_blocks_with_batch_norm_are_not_computed_again_under_keep_numerics() -> None:
+    tried_blocks = []
+    for batch_norm in (False, True):
+        options = memory_stage(facts(batch_norm=batch_norm), Limits(keep_numerics=True)).options(Candidate())
+        tried_blocks.append(any(one.candidate.checkpoint_blocks for one in options))
+    assert tried_blocks == [True, False]
 
 
 def test_each_candidate_runs_once() -> None:

@@ -149,6 +149,7 @@ class Own(DataLoader):
     [
         (Own(DATA), "comes from a Own", "comes from a Own"),
         (DataLoader(DATA, batch_size=None), "batch_size=None", "function of its own"),
+        (DataLoader(Stream(), batch_size=None), "batch_size=None", "function of its own"),
         (DataLoader(DATA, batch_sampler=Own), "a batch sampler of its own", None),
         (DataLoader(Stream(), batch_size=2), None, "the data is a Stream"),
         (DataLoader(DATA, collate_fn=list), None, "function of its own"),
@@ -170,6 +171,23 @@ def test_a_batch_sampler_is_kept() -> None:
 
     sampler = Mine(SequentialSampler(DATA), 5, False)
     assert changed(DataLoader(DATA, batch_sampler=sampler), num_workers=0).batch_sampler is sampler
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, batch_sampler=BatchSampler([3, 1, 4, 9, 5], 2, False)),  # whose batch_size is None
+        DataLoader(DATA, sampler=BatchSampler([3, 1, 4, 9, 5], 2, False), batch_size=None),
+        DataLoader(DATA, sampler=[3, 1, 4], batch_size=None),
+        DataLoader(Stream(), batch_size=None),
+    ],
+)
+def test_batches_that_are_not_the_loaders_stay(loader: DataLoader) -> None:
+    usual, again = list(loader), list(changed(loader, pin_memory=False))
+    assert len(usual) == len(again) > 0
+    assert repr(usual) == repr(again)
+    if not_in_whole_batches(loader) is None:
+        assert repr(list(changed(loader, whole_batches=True))) == repr(usual)
 
 
 @pytest.mark.parametrize(

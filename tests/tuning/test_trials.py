@@ -71,6 +71,9 @@ def test_another_order_of_the_examples_is_no_departure() -> None:
     assert not found.exceeds(0.01)
     assert departure([2 * loss for loss in one], other).exceeds(0.01)
     assert departure([*one[:-1], math.nan], other).exceeds(0.01)
+    for diverged in (math.nan, math.inf):
+        assert departure(one, [*other[:-1], diverged]) is None
+        assert departure(one, [diverged, *other[1:]]) is None
 
 
 def test_sketch() -> None:
