@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ else:
     _Callback = object
 
 _OWNER = "ORTTrainingSettings"
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class TrainingSettingsCallback(_Callback):
@@ -163,11 +167,38 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
+def _norms(block: nn.Module) -> list[Any]:
+    """Return the batch norms of a block that keep running statistics."""
+    norms = (child for child in block.modules() if isinstance(child, _BATCH_NORMS))
+    return [norm for norm in norms if norm.track_running_stats]
+
+
+@contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Keep running statistics as they are, which have been updated by the forward pass."""
+    norms = _norms(block)
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
 def _recomputing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _statistics_kept(block)
+
     @functools.wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            # a graph of torch.compile writes to statistics once anyway
+            again: dict[str, Any] = (
+                {} if torch.compiler.is_compiling() or not _norms(block) else {"context_fn": contexts}
+            )
+            return checkpoint(forward, *args, use_reentrant=False, **again, **kwargs)
         return forward(*args, **kwargs)
 
     return recomputing

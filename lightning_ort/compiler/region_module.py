@@ -4,9 +4,11 @@ A graph is traced with torch's fake kernels, and the results of some have other 
 (torch 2.13 on the CPU: the gradients of batch, layer and group norm, of ``log_softmax`` and of several losses). Eager
 adapts to them, but a traced graph does not: a ``view`` or a kernel that was traced for one layout fails on another, and
 ``as_strided`` reads the wrong elements. So the first run of a region in torch compares every result with its trace, and
-from then on the few that differ are converted to the traced layout.
+from then on the few that differ are converted to the traced layout, or to the traced dtype where torch's fake kernel
+has a wider one (2.13 on the CPU: the gradient of a group norm of a half type).
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,7 @@ class RegionModule:
             return self._run(*args)
         first = _FirstRun(self.graph)
         outputs = first.run(*args)
-        self._run = _with_layouts(self.graph, first.moved, self._name)
+        self._run = _converting(self.graph, first.converted, self._name)
         return outputs
 
 
@@ -40,7 +42,8 @@ class _FirstRun(fx.Interpreter):
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(torch.nn.Module(), graph=graph)  # not a GraphModule, which would generate code
-        self.moved: dict[fx.Node, list[int]] = {}  # results in another layout, and the order of dimensions when traced
+        # results of another layout or dtype, and what was traced: the order of dimensions and the dtype, if they differ
+        self.converted: dict[fx.Node, tuple[list[int] | None, torch.dtype | None]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -50,9 +53,13 @@ class _FirstRun(fx.Interpreter):
         _check_kind(n, value, traced)
         order = traced_order(traced)
         if order is None or is_in_order(value, order) or all(user.target is IN_ORDER for user in n.users):
-            return value
-        self.moved[n] = order
-        return in_order(value, order)
+            order = None
+        dtype = traced.dtype if isinstance(traced, torch.Tensor) and traced.dtype is not value.dtype else None
+        if order is not None or dtype is not None:
+            self.converted[n] = order, dtype
+        if dtype is not None:
+            value = value.to(dtype)
+        return value if order is None else in_order(value, order)
 
 
 def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
@@ -61,20 +68,32 @@ def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
         return
     fixed = [size if isinstance(size, int) else None for size in traced.shape]
     alike = len(fixed) == value.dim() and all(a in (None, b) for a, b in zip(fixed, value.shape, strict=True))
-    if value.dtype is not traced.dtype or not alike:
+    if (value.dtype is not traced.dtype and not _is_widened(node, value.dtype, traced.dtype)) or not alike:
         raise TypeError(
             f"{node.target} gave {value.dtype} {list(value.shape)}, and {traced.dtype} {list(traced.shape)} when traced"
         )
 
 
-def _with_layouts(graph: fx.Graph, moved: dict[fx.Node, list[int]], name: str) -> Callable[..., Any]:
-    """The function of a graph in which some results are converted to another layout."""
-    if moved:
+def _is_widened(node: fx.Node, real: torch.dtype, traced: torch.dtype) -> bool:
+    """Whether one of torch's own fake kernels gives a wider floating type than the real one."""
+    made_by = node.args[0] if node.target is operator.getitem else node
+    own = isinstance(made_by, fx.Node) and getattr(made_by.target, "namespace", "") == "aten"
+    return own and real.is_floating_point and traced is not real and torch.promote_types(real, traced) is traced
+
+
+def _converting(
+    graph: fx.Graph, converted: dict[fx.Node, tuple[list[int] | None, torch.dtype | None]], name: str
+) -> Callable[..., Any]:
+    """The function of a graph in which some results are converted to another layout or dtype."""
+    if converted:
         inner: dict[fx.Node, fx.Node] = {}
         copy = fx.Graph()
         for node in graph.nodes:
             inner[node] = copy.node_copy(node, inner.__getitem__)
-            if node in moved:
-                inner[node] = copy.call_function(in_order, (inner[node], moved[node]))
+            order, dtype = converted.get(node, (None, None))
+            if dtype is not None:
+                inner[node] = copy.call_method("to", (inner[node], dtype))
+            if order is not None:
+                inner[node] = copy.call_function(in_order, (inner[node], order))
         graph = copy
     return fx.GraphModule(torch.nn.Module(), graph, class_name=name).forward

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_ort.compat.torch import pop_amp_scaling_mark
+from lightning_ort.compat.torch import pop_amp_scaling_mark, shard_of
 from lightning_ort.optim.param_groups import name_of, parameters_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import load_other_forms
@@ -33,14 +34,30 @@ def fused_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> s
     """Return why one of :data:`FUSED_CLASSES` cannot run fused, or ``None``."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "there is no fused implementation for differentiable=True"
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        return "with dampening, a first gradient that comes late counts in full"
     for parameter in parameters_of(optimizer):
         if not parameter.is_floating_point():
             return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
         if not _has_fused_kernel(type(optimizer), parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
             return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
+        if not nn.parameter.is_lazy(parameter) and _has_gaps(parameter):
+            return f"{name_of(module, parameter)} has gaps in its memory, which fused kernels write to"
     if sparse := sparse_embedding(module, optimizer):
         return f"{sparse} has sparse gradients (sparse=True), which fused optimizers do not support"
     return None
+
+
+def _has_gaps(parameter: torch.Tensor) -> bool:
+    # a tensor without gaps has its strides' twin
+    return not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride()
+
+
+def lay_out(state: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Lay the states of a parameter out as it is: fused kernels go through the memory of both from its start."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 @functools.cache
@@ -68,7 +85,10 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
             group.update({name: name == flag or None for name in TORCH_FLAGS})
         for parameter, state in optimizer.state.items():
-            step = state.get("step") if state else None  # a shard has no states for what other ranks update
+            if not state:  # a shard has none for what other ranks update
+                continue
+            lay_out(state, parameter)
+            step = state.get("step")
             if isinstance(step, torch.Tensor) and flag == "fused":
                 state["step"] = step.to(parameter.device, torch.float32)
         pop_amp_scaling_mark(optimizer)  # with it, Lightning refuses gradient clipping
@@ -90,19 +110,42 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
             "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(optimizer)
         )
 
-    if flag == "fused" and type(optimizer) in (optim.SGD, optim.Adagrad):  # Adam takes no sparse gradients at all
+    if flag == "fused" and isinstance(optimizer, (optim.SGD, optim.Adagrad)):  # Adam takes no sparse gradients at all
         _call_if_sparse(optimizer, unset_flags)
+    if flag == "fused" and any("momentum" in group for group in optimizer.param_groups):
+        _call_with_gradients(optimizer, functools.partial(_fill_momentum, optimizer))
 
 
 def _call_if_sparse(optimizer: optim.Optimizer, function: Callable[[], None]) -> None:
     """Call a function in the first step if a gradient is sparse, as ``F.embedding(..., sparse=True)`` makes them."""
+    checked = False
 
     def check() -> None:
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(optimizer)):
+        nonlocal checked
+        if not checked and any(p.grad is not None and p.grad.is_sparse for p in parameters_of(optimizer)):
             function()
+        checked = True
+
+    _call_with_gradients(optimizer, check)
+
+
+def _fill_momentum(optimizer: optim.Optimizer) -> None:
+    """Add the buffers of parameters whose first gradient comes later than others': torch adds all or none (2.13)."""
+    if not any(group.get("fused") and group.get("momentum") for group in optimizer.param_groups):
+        return
+    owner = shard_of(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    parameters = parameters_of(owner)
+    if not owner.state or len(owner.state) == len(parameters):
+        return
+    for parameter in parameters:
+        if parameter.grad is not None and owner.state[parameter].get("momentum_buffer") is None:
+            owner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _call_with_gradients(optimizer: optim.Optimizer, check: Callable[[], None]) -> None:
+    """Call a function in each step when its gradients are there."""
 
     def before_step(optimizer: optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        handle.remove()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             check()
@@ -115,4 +158,4 @@ def _call_if_sparse(optimizer: optim.Optimizer, function: Callable[[], None]) ->
 
         return (optimizer,), {"closure": closure_and_check}
 
-    handle = optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_pre_hook(before_step)

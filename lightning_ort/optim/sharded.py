@@ -1,6 +1,7 @@
 """Optimizer states split over the processes of a run: ZeRO stage 1 by torch's :class:`ZeroRedundancyOptimizer`."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ort.compat.torch import run_load_state_dict_pre_hooks, shard_of
+from lightning_ort.optim.fused import lay_out
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import replace_in_place
 
@@ -20,6 +22,21 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     """
 
     @override
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """Step this rank's share, and send it to the others.
+
+        The closure runs first: torch copies the groups to the share before it, and back after it, so that what the
+        training step changes in them, such as a learning rate, would be lost.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # hooks run around this step, not around torch's too
+        inspect.unwrap(ZeroRedundancyOptimizer.step)(self, None, **kwargs)
+        return loss
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of all parameters; each rank keeps those of its own."""
         state_dict = run_load_state_dict_pre_hooks(self, state_dict)  # torch fills the shards before it calls them
@@ -27,7 +44,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         # copies: torch writes into both
         groups = [{**group, **own} for group, own in zip(state_dict["param_groups"], flags, strict=True)]
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"]), "param_groups": groups})
+        self.state.clear()  # the shards have them
         for parameter, state in shard_of(self).state.items():
+            lay_out(state, parameter)
             if "step" in state and flags[0]["fused"]:
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 

@@ -21,6 +21,9 @@ else:
 MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
 
 
+_WRAPPED = ("step", "state_dict")  # methods of schedulers, while a fit lasts
+
+
 class MixedPrecisionMixin(_MixedPrecision):
     """Automatic mixed precision that supports fused optimizers with gradient clipping, and counts overflows.
 
@@ -89,13 +92,16 @@ class MixedPrecisionMixin(_MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def _skip_with_optimizer(self, scheduler: Any) -> None:
-        step = scheduler.step
+        step, state_dict = scheduler.step, scheduler.state_dict
 
         def step_or_skip(*args: Any, **kwargs: Any) -> None:
             if id(scheduler.optimizer) not in self._skipped:
                 step(*args, **kwargs)
 
-        scheduler.step = step_or_skip
+        def own_state() -> dict[str, Any]:  # a scheduler saves all of its attributes
+            return {key: value for key, value in state_dict().items() if key not in _WRAPPED}
+
+        scheduler.step, scheduler.state_dict = step_or_skip, own_state
         self._wrapped_schedulers.append(scheduler)
 
     @override
@@ -145,6 +151,7 @@ class MixedPrecisionMixin(_MixedPrecision):
     @override
     def teardown(self) -> None:
         for scheduler in self._wrapped_schedulers:
-            vars(scheduler).pop("step", None)
+            for name in _WRAPPED:
+                vars(scheduler).pop(name, None)
         self._wrapped_schedulers.clear()
         super().teardown()

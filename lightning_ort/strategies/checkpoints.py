@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 from typing_extensions import override
 
@@ -114,7 +115,7 @@ class AtomicSaveMixin(_TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint; other than local files, and with ``storage_options``, Lightning saves it, or refuses."""
         if storage_options is None and get_protocol(str(path)) == "file":
-            save_atomically(checkpoint, Path(path))
+            save_atomically(checkpoint, Path(url_to_fs(str(path))[1]))  # as Lightning: "~" and "file://" too
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 

@@ -189,3 +189,26 @@ def test_kept_times_are_of_one_precision_and_build(monkeypatch: pytest.MonkeyPat
     finally:
         torch.set_float32_matmul_precision(before)
     assert cache.name("graph", ()) == name
+
+
+@pytest.mark.parametrize("step_graph", ["joint", "split"])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm([4, 6, 6])], ids=lambda n: type(n).__name__
+)
+def test_statistics_of_norms_in_half_types(norm: nn.Module, step_graph: str) -> None:
+    """Their dtype is that of the weights, and not, as torch's fake kernels say, that of the input."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(norm), nn.ReLU())
+    module, x = copy.deepcopy(eager), torch.randn(5, 3, 8, 8)
+    compiled, backend = compiled_of(
+        lambda module, x: module(x).float().square().mean(), step_graph=step_graph, min_region_nodes=1
+    )
+    for each, run in ((eager, None), (module, compiled)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x).float().square().mean() if run is None else run(each, x)
+        loss.backward()
+    assert_one_graph(backend, step_graph == "joint")
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=2e-3)
+    for mine, theirs in zip(module.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)

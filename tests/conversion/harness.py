@@ -32,7 +32,9 @@ def compile_function(
     fn: Callable[..., Any], inputs: Sequence[Any], num_outputs: int, **config: Any
 ) -> tuple[Callable[..., Any], CompileReport]:
     """Compile a function that returns a tuple as dynamo would hand it over, without the time that dynamo takes."""
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, intra_op_threads=1, **config))
+    # nothing is kept: to the cache, all of these opaque functions are one
+    plain = {"placement": "always", "min_region_nodes": 1, "intra_op_threads": 1, "cache_dir": None}
+    backend = ORTBackend(ORTConfig(**{**plain, **config}))
     graph = as_graph(fn, len(inputs), num_outputs)
     if backend.config.step_graph != "joint":
         return backend(graph, list(inputs)), backend.report

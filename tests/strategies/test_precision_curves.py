@@ -28,7 +28,9 @@ def test_curves_agree(model: type[Base], precision: Any, make_trainer: Callable[
     plugin = MixedPrecision(precision, "cpu", scaler)
     make_trainer(strategy="auto", plugins=[plugin], **settings).fit(stock)
     # single float32 nodes between the half precision ones, too: else there is little left for ONNX Runtime
-    strategy = ORTStrategy(config={"placement": "always", "min_region_nodes": 1})
+    strategy = ORTStrategy(
+        config={"placement": "always", "min_region_nodes": 1}, optim="keep"
+    )  # fused ones round elsewhere
     ours = model()
     make_trainer(strategy=strategy, plugins=[ORTMixedPrecision(precision)], **settings).fit(ours)
     theirs, mine = np.array(stock.losses), np.array(ours.losses)
@@ -37,4 +39,5 @@ def test_curves_agree(model: type[Base], precision: Any, make_trainer: Callable[
     assert mine[0] == pytest.approx(theirs[0], rel=1e-3)
     assert mine[-LAST:].mean() == pytest.approx(theirs[-LAST:].mean(), rel=TOLERANCES[1])
     assert theirs[-LAST:].mean() < 0.8 * theirs[:LAST].mean(), "nothing was learned"
-    assert strategy.report.ort_runs > STEPS
+    assert strategy.report.ort_runs >= STEPS - 1  # float16 shows its scale in the first step
+    assert not strategy.report.fallbacks

@@ -20,7 +20,7 @@ from lightning_ort.config import Recompute
 
 __all__ = ["decompositions", "lower", "split_joint", "whole_shrinkages"]
 
-JOINT_PASSES = (joint_passes.drop_detach, joint_passes.drop_casts)
+JOINT_PASSES = (joint_passes.drop_detach, joint_passes.keep_statistics_wide, joint_passes.drop_casts)
 FINAL_PASSES = (
     final_passes.divide_as_eager,
     final_passes.draw_masks_first,

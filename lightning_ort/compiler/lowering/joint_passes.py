@@ -25,6 +25,34 @@ def drop_detach(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+_WITH_STATISTICS = (
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_batch_norm.default,
+    aten.native_group_norm.default,
+    aten.native_layer_norm.default,
+)
+
+
+def keep_statistics_wide(gm: fx.GraphModule) -> None:
+    """Give the mean and deviation that a norm of a half type saves the dtype of float32 weights.
+
+    On a CPU torch's fake kernels (2.13) give them that of the input, its real ones that of the weights.
+    """
+    for target in _WITH_STATISTICS:
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            source, weights = node.args[0], node.args[2 if target is aten.native_layer_norm.default else 1]
+            if not isinstance(source, fx.Node) or not isinstance(weights, fx.Node):
+                continue
+            x, weight = source.meta["val"], weights.meta["val"]
+            if x.device.type != "cpu" or x.dtype is weight.dtype:
+                continue
+            values = list(node.meta["val"])
+            values[1:3] = [value.to(weight.dtype) for value in values[1:3]]
+            node.meta["val"] = type(node.meta["val"])(values)
+            for item in node.users:
+                item.meta["val"] = values[item.args[1]]
+
+
 def drop_casts(gm: fx.GraphModule) -> None:
     """Remove repeated casts of a tensor to the same dtype, and casts to a wider dtype and back.
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,11 +131,9 @@ class CoordinatedSigterm:
             # the store may end with rank 0, and the others still have to read from it where to end
             trainer.strategy.barrier()
             return
-        path = Path(trainer.default_root_dir) / SIGTERM_CHECKPOINT
+        path = os.path.join(trainer.default_root_dir, SIGTERM_CHECKPOINT)  # which may be a URL
         trainer.save_checkpoint(path)
-        rank_zero_info(
-            "lightning-ort: SIGTERM: saved %s; resume with `trainer.fit(..., ckpt_path=%r)`", path, str(path)
-        )
+        rank_zero_info("lightning-ort: SIGTERM: saved %s; resume with `trainer.fit(..., ckpt_path=%r)`", path, path)
 
     @property
     def overdue(self) -> float | None:
