@@ -4,6 +4,7 @@ import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,3 +193,18 @@ def test_deepspeed_takes_its_own_only(make_trainer: Callable[..., Any]) -> None:
         make_trainer(strategy=ORTZeRO1Strategy(), plugins=[ORTMixedPrecision("bf16-mixed")])
     plugin = make_trainer(strategy=ORTZeRO1Strategy(), precision="bf16-mixed").precision_plugin
     assert type(plugin) is DeepSpeedPrecision
+
+
+def test_a_scheduler_is_saved_in_the_middle_of_a_fit() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    before, state_dict = scheduler.state_dict(), scheduler.state_dict
+    plugin = ORTMixedPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
+    config = SimpleNamespace(interval="step", scheduler=scheduler)
+    plugin.connect(nn.Linear(1, 1), [optimizer], [config])
+    assert "step" in vars(scheduler)
+    assert pickle.loads(pickle.dumps(scheduler.state_dict())) == before
+    plugin.teardown()
+    assert scheduler.state_dict == state_dict
+    assert scheduler.state_dict() == before

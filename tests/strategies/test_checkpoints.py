@@ -96,3 +96,15 @@ def test_checkpoint_in_the_middle_of_a_run(make_trainer: Callable[..., Any], tmp
     assert len(module.losses) > len(stock.losses) > 0
     assert ours.losses == pytest.approx(stock.losses, rel=1e-3)
     assert trainer.strategy.report.ort_runs > 0
+
+
+@pytest.mark.parametrize("prefix", ["~", "file://"])
+def test_a_path_that_fsspec_reads(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock Lightning writes to the home folder, and to the file of a URL."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    path = "~/m.ckpt" if prefix == "~" else f"file://{tmp_path}/m.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": torch.ones(2)}, path)
+    assert (tmp_path / "m.ckpt").is_file()
+    assert list((tmp_path / "work").iterdir()) == []

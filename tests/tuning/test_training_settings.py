@@ -221,3 +221,19 @@ def test_what_cannot_be_set(settings: Any, data: Any, message: str, make_trainer
 def test_bad_values(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         ORTTrainingSettings(**settings)
+
+
+def test_checkpointed_blocks_update_batch_norms_once() -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(2)))
+    module, x = copy.deepcopy(stock), torch.randn(6, 4)
+    for block in module:
+        block.forward = _recomputing(block, block.forward)
+    for each in (stock, module):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+    assert int(module[0][1].num_batches_tracked) == 1
+    for mine, theirs in zip(module.buffers(), stock.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(module.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -86,10 +86,14 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
 
 # what a gradient's own backward function may do with it, as one that clips: torch's are linear
 _NOT_LINEAR_NAMES = (
-    "abs amax amin clamp clamp_max clamp_min eq exp floor ge gt isinf isnan le linalg_vector_norm log lt max maximum"
-    " min minimum nan_to_num ne pow reciprocal relu round rsqrt sgn sigmoid sign sqrt tanh trunc"
+    "abs acos amax amin argmax argmin asin atan atan2 bernoulli ceil clamp clamp_max clamp_min cos cosh cumprod elu eq"
+    " erf exp exp2 expm1 floor fmod ge gelu gt hardsigmoid hardswish hardtanh isinf isnan le leaky_relu"
+    " linalg_vector_norm log log10 log1p log2 log_sigmoid_forward logsumexp lt max maximum median min minimum"
+    " nan_to_num ne pow prod reciprocal relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sort sqrt"
+    " std tan tanh threshold topk trunc var var_mean _log_softmax _softmax"
 )
 _NOT_LINEAR = {getattr(aten, name) for name in _NOT_LINEAR_NAMES.split()}
+_SUMS = (aten.add, aten.sub, aten.rsub)
 _PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
@@ -99,6 +103,10 @@ def _is_linear(loss: fx.Node) -> bool:
     for node in of_loss:
         op = getattr(node.target, "overloadpacket", None)
         if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
+            return False
+        if op in _SUMS and not all(term in of_loss for term in node.args[:2]):
+            return False  # a term of its own, such as a penalty's
+        if op is aten._to_copy and not node.meta["val"].dtype.is_floating_point:
             return False
         if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
             return False

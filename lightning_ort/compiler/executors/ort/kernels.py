@@ -45,6 +45,10 @@ _CPU = torch.device("cpu")
 _load_errors: dict[Hashable, str | None] = {}
 
 
+# merges padding by zeros into an average pool that does not count its own padding (1.19), which gives other averages
+_DISABLED_OPTIMIZERS = ["Pad_Fusion"]
+
+
 def unavailable() -> Reason | None:
     """Return why onnxruntime cannot be used here, or ``None`` if it can."""
     text = _unavailable_text()
@@ -131,11 +135,18 @@ def new_session(
     if plug_ins:
         for provider in plug_ins:
             options.add_provider_for_devices(ep_devices()[provider], {})
-        return onnxruntime.InferenceSession(model, options)
+        return onnxruntime.InferenceSession(model, options, disabled_optimizers=_DISABLED_OPTIMIZERS)
     on_cuda = {"device_id": str(device.index or 0), **cuda_options}
     configured = [(provider, on_cuda) if provider == CUDA else provider for provider in providers]
     with on_device(device if CUDA in providers else torch.device("cpu")):
-        return onnxruntime.InferenceSession(model, options, providers=configured)
+        return onnxruntime.InferenceSession(
+            model, options, providers=configured, disabled_optimizers=_DISABLED_OPTIMIZERS
+        )
+
+
+def _described(node: ir.Node) -> tuple[Any, ...]:
+    cast_to = node.attributes["to"].value if "to" in node.attributes else None
+    return (node.domain, node.op_type, len(node.outputs), *sorted(node.attributes), cast_to)
 
 
 class Kernels:
@@ -177,13 +188,13 @@ class Kernels:
     def missing(self, model: ir.Model) -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.
 
-        The answer is remembered for models with the same operators, attribute names and input dtypes.
+        The answer is remembered for models with the same operators, attribute names, casts and input dtypes.
         """
         graph = model.graph
         key = (
             self.providers,
             graph.opset_imports[""],
-            tuple((node.domain, node.op_type, len(node.outputs), *sorted(node.attributes)) for node in graph),
+            tuple(map(_described, graph)),
             tuple((value.dtype, value.shape.rank() if value.shape else None) for value in graph.inputs),
         )
         if key not in _load_errors:

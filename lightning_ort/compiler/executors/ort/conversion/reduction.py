@@ -53,15 +53,25 @@ def reduce(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: b
 _MAX_SUMMANDS = 1 << 14
 
 
+def _one_by_one(value: Value) -> bool:
+    return value.dtype is torch.float32 and value.ctx.on_cpu
+
+
 def _reduce_in_groups(
     onnx_op: str, shape: Sequence[Any], value: Value, axes: Sequence[int], keepdim: bool
 ) -> Value | None:
     """Reduce the first dimensions, or all, in groups where they may be long; otherwise return ``None``."""
-    if axes != list(range(len(axes))):  # of each row, say: onnxruntime adds up in groups itself
-        return None
-    if not static(shape):
-        if not 1 < len(axes) == len(shape):
+    if axes != list(range(len(axes))):
+        last = list(range(len(shape) - len(axes), len(shape)))
+        few = static(shape) and math.prod(shape[axis] for axis in axes) <= _MAX_SUMMANDS
+        if axes == last or few or not _one_by_one(value):  # of rows: onnxruntime adds up in groups itself
             return None
+        return value.cast(torch.float64).op(onnx_op, list(axes), keepdims=int(keepdim)).cast(torch.float32)
+    if not static(shape):
+        if len(axes) < len(shape) or len(axes) == 1:
+            if not _one_by_one(value):
+                return None
+            return value.cast(torch.float64).op(onnx_op, list(axes), keepdims=int(keepdim)).cast(torch.float32)
         return value.op(onnx_op, axes[1:], keepdims=int(keepdim)).op(onnx_op, [0], keepdims=int(keepdim))
     count, kept = math.prod(shape[: len(axes)]), list(shape[len(axes) :])
     if count <= _MAX_SUMMANDS:
@@ -298,8 +308,11 @@ def vector_norm(
         return _drop(abs(value), x, dim, keepdim)  # as in torch, whatever its square is
     if ord == 2 and value.dtype is torch.float64:  # ReduceL2 computes in float32 (1.19)
         return total("ReduceSum", value * value).op("Sqrt")
-    if ord in (1, 2):
-        return total(f"ReduceL{int(ord)}", value)
+    # not ReduceL1 and ReduceL2, which add long rows up one after the other (1.19)
+    if ord == 1:
+        return total("ReduceSum", abs(value))
+    if ord == 2:
+        return elementary.sqrt(total("ReduceSum", value * value))
     if ord == 0:
         return total("ReduceSum", value.cast(torch.bool).cast(value.dtype))
     if math.isinf(ord):

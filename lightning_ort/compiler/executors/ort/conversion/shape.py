@@ -295,7 +295,8 @@ def arange(ctx: GraphBuilder, node: fx.Node, *bounds: Any, **kwargs: Any) -> Val
         count = ctx.value(end, torch.int64)
     else:
         raise Unsupported(f"arange of {dtype} of symbolic size", ReasonType.DYNAMIC_SHAPE)
-    numbers = ctx.op("Range", 0, count, 1).cast(dtype)
+    # in float64, as in torch: numbers near 0 would have the errors of the largest ones
+    numbers = ctx.op("Range", 0, count, 1).cast(torch.float64 if ctx.on_cpu else dtype)
     if step != 1:
         numbers = numbers * step
-    return numbers if start == 0 else numbers + start
+    return (numbers if start == 0 else numbers + start).cast(dtype)

@@ -152,10 +152,15 @@ def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> Val
 # windows
 
 
+_MAX_PLACES = 1 << 20  # in a list in the model
+
+
 def _windows(x: fx.Node, dim: int, width: int, step: int) -> tuple[int, list[list[int]]]:
     """The dimension as a positive number, and the positions of each window along it."""
     refuse_scalars("windows", x)
     axis, size = static_axis(x, dim, "windows")
+    if max(0, size - width + step) // step * width > _MAX_PLACES:
+        raise Unsupported("many windows, which are a view in torch")
     return axis, [list(range(first, first + width)) for first in range(0, size - width + 1, step)]
 
 

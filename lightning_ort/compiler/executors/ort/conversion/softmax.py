@@ -20,7 +20,7 @@ def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_floa
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
     refuse_empty(x, "a softmax")
     value = ctx.value(x, dtype_of(node))
-    if value.dtype is not torch.float64 or not ctx.on_cpu:
+    if _has_kernel(ctx, value, x, dim):
         return _along(value, "Softmax", x, dim)
     powers = exp(_below_largest(value, x, dim))
     return powers / reduce("ReduceSum", x, powers, dim, keepdim=True)
@@ -31,10 +31,17 @@ def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_
     """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
     refuse_empty(x, "a softmax")
     value = ctx.value(x, dtype_of(node))
-    if value.dtype is not torch.float64 or not ctx.on_cpu:
+    if _has_kernel(ctx, value, x, dim):
         return _along(value, "LogSoftmax", x, dim)
     below = _below_largest(value, x, dim)
     return below - reduce("ReduceSum", x, exp(below), dim, keepdim=True).op("Log")
+
+
+def _has_kernel(ctx: GraphBuilder, value: Value, x: fx.Node, dim: int) -> bool:
+    """Whether a kernel is right and fast: those of a CPU for other dimensions than the last transpose twice (1.19)."""
+    if not ctx.on_cpu or value.dtype not in (torch.float32, torch.float64):
+        return True
+    return value.dtype is torch.float32 and (rank_of(x) == 0 or dim % rank_of(x) == rank_of(x) - 1)
 
 
 def _below_largest(value: Value, x: fx.Node, dim: int) -> Value:
