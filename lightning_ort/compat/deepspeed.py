@@ -95,6 +95,12 @@ def master_partition(zero: Any, group: int) -> Tensor:
     return zero.single_partition_of_fp32_groups[group].detach()
 
 
+def parameter_partition(zero: Any, group: int) -> Tensor:
+    """Return what this process's partition is in the module's parameters, not a copy (deepspeed 0.19.8)."""
+    partitions = zero.parallel_partitioned_bit16_groups[group]
+    return partitions[torch.distributed.get_rank(zero.real_dp_process_group[group])].detach()
+
+
 def copy_parameters_to_master(zero: Any) -> None:
     """Set the float32 weights to the values of the module's parameters (deepspeed 0.19.8)."""
     zero.refresh_fp32_params()

@@ -52,9 +52,21 @@ class AnyPrecisionAdamW(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(dict(state_dict))
-        for parameter, state in self.state.items():
-            saved = {key: value.float() for key, value in state.items() if key != "step"}
+        loaded: list[dict[str, Any]] = []
+        hook = self.register_load_state_dict_pre_hook(lambda _, saved: loaded.append(saved))  # the last of these hooks
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            hook.remove()
+        numbers = [number for group in loaded[0]["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            # not as torch has loaded them, in the parameter's dtype: float16 turns small numbers into zero
+            values = loaded[0]["state"].get(number) or {}
+            saved = {key: value.to(parameter.device).float() for key, value in values.items() if key != "step"}
+            if not saved:
+                continue
+            state = self.state[parameter]
             state.update(_new_state(parameter))
             for key, value in saved.items():
                 state[key].copy_(value)

@@ -52,6 +52,7 @@ class Implementation:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for its constructor
     form: Form = "torch"  # of the states that it saves
     adopt: Callable[[optim.Optimizer], None] | None = None  # converts states that were loaded in torch's form
+    to_save: Callable[[optim.Optimizer, dict[str, Any]], None] | None = None  # corrects its state dicts
     commands: tuple[str, ...] = ()  # programs on the PATH with which it compiles its extension
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -85,7 +86,6 @@ _FUSED_ADAM: dict[str, Any] = {  # of apex, and of DeepSpeed, which has it from 
     "devices": ("cuda",),
     "dtypes": _FLOATS,
     "arguments": {"adam_w_mode": True},
-    "adopt": states.count_in_groups,
 }
 _EIGHT_BIT = "lightning_ort.optim.eight_bit"
 
@@ -105,6 +105,7 @@ REPLACEMENTS: Mapping[str, Implementation] = {
         package="apex",
         install="pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex",
         hyperparameters=_BASIC | {"capturable"},
+        adopt=states.count_in_groups,
         **_FUSED_ADAM,
     ),
     "adafactor": Implementation(
@@ -129,7 +130,13 @@ _DEEPSPEED = {
         adopt=states.count_in_integers,
         commands=("g++", "ninja"),
     ),
-    "cuda": Implementation(path="deepspeed.ops.adam:FusedAdam", package="deepspeed", **_FUSED_ADAM),
+    "cuda": Implementation(
+        path="deepspeed.ops.adam:FusedAdam",
+        package="deepspeed",
+        adopt=states.count_in_last_state,
+        to_save=states.save_count_of_last_state,
+        **_FUSED_ADAM,
+    ),
 }
 _ORT = Implementation(
     path="onnxruntime.training.optim:FusedAdam", package="onnxruntime-training", devices=("cuda",), dtypes=_FLOATS

@@ -53,10 +53,20 @@ def replace(
     to_torch_form = functools.partial(_to_torch_form, algorithm=target.algorithm, own=target.form)
     optimizer.register_load_state_dict_pre_hook(to_torch_form)
     optimizer.register_state_dict_post_hook(_save_lr_as_number)
+    optimizer.register_load_state_dict_post_hook(_complete_groups)
+    if target.to_save is not None:
+        optimizer.register_state_dict_post_hook(target.to_save)
     if target.adopt is not None:
         optimizer.register_load_state_dict_post_hook(target.adopt)
     if before is not None:
         optimizer.load_state_dict(before)
+
+
+def _complete_groups(optimizer: optim.Optimizer) -> None:
+    """Add the entries that the checkpoint's groups, which replace the optimizer's, do not have."""
+    for group in optimizer.param_groups:
+        for key, value in optimizer.defaults.items():
+            group.setdefault(key, value)
 
 
 def _save_lr_as_number(optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:

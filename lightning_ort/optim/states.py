@@ -4,7 +4,7 @@ Every conversion goes through torch's own form (``step``, ``exp_avg``, ``exp_avg
 the form of the optimizer that loads it is left alone, because quantizing again could change it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lightning_ort.compat import bitsandbytes, torchao
 
 Algorithm = Literal["adam", "lion", "adafactor", "sgd", "adagrad"]
-Form = Literal["torch", "bitsandbytes", "torchao", "anyprecision"]
+Form = Literal["torch", "bitsandbytes", "torchao", "anyprecision", "apex"]
 
 # keys of a parameter's state -> the algorithm that keeps them; the first match counts
 _KEYS: tuple[tuple[set[str], Algorithm], ...] = (
@@ -46,7 +46,9 @@ def form(state: Mapping[str, Any]) -> Form:
         return "bitsandbytes"
     if any(map(torchao.is_quantized, state.values())):
         return "torchao"
-    return "anyprecision" if "exp_avg_sq_compensation" in state else "torch"
+    if "exp_avg_sq_compensation" in state:
+        return "anyprecision"
+    return "apex" if {"exp_avg", "exp_avg_sq"} <= state.keys() and "step" not in state else "torch"
 
 
 def to_torch_form(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def to_torch_form(saved: Mapping[str, Any]) -> dict[str, Any]:
     steps = {index: group.get("step") for group in saved["param_groups"] for index in group["params"]}
     states = {index: _to_torch_form(bitsandbytes.flatten_state(state)) for index, state in saved["state"].items()}
     for index, state in states.items():
-        if "exp_avg" in state:  # apex and DeepSpeed's FusedAdam count in the group
+        if "exp_avg" in state:  # apex counts in the group
             state["step"] = torch.as_tensor(state.get("step", steps.get(index) or 0), dtype=torch.float32)
     groups = [{key: value for key, value in group.items() if key != "step"} for group in saved["param_groups"]]
     return {**saved, "state": states, "param_groups": groups}
@@ -91,8 +93,32 @@ def count_in_integers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def count_in_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Move the step counts to the parameter groups, where the FusedAdam of apex and DeepSpeed has them."""
+    """Move the step counts to the parameter groups, where apex's FusedAdam has them."""
     for group in optimizer.param_groups:
         counts = [int(optimizer.state[p].pop("step")) for p in group["params"] if "step" in optimizer.state.get(p, {})]
         if counts:
             group["step"] = max(counts)
+
+
+# DeepSpeed's FusedAdam has a count in each state, but uses and increases only that of a group's last parameter
+
+
+def count_in_last_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give all states of a parameter group the group's step count as an integer, as DeepSpeed's FusedAdam has it."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state[parameter] for parameter in group["params"] if optimizer.state.get(parameter)]
+        count = _largest_count(states)
+        for state in states:
+            state["step"] = count
+
+
+def save_count_of_last_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Set the step counts in a state dict of DeepSpeed's FusedAdam to those of the parameter groups."""
+    for group in saved["param_groups"]:
+        states = {number: saved["state"][number] for number in group["params"] if saved["state"].get(number)}
+        count = _largest_count(list(states.values()))
+        saved["state"].update({number: {**state, "step": count} for number, state in states.items()})
+
+
+def _largest_count(states: Sequence[Mapping[str, Any]]) -> int:
+    return max((int(state.get("step", 0)) for state in states), default=0)

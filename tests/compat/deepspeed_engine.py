@@ -69,8 +69,11 @@ def train(folder: Path, facts: dict) -> None:
         for parameter, offset in group:
             part = master[offset : offset + parameter.numel()]
             torch.testing.assert_close(part, parameter.detach().flatten(), rtol=0, atol=0)
+        module_part = compat.parameter_partition(zero, index)
+        assert torch.equal(module_part, master)
         group[0][0].data.fill_(index + 2)
         assert master[group[0][1]] != index + 2
+        assert module_part[group[0][1]] == index + 2  # not a copy
         compat.copy_parameters_to_master(zero)
         facts[f"copied {index}"] = compat.master_partition(zero, index)[group[0][1]].item()
         compat.master_partition(zero, index)[group[0][1]] = 9  # not a copy

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from processes import START, Recorded, fit
@@ -125,6 +126,66 @@ def test_bf16_resumes_with_its_float32_weights(make_trainer: Callable[..., Any],
     arguments["ckpt_path"] = tmp_path / "first.ckpt"
     rest = same_data(Bf16(tmp_path, "rest"), zero1(), make_trainer, max_epochs=3, **arguments)
     assert first + rest == whole
+
+
+class Changed(Recorded):
+    """Sets weights after the set-up: each layer in another hook."""
+
+    def on_fit_start(self) -> None:
+        self.net[0].weight.data.mul_(2)
+
+    def on_train_start(self) -> None:
+        self.net[0].bias.data.mul_(-3)
+
+    def on_train_epoch_start(self) -> None:
+        nn.init.constant_(self.net[3].bias, 0.5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.net[3].weight.data.mul_(-2)
+
+
+def test_weights_that_hooks_set_are_kept(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    stock = fit(Changed(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    ours = fit(Changed(tmp_path, "ours"), zero1(ALWAYS), make_trainer)
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert facts["report"]["ort_runs"] > 0
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+
+
+class Averaged(Recorded):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(self.folder / f"{self.name}.{self.current_epoch}.ckpt")
+
+
+def test_resumes_with_averaged_weights(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    def losses(name: str, **arguments: Any) -> list[float]:
+        callbacks = [EMAWeightAveraging(decay=0.5)]
+        return same_data(Averaged(tmp_path, name), zero1(), make_trainer, devices=1, callbacks=callbacks, **arguments)
+
+    whole = losses("whole")
+    rest = losses("rest", ckpt_path=tmp_path / "whole.0.ckpt")
+    assert rest == pytest.approx(whole[len(whole) // 2 :], rel=1e-6)
+
+
+class ChangedBf16(Recorded):
+    """Saves a checkpoint between a change and the next step; what was not changed keeps its float32 values."""
+
+    def on_train_end(self) -> None:
+        before = self.trainer.strategy.lightning_module_state_dict()
+        nn.init.constant_(self.net[3].weight, 0.5)
+        after = self.trainer.strategy.lightning_module_state_dict()
+        assert after["net.3.weight"].unique().tolist() == [0.5]
+        assert torch.equal(after["net.0.weight"], before["net.0.weight"])
+        assert (after["net.0.weight"] != after["net.0.weight"].bfloat16()).any()
+        super().on_train_end()
+
+
+def test_bf16_checkpoint_has_changed_weights(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    fit(ChangedBf16(tmp_path, "module"), zero1(), make_trainer, devices=1, max_epochs=1, precision="bf16-mixed")
+    saved = torch.load(tmp_path / "module.ckpt", weights_only=True)["state_dict"]
+    assert saved["net.3.weight"].unique().tolist() == [0.5]
 
 
 class Evaluated(Recorded):

@@ -125,6 +125,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self._start_method = start_method
         self._checkpoint_form = checkpoint
         self._states: DeepSpeedStates | None = None  # of a fit
+        self._starts = False  # no batch since the start of training
         self.config = settings.stage_one(self.config, offload_optimizer)
         self._given_config = copy.deepcopy(self.config)
 
@@ -255,6 +256,19 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))
             for entry in self.report.optimizers
         ]
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._starts = True
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        # after the user's hooks, which may have set weights: before the first step, and between epochs
+        if self._states is not None and (self._starts or batch_idx == 0):
+            self._states.take_changed_weights()
+        self._starts = False
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:

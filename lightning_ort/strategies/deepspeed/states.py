@@ -32,6 +32,8 @@ _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
+# their states that are one number for each parameter
+_PER_PARAMETER = {"step", "eta", "mu", "mu_product"}
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
@@ -121,10 +123,13 @@ class DeepSpeedStates:
         inner.load_state_dict({**saved, "state": states, "param_groups": groups})
 
     def master_weights(self) -> dict[int, Tensor]:
-        """Gather the float32 weights on rank 0, by the ``id`` of the parameter; return an empty dict on other ranks."""
+        """Gather the float32 weights on rank 0, by the ``id`` of the parameter; return an empty dict on other ranks.
+
+        A weight that was changed in the module since the last step is the module's.
+        """
         weights: dict[int, dict[str, Tensor]] = {}
         for index, places in enumerate(self._places):
-            whole = self._gather(deepspeed.master_partition(self._zero, index))
+            whole = self._gather(self._weights(index))
             if whole is not None:
                 _distribute(weights, places, "weight", whole, True)
         return {id(self._parameters[number]): weight["weight"] for number, weight in weights.items()}
@@ -138,6 +143,17 @@ class DeepSpeedStates:
                 weight = weights.get(id(self._parameters[place.number]))
                 if weight is not None:
                     self._copy_part(index, place, weight, piece)
+
+    def take_changed_weights(self) -> None:
+        """Set the float32 weights that were changed in the module, which the next step would overwrite."""
+        for index in range(len(self._places)):
+            deepspeed.master_partition(self._zero, index).copy_(self._weights(index))
+
+    def _weights(self, index: int) -> Tensor:
+        """Return this rank's float32 weights of a group, with the module's values where those are not their copies."""
+        master, module = (of(self._zero, index) for of in (deepspeed.master_partition, deepspeed.parameter_partition))
+        module = module.to(master.device)
+        return torch.where(module == master.to(module.dtype), master, module.to(master.dtype))
 
     def _gather(self, piece: Tensor) -> Tensor | None:
         """Gather the partitions of a tensor on rank 0 one after the other, so that no rank else needs more memory."""
@@ -158,11 +174,13 @@ class DeepSpeedStates:
         """Return this rank's partition of the states of a group's parameters."""
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for saved in states.values() for key in saved):
-            values = {place: saved[key] for place, saved in states.items() if key in saved}
+            values = {place: saved[key] for place, saved in states.items() if saved.get(key) is not None}
+            if not values:
+                continue
             first = next(iter(values.values()))
-            if key == "step" or not isinstance(first, Tensor):
-                state[key] = max(values.values())
-                if min(values.values()) != state[key]:
+            if key in _PER_PARAMETER or not isinstance(first, Tensor):
+                state[key] = values[max(values, key=lambda place: states[place].get("step", 0))]
+                if key == "step" and min(values.values()) != state[key]:
                     log.warning("The checkpoint has several step counts in one parameter group; the largest is used.")
                 continue
             state[key] = torch.zeros(deepspeed.partition_size(self._zero, index), dtype=first.dtype)
