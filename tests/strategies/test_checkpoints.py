@@ -9,6 +9,7 @@ import torch
 from small_modules import Small
 
 from lightning_ort import ORTStrategy
+from lightning_ort.lightning import AtomicCheckpointIO
 
 
 class Momentum(Small):

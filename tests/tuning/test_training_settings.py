@@ -1,5 +1,6 @@
 """``ORTTrainingSettings``: the batches stay the same, and what was changed is as before when the fit is over."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_ort import ORTTrainingSettings
 from lightning_ort.callbacks.loaders import changed, fixed_batches, not_in_whole_batches
-from lightning_ort.callbacks.training_settings import repeated_blocks
+from lightning_ort.callbacks.training_settings import _recomputing, repeated_blocks
 
 DATA = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
 
