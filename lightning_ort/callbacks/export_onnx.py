@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice
-from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.onnx_export.signature import bind_sample
 
@@ -54,6 +53,8 @@ class ExportOnnxCallback(_Callback):
         tolerance: float = 1e-4,
         quantize: Quantize | None = None,
     ) -> None:
+        from lightning_ort.onnx_export.export import check_settings  # loads onnx, which training does not need
+
         check_settings(path, dynamic_batch, tolerance, quantize)
         check_choice("best", best, (True, False))
         self.path, self.sample, self.best = Path(path), sample, best
@@ -97,6 +98,8 @@ class ExportOnnxCallback(_Callback):
             self._export(trainer, pl_module, self.path.with_stem(f"{self.path.stem}-best"))
 
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
+        from lightning_ort.onnx_export.export import export_onnx
+
         if trainer.is_global_zero:
             settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
             _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ort.onnx_export.session import OnnxSession
-
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _LightningModule
 else:
@@ -40,6 +38,8 @@ class PredictorMixin(_LightningModule):
 
     def __init__(self, path: str | Path, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
         super().__init__()
+        from lightning_ort.onnx_export.session import OnnxSession  # loads onnx, which training does not need
+
         self.session = OnnxSession(path, providers)
 
     @override

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 import torch
 from packaging.version import Version
 
@@ -16,6 +15,7 @@ from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     import onnxruntime
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def new_session(
         )
 
 
-def _described(node: ir.Node) -> tuple[Any, ...]:
+def _described(node: "ir.Node") -> tuple[Any, ...]:
     cast_to = node.attributes["to"].value if "to" in node.attributes else None
     return (node.domain, node.op_type, len(node.outputs), *sorted(node.attributes), cast_to)
 
@@ -185,7 +185,7 @@ class Kernels:
             return None
         return f"onnxruntime {onnxruntime.__version__} cannot bind a tensor of bfloat16; 1.20 and later ones can"
 
-    def missing(self, model: ir.Model) -> str | None:
+    def missing(self, model: "ir.Model") -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.
 
         The answer is remembered for models with the same operators, attribute names, casts and input dtypes.
@@ -202,7 +202,8 @@ class Kernels:
         return _load_errors[key]
 
 
-def _load_error(model: ir.Model, providers: tuple[str, ...], device: torch.device) -> str | None:
+def _load_error(model: "ir.Model", providers: tuple[str, ...], device: torch.device) -> str | None:
+    import onnx_ir as ir  # not at the top: it loads onnx, and the report asks here for versions alone
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -222,6 +223,8 @@ def _load_error(model: ir.Model, providers: tuple[str, ...], device: torch.devic
 
 @functools.cache
 def _reads_opset(number: int) -> bool:
+    import onnx_ir as ir
+
     float32, shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
     node = ir.node("Identity", [ir.Value(name="i0", type=float32, shape=shape)])
     node.outputs[0].name, node.outputs[0].type = "o0", float32
@@ -231,6 +234,8 @@ def _reads_opset(number: int) -> bool:
 
 @functools.cache
 def _has_training_kernel(op_type: str, providers: tuple[str, ...], device: torch.device) -> bool:
+    import onnx_ir as ir
+
     shapes, num_outputs, attributes = TRAINING_OPS[op_type]
     float32 = ir.TensorType(ir.DataType.FLOAT)
     inputs = [ir.Value(name=f"i{index}", type=float32, shape=ir.Shape(shape)) for index, shape in enumerate(shapes)]
