@@ -94,6 +94,12 @@ def test_the_package_stays_small() -> None:
     assert sum(lines.values()) < MAX_PACKAGE_LINES
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """Without packages pytest imports them by name, and refuses the second."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_functions_are_short() -> None:
     found = {(module, name): lines for module in MODULES for name, lines in functions(parsed(module))}
     assert len(found) > 500

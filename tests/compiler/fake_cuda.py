@@ -103,10 +103,10 @@ class Session:
 
     cuda: FakeCuda
 
-    def __new__(cls, model: Any, options: Any = None, providers: Any = ()) -> Any:
+    def __new__(cls, model: Any, options: Any = None, providers: Any = (), **kwargs: Any) -> Any:
         configured = [entry if isinstance(entry, tuple) else (entry, {}) for entry in providers]
         if configured[0][0] != "CUDAExecutionProvider":
-            return _Session(model, options, providers=providers)
+            return _Session(model, options, providers=providers, **kwargs)
         self = super().__new__(cls)
         self.model = onnx.ModelProto.FromString(model)
         self.settings, self.configured = options, configured

@@ -347,7 +347,7 @@ def test_plug_ins_are_providers_too(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="PlugInExecutionProvider"):
         kernels.check_config(ORTConfig(providers=("OtherExecutionProvider",)))
     added: list[Any] = []
-    monkeypatch.setattr("onnxruntime.InferenceSession", lambda *args: args)
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda *args, **kwargs: args)
     options = SimpleNamespace(add_provider_for_devices=lambda *args: added.append(args))
     kernels.new_session(b"", options, ("PlugInExecutionProvider",), torch.device("cpu"))  # type: ignore[arg-type]
     assert added == [([device], {})]
