@@ -92,8 +92,8 @@ class RecordedSession(BoundSession):
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the region and return new outputs."""
         with self._lock:
-            current = torch.cuda.current_stream(self._device)
-            if self._stream is not None:
+            current = None if self._stream is None else torch.cuda.current_stream(self._device)
+            if current is not None and self._stream is not None:
                 current.wait_stream(self._stream)  # what was replayed before has read the places
             places = [self._fill(index, arg) for index, arg in enumerate(args)]
             addresses, thread = [place.data_ptr() for place in places], threading.get_ident()
@@ -106,7 +106,7 @@ class RecordedSession(BoundSession):
                     self.run_options = run_options(self._device, self._recordings)
             outputs = super().__call__(*places)
             results = [output.clone() for output in outputs]
-            if self._stream is not None:
+            if current is not None and self._stream is not None:
                 self._stream.wait_stream(current)  # the next replay writes to the outputs
             return results
 
