@@ -22,8 +22,7 @@ else:
 
 _OWNER = "ORTTrainingSettings"
 
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class TrainingSettingsCallback(_Callback):
@@ -167,16 +166,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-def _norms(block: nn.Module) -> list[Any]:
-    """Return the batch norms of a block that keep running statistics."""
-    norms = (child for child in block.modules() if isinstance(child, _BATCH_NORMS))
-    return [norm for norm in norms if norm.track_running_stats]
-
-
 @contextmanager
-def _statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Keep running statistics as they are, which have been updated by the forward pass."""
-    norms = _norms(block)
+def _statistics_kept(norms: list[Any]) -> Iterator[None]:
+    """Keep the statistics of batch norms as they are: the forward pass has updated them."""
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -188,16 +180,19 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
 
 
 def _recomputing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def norms() -> list[Any]:  # asked in the first step: Lightning may replace batch norms before it
+        return [child for child in block.modules() if isinstance(child, BATCH_NORMS)]
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _statistics_kept(block)
+        return nullcontext(), _statistics_kept(norms())
 
     @functools.wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
             # a graph of torch.compile writes to statistics once anyway
-            again: dict[str, Any] = (
-                {} if torch.compiler.is_compiling() or not _norms(block) else {"context_fn": contexts}
-            )
+            plain = torch.compiler.is_compiling() or not norms()
+            again: dict[str, Any] = {} if plain else {"context_fn": contexts}
             return checkpoint(forward, *args, use_reentrant=False, **again, **kwargs)
         return forward(*args, **kwargs)
 

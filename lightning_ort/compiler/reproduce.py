@@ -27,6 +27,10 @@ ELEMENT_TYPES: dict[str, tuple[torch.dtype, Any]] = {
 }
 
 
+# merges padding by zeros into an average pool that does not count its own padding (1.19), which gives other averages
+DISABLED_OPTIMIZERS = ["Pad_Fusion"]
+
+
 def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements of memory a tensor of these sizes and strides spans."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if 0 not in sizes else 0
@@ -53,7 +57,7 @@ def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -
     device = expected[0].device
     on_gpu = ("CUDAExecutionProvider", {"device_id": str(device.index or 0)})
     provider = on_gpu if device.type == "cuda" else "CPUExecutionProvider"
-    session = onnxruntime.InferenceSession(str(model), providers=[provider], disabled_optimizers=["Pad_Fusion"])
+    session = onnxruntime.InferenceSession(str(model), providers=[provider], disabled_optimizers=DISABLED_OPTIMIZERS)
     binding = session.io_binding()
     outputs, kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in expected], []
     for value in session.get_inputs():

@@ -53,11 +53,16 @@ def _has_gaps(parameter: torch.Tensor) -> bool:
     return not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride()
 
 
-def lay_out(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Lay the states of a parameter out as it is: fused kernels go through the memory of both from its start."""
+def prepare_state(state: dict[str, Any], parameter: torch.Tensor, fused: bool) -> None:
+    """Lay the states of a parameter out as it is, and have its steps as fused kernels do.
+
+    They go through the memory of both from its start, and take the number of steps on the same device.
+    """
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
             state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    if fused and isinstance(state.get("step"), torch.Tensor):
+        state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 @functools.cache
@@ -85,12 +90,8 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
             group.update({name: name == flag or None for name in TORCH_FLAGS})
         for parameter, state in optimizer.state.items():
-            if not state:  # a shard has none for what other ranks update
-                continue
-            lay_out(state, parameter)
-            step = state.get("step")
-            if isinstance(step, torch.Tensor) and flag == "fused":
-                state["step"] = step.to(parameter.device, torch.float32)
+            if state:  # a shard has none for what other ranks update
+                prepare_state(state, parameter, flag == "fused")
         pop_amp_scaling_mark(optimizer)  # with it, Lightning refuses gradient clipping
 
     def save_as_configured(optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -110,21 +111,24 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
             "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(optimizer)
         )
 
-    if flag == "fused" and isinstance(optimizer, (optim.SGD, optim.Adagrad)):  # Adam takes no sparse gradients at all
-        _call_if_sparse(optimizer, unset_flags)
-    if flag == "fused" and any("momentum" in group for group in optimizer.param_groups):
-        _call_with_gradients(optimizer, functools.partial(_fill_momentum, optimizer))
+    # Adam takes no sparse gradients at all, and has no momentum by this name; a sharded SGD is known by it alone
+    if flag == "fused" and (isinstance(optimizer, optim.Adagrad) or "momentum" in optimizer.param_groups[0]):
+        _check_gradients(optimizer, unset_flags)
 
 
-def _call_if_sparse(optimizer: optim.Optimizer, function: Callable[[], None]) -> None:
-    """Call a function in the first step if a gradient is sparse, as ``F.embedding(..., sparse=True)`` makes them."""
-    checked = False
+def _check_gradients(optimizer: optim.Optimizer, unset_flags: Callable[[], None]) -> None:
+    """Before each step, allow for gradients with which torch's fused implementations cannot deal.
+
+    That is: sparse ones, as ``F.embedding(..., sparse=True)`` makes them in the first step, and late ones.
+    """
+    first = True
 
     def check() -> None:
-        nonlocal checked
-        if not checked and any(p.grad is not None and p.grad.is_sparse for p in parameters_of(optimizer)):
-            function()
-        checked = True
+        nonlocal first
+        if first and any(p.grad is not None and p.grad.is_sparse for p in parameters_of(optimizer)):
+            unset_flags()
+        first = False
+        _fill_momentum(optimizer)
 
     _call_with_gradients(optimizer, check)
 
@@ -134,10 +138,9 @@ def _fill_momentum(optimizer: optim.Optimizer) -> None:
     if not any(group.get("fused") and group.get("momentum") for group in optimizer.param_groups):
         return
     owner = shard_of(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    parameters = parameters_of(owner)
-    if not owner.state or len(owner.state) == len(parameters):
+    if not owner.state or len(owner.state) == sum(len(group["params"]) for group in owner.param_groups):
         return
-    for parameter in parameters:
+    for parameter in parameters_of(owner):
         if parameter.grad is not None and owner.state[parameter].get("momentum_buffer") is None:
             owner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ort.compat.torch import run_load_state_dict_pre_hooks, shard_of
-from lightning_ort.optim.fused import lay_out
+from lightning_ort.optim.fused import prepare_state
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import replace_in_place
 
@@ -46,9 +46,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"]), "param_groups": groups})
         self.state.clear()  # the shards have them
         for parameter, state in shard_of(self).state.items():
-            lay_out(state, parameter)
-            if "step" in state and flags[0]["fused"]:
-                state["step"] = state["step"].to(parameter.device, torch.float32)
+            prepare_state(state, parameter, bool(flags[0]["fused"]))
 
 
 def shard(optimizer: Optimizer) -> None:

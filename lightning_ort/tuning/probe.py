@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
-from lightning_ort.callbacks.training_settings import repeated_blocks
+from lightning_ort.callbacks.training_settings import BATCH_NORMS, repeated_blocks
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
 from lightning_ort.tuning.project import GIVEN, Project, train
@@ -23,7 +23,6 @@ from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, nam
 
 _STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
 _PRODUCTS, _SIZE = 5, 512
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
@@ -185,7 +184,7 @@ class _Probe:
             optimizers=[type(one).__name__ for one in trainer.optimizers],
             fusable=any(_fusable(one) for one in trainer.optimizers),
             automatic_optimization=module.automatic_optimization,
-            batch_norm=any(isinstance(one, _BATCH_NORMS) for one in modules),
+            batch_norm=any(isinstance(one, BATCH_NORMS) for one in modules),
             convolutions=any(isinstance(one, _CONVOLUTIONS) for one in modules),
             blocks=len(list(repeated_blocks(module))),
             threads=torch.get_num_threads(),

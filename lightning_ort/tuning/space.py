@@ -191,8 +191,7 @@ def _savings(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
             size, accumulate = size // 2, accumulate * 2
             smaller.append(best.but(batch_size=size, accumulate=accumulate))
             yield Option(smaller[-1], "smaller batches, accumulated: fewer activations at once")
-    # batch norm's running statistics would see what is computed again twice
-    if facts.blocks and not (limits.keep_numerics and facts.batch_norm):
+    if facts.blocks:
         yield Option(best.but(checkpoint_blocks=True), "repeated blocks are computed again in the backward pass")
         if len(smaller) > 1:
             yield Option(smaller[-1].but(checkpoint_blocks=True), "both")

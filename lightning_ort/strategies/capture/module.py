@@ -158,7 +158,7 @@ class CapturedModule:
         """How many modules without children there are."""
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
-    @functools.cached_property
+    @property
     def settings(self) -> tuple[str, ...]:
         """What else than the module and its batches decides how long a step takes."""
         trainer, others = self.module.trainer, ("start", "compile_budget", "cache_dir", "fallback")

@@ -14,7 +14,8 @@ Source: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.h
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,10 +92,7 @@ class RecordedSession(BoundSession):
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the region and return new outputs."""
-        with self._lock:
-            current = None if self._stream is None else torch.cuda.current_stream(self._device)
-            if current is not None and self._stream is not None:
-                current.wait_stream(self._stream)  # what was replayed before has read the places
+        with self._lock, self._in_order():
             places = [self._fill(index, arg) for index, arg in enumerate(args)]
             addresses, thread = [place.data_ptr() for place in places], threading.get_ident()
             if addresses != self._addresses or thread != self._thread:
@@ -105,10 +103,18 @@ class RecordedSession(BoundSession):
                     self._recordings += 1
                     self.run_options = run_options(self._device, self._recordings)
             outputs = super().__call__(*places)
-            results = [output.clone() for output in outputs]
-            if current is not None and self._stream is not None:
-                self._stream.wait_stream(current)  # the next replay writes to the outputs
-            return results
+            return [output.clone() for output in outputs]
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Let copies to the places wait for the last replay, and the next replay for copies of the outputs."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        yield
+        self._stream.wait_stream(current)
 
     def _fill(self, index: int, arg: torch.Tensor) -> torch.Tensor:
         """Copy an input to the place where it is read in each run; return that place."""

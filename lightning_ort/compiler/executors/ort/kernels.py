@@ -12,6 +12,7 @@ from packaging.version import Version
 from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_onnxruntime
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reproduce import DISABLED_OPTIMIZERS
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
@@ -43,10 +44,6 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
 _CPU = torch.device("cpu")
 
 _load_errors: dict[Hashable, str | None] = {}
-
-
-# merges padding by zeros into an average pool that does not count its own padding (1.19), which gives other averages
-_DISABLED_OPTIMIZERS = ["Pad_Fusion"]
 
 
 def unavailable() -> Reason | None:
@@ -135,12 +132,12 @@ def new_session(
     if plug_ins:
         for provider in plug_ins:
             options.add_provider_for_devices(ep_devices()[provider], {})
-        return onnxruntime.InferenceSession(model, options, disabled_optimizers=_DISABLED_OPTIMIZERS)
+        return onnxruntime.InferenceSession(model, options, disabled_optimizers=DISABLED_OPTIMIZERS)
     on_cuda = {"device_id": str(device.index or 0), **cuda_options}
     configured = [(provider, on_cuda) if provider == CUDA else provider for provider in providers]
     with on_device(device if CUDA in providers else torch.device("cpu")):
         return onnxruntime.InferenceSession(
-            model, options, providers=configured, disabled_optimizers=_DISABLED_OPTIMIZERS
+            model, options, providers=configured, disabled_optimizers=DISABLED_OPTIMIZERS
         )
 
 

@@ -53,8 +53,10 @@ def reduce(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: b
 _MAX_SUMMANDS = 1 << 14
 
 
-def _one_by_one(value: Value) -> bool:
-    return value.dtype is torch.float32 and value.ctx.on_cpu
+def _reduce_in_float64(onnx_op: str, value: Value, axes: Sequence[int], keepdim: bool) -> Value | None:
+    if value.dtype is not torch.float32 or not value.ctx.on_cpu:
+        return None
+    return value.cast(torch.float64).op(onnx_op, list(axes), keepdims=int(keepdim)).cast(torch.float32)
 
 
 def _reduce_in_groups(
@@ -64,14 +66,11 @@ def _reduce_in_groups(
     if axes != list(range(len(axes))):
         last = list(range(len(shape) - len(axes), len(shape)))
         few = static(shape) and math.prod(shape[axis] for axis in axes) <= _MAX_SUMMANDS
-        if axes == last or few or not _one_by_one(value):  # of rows: onnxruntime adds up in groups itself
-            return None
-        return value.cast(torch.float64).op(onnx_op, list(axes), keepdims=int(keepdim)).cast(torch.float32)
+        # of rows: onnxruntime adds up in groups itself
+        return None if axes == last or few else _reduce_in_float64(onnx_op, value, axes, keepdim)
     if not static(shape):
         if len(axes) < len(shape) or len(axes) == 1:
-            if not _one_by_one(value):
-                return None
-            return value.cast(torch.float64).op(onnx_op, list(axes), keepdims=int(keepdim)).cast(torch.float32)
+            return _reduce_in_float64(onnx_op, value, axes, keepdim)
         return value.op(onnx_op, axes[1:], keepdims=int(keepdim)).op(onnx_op, [0], keepdims=int(keepdim))
     count, kept = math.prod(shape[: len(axes)]), list(shape[len(axes) :])
     if count <= _MAX_SUMMANDS:
