@@ -1,26 +1,31 @@
-"""How fast whole Trainer steps are: the modules of ``benchmarks/zoo.py``, each trained in several ways, in turns.
+"""How fast whole Trainer steps are: the modules of ``zoo.py`` and ``held_out.py``, each trained in several ways.
 
-What ``lightning-ort bench`` does for one module. ``python benchmarks/trainer_steps.py [--modules NAME ...] [--variants
-VARIANT ...] [--rounds N] [--steps N] [--plots FOLDER] [--json FILE]``; the defaults compare precisions.
+The ways take turns, as in ``lightning-ort bench`` for one module; at the end is the geometric mean over the modules.
+``python benchmarks/trainer_steps.py [--modules NAME ...] [--variants
+VARIANT ...] [--rounds N] [--steps N] [--plots FOLDER] [--json FILE]``; the defaults compare precisions. The honest
+baseline of ``ort`` is ``off``: the same optimizer and retained memory without ONNX Runtime.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import held_out
 import zoo
 from rich.console import Console
 
-from lightning_ort.cli.bench import machine, measure, plot, to_table
+from lightning_ort._text import PlainTable
+from lightning_ort.cli.bench import Row, machine, measure, plot, to_table
 from lightning_ort.cli.bench_worker import Job, Variant
 
-NAMES = [kind.__name__ for kind in zoo.MODULES]
+FILES = {kind.__name__: where.__file__ for where in (zoo, held_out) for kind in where.MODULES}
 PRECISIONS = ("stock", "stock@bf16-mixed", "compile@bf16-mixed", "ort", "ort@bf16-mixed", "ort@medium")
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--modules", nargs="+", default=["GPT", "BERT", "CNN"], choices=NAMES)
+parser.add_argument("--modules", nargs="+", default=["GPT", "BERT", "CNN"], choices=FILES)
 parser.add_argument("--variants", nargs="+", default=list(PRECISIONS))
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--steps", type=int, default=10)
@@ -28,14 +33,16 @@ parser.add_argument("--warm-up", type=int, default=50)
 parser.add_argument("--plots", type=Path, help="a folder for NAME.png")
 parser.add_argument("--json", type=Path, help="a file for the machine and the rows of every module")
 args = parser.parse_args()
+measured: list[list[Row]] = []
 console = Console(width=140)
 found: dict[str, list[dict[str, Any]]] = {}
 console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
 for name in args.modules:
-    job = Job(f"{zoo.__file__}:{name}", accelerator="cpu", ort_config={"cache_dir": None})
+    job = Job(f"{FILES[name]}:{name}", accelerator="cpu", ort_config={"cache_dir": None})
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant.parse(text) for text in args.variants]
         rows = measure(job, variants, args.rounds, args.steps, args.warm_up, Path(folder))
+    measured.append(rows)
     title = f"{name}: median of {args.rounds} rounds of {args.steps} steps"
     console.print(to_table(rows, args.warm_up, title))
     if args.plots is not None:
@@ -45,3 +52,13 @@ for name in args.modules:
         settings = {"rounds": args.rounds, "steps": args.steps, "warm_up": args.warm_up}
         content = {"machine": machine(), "settings": settings, "modules": found}
         args.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+whole = [rows for rows in measured if all(row.samples for row in rows)]
+table = PlainTable("variant", title=f"speed, geometric mean over {len(whole)} modules")
+for other in args.variants:
+    table.add_column(f"against {other}", justify="right")
+for index, variant in enumerate(args.variants):
+    ratios = [[rows[index].speed(rows[other]) for rows in whole] for other in range(len(args.variants))]
+    table.add_row(variant, *(f"{statistics.geometric_mean(column):.2f}x" for column in ratios if column))
+console.print(table)
