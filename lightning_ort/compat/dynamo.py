@@ -2,9 +2,10 @@
 
 import inspect
 import logging
+import os
 import re
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch._C._dynamo import eval_frame as c_eval_frame
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc
+from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc, trace_rules
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
@@ -149,6 +150,26 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
             "allow_rnn": True,
         }
     )
+
+
+@contextmanager
+def outside_graphs(*functions: Callable[..., Any]) -> Iterator[None]:
+    """Within the block dynamo traces no calls of these functions (torch 2.13)."""
+    never_traced = trace_rules._disallowed_callable_ids
+    new = [id(function) for function in functions if id(function) not in never_traced]
+    try:
+        for function in new:
+            never_traced.add(function)
+        yield
+    finally:
+        for function in new:
+            never_traced.remove(function)
+
+
+def switched_off_by() -> str | None:
+    """Return which environment variable makes ``torch.compile`` compile nothing, if one is set (torch 2.13)."""
+    names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    return next((name for name in names if os.environ.get(name) == "1"), None)
 
 
 def prepare_divergences() -> None:

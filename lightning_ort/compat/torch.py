@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.data._utils.pin_memory import _pin_memory_loop
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -283,6 +284,18 @@ def forward_hooks_without(module: nn.Module, ids: set[int]) -> Iterator[tuple[st
         hooks = vars(module)[name]
         if ids & hooks.keys():
             yield name, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
+
+
+def hooks_made() -> int:
+    """How many hooks of any kind have been registered in this process (torch 2.13)."""
+    return RemovableHandle.next_id
+
+
+def hooks_of(module: nn.Module) -> set[int]:
+    """Ids of the hooks of a module and its children, and of those that all modules have (torch 2.13)."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = {key for child in module.modules() for name in names for key in vars(child).get(name, ())}
+    return found.union(*(getattr(torch.nn.modules.module, f"_global{name}") for name in names))
 
 
 def is_double_backward_error(error: BaseException) -> bool:

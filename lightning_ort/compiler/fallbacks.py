@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ort.compat.autograd import version_of
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
 _FAILED = "_lightning_ort_pass"
@@ -90,8 +91,11 @@ class GuardedGraph:
             if state is None:
                 return self.run(*args)
             return self._run_first(args, state)
+        except ORTFallbackError:
+            raise
         except Exception as error:
-            if self.run is self.eager or not self.monitor.saw(error):
+            # in its first runs also what AOTAutograd fails with around its passes, such as a recurrent layer's (2.13)
+            if self.run is self.eager or not (self.monitor.saw(error) or state is not None):
                 raise
             failure = error
         if state is not None:
@@ -159,6 +163,7 @@ class _FirstBackward(torch.autograd.Function):
         ctx.inner = leaves(args)
         with torch.enable_grad():
             ctx.outputs = guard.run(*ctx.inner)
+        ctx.versions = versions_of(args)
         ctx.set_materialize_grads(False)
         outputs = tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in ctx.outputs)
         pairs = zip(ctx.outputs, outputs, strict=True)
@@ -180,6 +185,9 @@ class _FirstBackward(torch.autograd.Function):
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
+            pairs = enumerate(zip(ctx.versions, versions_of(ctx.args), strict=True))
+            if any(before != now for index, (before, now) in pairs if index not in ctx.written):
+                raise failure or RuntimeError(CHANGED)
             inner = leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])
             with ctx.state.again():
                 outputs = guard.eager(*inner)
@@ -204,6 +212,14 @@ class GradientsOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Raise ``RuntimeError``."""
         raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
+
+
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+def versions_of(args: Sequence[Any]) -> list[int]:
+    """How often each tensor was written to; 0 for what is none."""
+    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]
 
 
 def leaves(args: Sequence[Any]) -> list[Any]:

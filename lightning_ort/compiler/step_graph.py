@@ -21,10 +21,9 @@ from lightning_ort.compat.autograd import (
     has_gradient_hooks,
     joint_facts,
     keeps_graph,
-    version_of,
     without_autocast,
 )
-from lightning_ort.compiler.fallbacks import GradientsOnce, RunState, gradients_of, leaves
+from lightning_ort.compiler.fallbacks import CHANGED, GradientsOnce, RunState, gradients_of, leaves, versions_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
 
@@ -156,7 +155,7 @@ class StepGraph:
         if all(value.is_leaf for value in inputs):
             one.parameters = inputs
         if several:
-            one.args, one.state, one.versions = args, state, _versions(args)
+            one.args, one.state, one.versions = args, state, versions_of(args)
         for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs), strict=True):
             results[index] = result
         self._waits = True
@@ -215,10 +214,8 @@ class StepGraph:
         """The gradients of several results: eager does the step again."""
         if not one.args:
             raise RuntimeError(_TWICE)
-        if one.versions != _versions(one.args):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation"
-            )
+        if one.versions != versions_of(one.args):
+            raise RuntimeError(CHANGED)
         inner = leaves([arg.clone() if index in self._written else arg for index, arg in enumerate(one.args)])
         assert one.state is not None or not self._draws
         with one.state.again() if one.state is not None else torch.enable_grad():
@@ -245,6 +242,8 @@ class _Results(torch.autograd.Function):
 
 def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
     """Add gradients to those of the parameters as autograd's engine does; return whether that was possible."""
+    if len({*map(id, parameters)}) < len(parameters):  # tied after the step was compiled: one gets two gradients
+        return False
     sums, summands = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if has_gradient_hooks(parameter):
@@ -268,7 +267,3 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
 
 def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float16
-
-
-def _versions(args: Sequence[Any]) -> list[int]:
-    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]

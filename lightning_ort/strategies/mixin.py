@@ -26,7 +26,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for
-from lightning_ort.strategies.capture.steps import Capture
+from lightning_ort.strategies.capture.capture import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory

@@ -1,8 +1,13 @@
 """Each private name of ``torch._dynamo`` that is used means what it did in the torch that it was read in."""
 
+import collections
+import copy
 import gc
 import inspect
 import logging
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -325,3 +330,27 @@ def test_is_last_graph() -> None:
 
     torch.compile(halves, backend=backend)(torch.ones(2))
     assert last == [False, True]
+
+
+def test_outside_graphs() -> None:
+    def copied(x: torch.Tensor) -> Any:
+        return x + 1, copy.deepcopy(collections.OrderedDict(a=1))
+
+    for outside in ([copy.deepcopy], [copy.copy, copy.deepcopy]):
+        torch._dynamo.reset()
+        with dynamo.outside_graphs(*outside), dynamo.outside_graphs(copy.deepcopy):  # as two threads may have it
+            assert isolated(copied)(torch.ones(2))[1] == {"a": 1}
+    torch._dynamo.reset()
+    # else this torch copies it right: `outside_graphs` is no longer needed
+    assert isolated(copied)(torch.ones(2))[1] == {}
+
+
+@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_switched_off_by(variable: str) -> None:
+    assert dynamo.switched_off_by() is None
+    script = (
+        "import torch; from lightning_ort.compat import dynamo\n"
+        "torch.compile(torch.sin, backend=lambda gm, inputs: 1 / 0)(torch.ones(1)); print(dynamo.switched_off_by())"
+    )
+    result = subprocess.run([sys.executable, "-c", script], env={**os.environ, variable: "1"}, capture_output=True)
+    assert result.stdout.decode().split() == [variable], result.stderr

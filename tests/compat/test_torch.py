@@ -11,13 +11,19 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compat import torch as compat
 
 aten = torch.ops.aten
+_FOR_ALL_MODULES = (
+    torch.nn.modules.module.register_module_forward_hook,
+    torch.nn.modules.module.register_module_forward_pre_hook,
+    torch.nn.modules.module.register_module_full_backward_hook,
+    torch.nn.modules.module.register_module_full_backward_pre_hook,
+)
 
 
 def trace(
@@ -332,3 +338,20 @@ def test_pins_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_promoted_dtype_of_half_types(dtype: torch.dtype) -> None:
     assert compat.promoted_dtype(torch.zeros(2, dtype=dtype), 1.5) is dtype
+
+
+def test_hooks() -> None:
+    module, made = nn.Sequential(nn.Linear(2, 2)), compat.hooks_made()
+    assert compat.hooks_of(module) == set()
+    handles = [
+        module.register_forward_hook(lambda *args: None),
+        module[0].register_forward_pre_hook(lambda *args: None),
+        module[0].register_full_backward_hook(lambda *args: None),
+        module[0].register_full_backward_pre_hook(lambda *args: None),
+        *(register(lambda *args: None) for register in _FOR_ALL_MODULES),
+    ]
+    assert compat.hooks_made() == made + len(handles)
+    assert compat.hooks_of(module) == {handle.id for handle in handles}
+    for handle in handles:
+        handle.remove()
+    assert compat.hooks_of(module) == set()

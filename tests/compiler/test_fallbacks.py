@@ -118,6 +118,40 @@ def test_the_first_backward_pass_may_be_repeated(where, monkeypatch):
     assert backend.report.ort_runs > 0
 
 
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("step_graph", ["joint", "split"])
+def test_weights_changed_before_the_backward_pass(step_graph, retained):
+    """As eager: the gradients would be those of other weights."""
+    module = Net().eval()
+    call, backend = compiled(module, step_graph=step_graph)
+    for run in (module, call):
+        loss = run(torch.randn(4, 6)).square().sum()
+        if retained:
+            loss.backward(retain_graph=True)
+        with torch.no_grad():
+            module.layers[4].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+
+
+def test_what_fails_around_the_passes(monkeypatch, caplog):
+    """AOTAutograd of torch 2.13 raises for what a traced LSTM saves, after its forward pass."""
+    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+    module = nn.LSTM(6, 4)
+    call, backend = compiled(lambda x: (module(x)[0] * 2).tanh().sum())
+    x = torch.randn(3, 2, 6)
+    call(x).backward()
+    found = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    (module(x)[0] * 2).tanh().sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in module.parameters()])
+    assert backend.report.ort_runs > 0  # before it failed
+    (fallback,) = backend.report.fallbacks
+    assert fallback.reason.type is ReasonType.RUN_FAILED
+
+
 def test_a_second_gradient_is_refused_and_not_left_out():
     call, backend = compiled(lambda x: x.sin().exp() * 2)
     for _ in range(2):  # of a graph that has not been through a backward pass, and of one that has

@@ -106,7 +106,44 @@ class Doubled(Clipped):
         return grad * 2 + grad
 
 
-@pytest.mark.parametrize("function", [Clipped, Squared, Penalized, StraightThrough, Doubled])
+class Filled(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.masked_fill(torch.arange(grad.shape[1]) == 1, 0.05)
+
+
+class BySign(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.where(torch.signbit(grad), grad, grad * 2)
+
+
+class ByOrder(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.gather(1, grad.argsort(1))
+
+
+class Appended(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.cat([grad[:, :2], torch.full_like(grad[:, 2:], 0.05)], 1)
+
+
+class Masked(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        kept = grad.masked_fill(torch.arange(grad.shape[1]) == 1, 0.0)
+        return torch.cat([kept[:, :2], torch.zeros_like(grad[:, 2:])], 1)
+
+
+LINEAR, NOT_LINEAR = (
+    (Doubled, Masked),
+    (Clipped, Squared, Penalized, StraightThrough, Filled, BySign, ByOrder, Appended),
+)
+
+
+@pytest.mark.parametrize("function", [*LINEAR, *NOT_LINEAR])
 def test_a_gradient_that_is_not_linear_has_its_own_pass(function: Any) -> None:
     torch.manual_seed(0)
     eager = nn.Linear(8, 4)
@@ -122,7 +159,7 @@ def test_a_gradient_that_is_not_linear_has_its_own_pass(function: Any) -> None:
             (run(each, x) * factor).backward()
         for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    assert_one_graph(backend, function is Doubled)
+    assert_one_graph(backend, function in LINEAR)
 
 
 def test_a_loss_that_is_kept_keeps_no_batch() -> None:

@@ -12,7 +12,7 @@ from small_modules import Small, loader
 from torch import Tensor, nn
 
 from lightning_ort import ORTStrategy
-from lightning_ort.strategies.capture.steps import STEPS
+from lightning_ort.strategies.capture.capture import STEPS
 
 HOOKS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 MODULE_HOOKS = [name for name in dir(Small) if name.startswith("on_") and name != "on_gpu"]

@@ -1,6 +1,6 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,33 +84,68 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
     return all(not node.users for node in tangents)
 
 
-# what a gradient's own backward function may do with it, as one that clips: torch's are linear
+# what a gradient's own backward function may do with it, as one that clips: torch's are linear. Comparisons and indices
+# are known by their dtype
 _NOT_LINEAR_NAMES = (
-    "abs acos amax amin argmax argmin asin atan atan2 bernoulli ceil clamp clamp_max clamp_min cos cosh cumprod elu eq"
-    " erf exp exp2 expm1 floor fmod ge gelu gt hardsigmoid hardswish hardtanh isinf isnan le leaky_relu"
-    " linalg_vector_norm log log10 log1p log2 log_sigmoid_forward logsumexp lt max maximum median min minimum"
-    " nan_to_num ne pow prod reciprocal relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sort sqrt"
-    " std tan tanh threshold topk trunc var var_mean _log_softmax _softmax"
+    "abs acos acosh amax amin asin asinh atan atan2 atanh bernoulli ceil celu clamp clamp_max clamp_min copysign cos"
+    " cosh cummax cummin cumprod elu erf erfc erfinv exp exp2 expm1 floor fmod frac gelu hardsigmoid hardswish hardtanh"
+    " heaviside hypot kthvalue leaky_relu lgamma linalg_inv_ex linalg_vector_norm log log10 log1p log2"
+    " log_sigmoid_forward logaddexp logcumsumexp logsumexp max maximum median min minimum mish mode nan_to_num"
+    " nanmedian nextafter pow prod reciprocal relu remainder renorm round rsqrt sgn sigmoid sign silu sin sinc sinh"
+    " softplus sort sqrt std std_mean tan tanh threshold topk trunc var var_mean xlogy _log_softmax _softmax"
 )
 _NOT_LINEAR = {getattr(aten, name) for name in _NOT_LINEAR_NAMES.split()}
-_SUMS = (aten.add, aten.sub, aten.rsub)
+# which arguments become parts of the result
+_PARTS: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys((aten.add, aten.sub, aten.rsub, aten.slice_scatter, aten.select_scatter), (0, 1)),
+    **dict.fromkeys((aten.masked_fill, aten.index_put, aten.constant_pad_nd), (0, 2)),
+    **dict.fromkeys((aten.scatter, aten.scatter_add, aten.index_add, aten.index_fill), (0, 3)),
+    aten.where: (1, 2),
+}
 _PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 def _is_linear(loss: fx.Node) -> bool:
     """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
-    of_loss = _reached([loss], lambda node: node.users)
+    of_loss = _reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
     for node in of_loss:
         op = getattr(node.target, "overloadpacket", None)
         if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
             return False
-        if op in _SUMS and not all(term in of_loss for term in node.args[:2]):
-            return False  # a term of its own, such as a penalty's
-        if op is aten._to_copy and not node.meta["val"].dtype.is_floating_point:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             return False
+        if not all(part in of_loss or _is_zero(part) for part in _parts(node)):
+            return False  # such as a penalty's own term
         if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
             return False
     return True
+
+
+def _reads_only_sizes(node: fx.Node) -> bool:
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _parts(node: fx.Node) -> Sequence[Any]:
+    """The arguments that become parts of a node's result as they are."""
+    op = getattr(node.target, "overloadpacket", None)
+    if op is aten.cat:
+        return node.args[0]  # type: ignore[return-value]
+    if op is aten.constant_pad_nd and len(node.args) < 3:
+        return ()
+    return [node.args[index] for index in _PARTS.get(op, ())]
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return value in (0, False)
+    op = getattr(value.target, "overloadpacket", None)
+    if op in (aten.full, aten.full_like):
+        return value.args[1] in (0, False)
+    if op is aten.scalar_tensor:
+        return value.args[0] in (0, False)
+    return op in (aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
 def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:

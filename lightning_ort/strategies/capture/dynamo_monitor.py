@@ -4,6 +4,7 @@ All of this runs when dynamo compiles. A step that compiles nothing only reads o
 around each call would cost more than a small model's step.
 """
 
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -154,6 +155,8 @@ class DynamoMonitor:
             _filter_loggers()  # of modules that were imported since
             self._settings = ExitStack()
             self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))
+            # traced, the copy of an OrderedDict is empty (2.13), and that of a module may hold what we put on it
+            self._settings.enter_context(dynamo.outside_graphs(copy.copy, copy.deepcopy))
             # inductor too: what a backward pass takes to compile is counted, and a failure ends no run
             self._settings.enter_context(backward_at_once())
 

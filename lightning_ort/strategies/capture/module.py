@@ -94,9 +94,9 @@ class CapturedModule:
         self.monitor.remove()
 
     def refresh(self) -> None:
-        """Update the shims before a step if the optimizers have changed; to dynamo an unchanged shim is the same."""
+        """Update the shims before a step if what they replace has changed; to dynamo an unchanged shim is the same."""
         optimizers = lightning_optimizers(self._strategy)
-        if self._optimizers is optimizers:
+        if self._optimizers is optimizers and self.shims.are_current():
             return
         self._optimizers = optimizers
         # only a strategy that wraps the module in something with hooks has any
@@ -186,7 +186,8 @@ class CapturedModule:
             namespace = namespace_of(type(self._strategy))
             assert namespace is not None
             self._writes_gradients = may_write_gradients(self._strategy, namespace)
-        self.backend.writes_gradients = self._writes_gradients
+        # the engine looks for the operation that makes a NaN
+        self.backend.writes_gradients = self._writes_gradients and not torch.is_anomaly_enabled()
         try:
             yield
         finally:
@@ -215,6 +216,10 @@ class CapturedModule:
             children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]
             self._module_shims[engine] = ModuleShims(children, functools.partial(self.compile, engine=engine))
         return self._module_shims[engine]
+
+    def forget_children(self) -> None:
+        """Compile the children again, for module mode."""
+        self._module_shims = {}
 
     def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
         """Report a choice that was made for the user, once; the console may have told an announced one already."""

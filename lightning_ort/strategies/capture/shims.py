@@ -11,8 +11,12 @@ Shims are entries of instance dictionaries, removed after the call, so that noth
 traces functions of this file as source, so that coverage tools must not instrument it.
 """
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -121,14 +125,29 @@ class Shims:
         self._entries.append((vars(owner), name, shim, vars(owner).get(name, MISSING)))
 
     def install(self) -> None:
-        """Put the shims into the dictionaries."""
-        for attributes, name, shim, _ in self._entries:
-            attributes[name] = shim
+        """Put the shims into the dictionaries, except where the user has put something there since."""
+        for attributes, name, shim, before in self._entries:
+            if attributes.get(name, MISSING) is before:
+                attributes[name] = shim
+
+    def are_current(self) -> bool:
+        """Return whether nobody has put something else into the dictionaries since."""
+        return all(attributes.get(name, MISSING) is before for attributes, name, _, before in self._entries)
 
     def remove(self) -> None:
         """Restore the dictionaries."""
-        for attributes, name, _, before in self._entries:
-            restore_attribute(attributes, name, before)
+        for attributes, name, shim, before in self._entries:
+            if attributes.get(name, MISSING) is shim:
+                restore_attribute(attributes, name, before)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Within the block the dictionaries are as they were."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
 
 
 def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> None:
@@ -189,8 +208,21 @@ class StepShims(Shims):
             add(optimizer.optimizer, "step")  # what `self.optimizers(use_pl_optimizer=False)` returns
             add(optimizer, "zero_grad")
             add(optimizer.optimizer, "zero_grad")
+        for owner in {id(owner): owner for owner, *_ in self._known.values() if isinstance(owner, nn.Module)}.values():
+            self.add(owner, "__deepcopy__", functools.partial(self._deepcopy, owner))
+            self.add(owner, "__reduce_ex__", functools.partial(self._reduce, owner))
         for name, others in forward_hooks_without(module, {handle.id for handle in wrapper_hooks}):
             self.add(module, name, others)
+
+    # copies get no shims, which would call the original
+
+    def _deepcopy(self, owner: nn.Module, memo: dict[int, Any]) -> Any:
+        with self.removed():
+            return copy.deepcopy(owner, memo)
+
+    def _reduce(self, owner: nn.Module, protocol: Any) -> Any:
+        with self.removed():
+            return owner.__reduce_ex__(protocol)  # its state is a copy of the dictionary
 
 
 class ModuleShims(Shims):
@@ -204,6 +236,9 @@ class ModuleShims(Shims):
         super().__init__()
         for child in children:
             self.add(child, COMPILED_CALL, compile_fn(_frame_around(uncompiled_call(child))))
+            for layer in child.modules():
+                if isinstance(layer, nn.RNNBase):
+                    self.add(layer, "forward", _outside_graphs(layer.forward))
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -229,6 +264,29 @@ def compiled_by_user(module: nn.Module) -> str | None:
         if is_compiled_module(submodule) or has_compiled_call(submodule) or is_compiled_by_lightning(submodule):
             return name
     return None
+
+
+_LOGGED = {"callback_metrics", "logged_metrics", "progress_bar_metrics"}
+
+
+def reads_logged(step: FunctionType, owner: type) -> bool:
+    """Return whether the code of a step, or of a method of its class that it calls, reads what was logged.
+
+    In a captured step that is only there when the step is over.
+    """
+    todo: list[CodeType] = [step.__code__]
+    seen: set[CodeType] = set()
+    while todo:
+        code = todo.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        if _LOGGED & {*code.co_names}:
+            return True
+        called = (inspect.getattr_static(owner, name, None) for name in code.co_names)
+        todo += [it.__code__ for it in called if isinstance(it, FunctionType) and not _is_of_lightning(it)]
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
 
 
 def _is_of_lightning(method: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Capture the steps of a LightningModule, for any strategy: :class:`Capture`.
+"""One captured step of a LightningModule: :class:`CapturedStep`.
 
 The strategy's ``training_step`` (and validation, test, predict) runs as Lightning wrote it. Meanwhile a
 :class:`CapturedStep` replaces the module's own step, and
@@ -18,36 +18,29 @@ Under ``placement="measured"`` the first steps that compile nothing run alternat
 Nothing stays on the module between calls.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
-from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
-from lightning_ort.config import ORTConfig
+from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.gate import StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
+from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
-from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
+from lightning_ort.strategies.capture.shims import MISSING, Shims, reads_logged, restore_attribute
 from lightning_ort.strategies.capture.trials import StepTrials
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-
-    from lightning_ort.compiler.backend import ORTBackend
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row that recompile mean
 # that something differs in each step, until dynamo gives up.
 _MAX_RECOMPILING_STEPS = 3
@@ -59,81 +52,6 @@ _CHOICE = {
     "modules": "its child modules are captured instead",
     "off": "it is left as it is",
 }
-_NO_CONTEXT = nullcontext()
-
-
-class Capture:
-    """Captures the steps of a strategy's LightningModule."""
-
-    def __init__(self, config: ORTConfig) -> None:
-        self.config = config
-        self.report = CompileReport()  # the backend's, once there is one
-        self.backend: ORTBackend | None = None  # until the first setup, and if capture is off
-        self._module: CapturedModule | None = None
-        self._steps: dict[str, CapturedStep] = {}
-        self._active = False
-
-    def setup(self, strategy: "Strategy") -> None:
-        """Start to capture the steps of the strategy's module, for one run of the Trainer."""
-        if self.config.capture == "off":
-            self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))]
-            return
-        if self.backend is None:
-            # not at the top: onnxruntime is loaded when there is something to run on it
-            from lightning_ort.compiler.backend import ORTBackend
-
-            for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
-            self.backend = ORTBackend(for_regions)
-            self.backend.report.optimizers = self.report.optimizers
-            self.report = self.backend.report
-        if not self.backend.available:
-            return
-        module = strategy.lightning_module
-        assert module is not None
-        if self._module is None or self._module.module is not module:
-            self.backend.misfit = None  # another module's
-            self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
-        mode = self._module.mode
-        self._module.start()
-        if self._module.mode != mode or not self._steps:
-            self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
-        for step in self._steps.values():
-            step.begin_run()
-        self._active = True
-
-    def teardown(self) -> None:
-        """End the run; without a :meth:`setup` before it, do nothing."""
-        if self._active:
-            for step in self._steps.values():
-                step.end_run()
-        self._active = False
-        if self._module is not None:
-            self._module.stop()
-
-    def step(self, name: str) -> AbstractContextManager[None]:
-        """Return the context in which the module's step of this name is the captured one."""
-        return self._steps[name] if self._active else _NO_CONTEXT
-
-    def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, as part of the training step that is being timed if one is."""
-        if self._module is None or not self._active:
-            return run(*args, **kwargs)
-        timer = self._steps["training_step"].timer
-        with self._module.backward(), timer.timed() if timer is not None else _NO_CONTEXT:
-            try:
-                return run(*args, **kwargs)
-            except RuntimeError as error:
-                if not is_double_backward_error(error):
-                    raise
-                raise RuntimeError(
-                    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or"
-                    " another torch.compile backend has none. Pass ORTConfig(capture='off') to the strategy, or put"
-                    " @torch.compiler.disable in front of the method that computes what is differentiated twice."
-                ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        # sessions and compiled code belong to a process; the next setup makes new ones
-        return {**vars(Capture(self.config)), "report": self.report}
 
 
 class CapturedStep(AbstractContextManager[None]):
@@ -151,6 +69,8 @@ class CapturedStep(AbstractContextManager[None]):
         self._before: Any = MISSING
         self._recompiling = 0  # steps in a row
         self._recompiled = 0  # steps since the mode was chosen
+        self._hooks = HookWatch(module.module)
+        self._with_new_hooks = 0  # steps
         self._breaks = GraphBreakNotes(name)
         self._gate: StartGate | None = None  # while the step waits
         self._account = StepAccount(module, name)
@@ -186,8 +106,9 @@ class CapturedStep(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._module.refresh()
         step = getattr(self._module.module, self._name)
-        # each access makes a new bound method, so its function tells whether the user replaced the step
-        if getattr(step, "__func__", step) is not self._function:
+        # each access makes a new bound method, so its parts tell whether the user replaced the step
+        same = getattr(step, "__func__", step) is self._function
+        if not same or getattr(step, "__self__", None) is not getattr(self._step, "__self__", None):
             self._prepare(step)
         attributes = vars(self._module.module)
         self._before = attributes.get(self._name, MISSING)
@@ -213,6 +134,9 @@ class CapturedStep(AbstractContextManager[None]):
                 mode = "off"
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 mode = "modules"
+            elif reads_logged(self._function, type(self._module.module)):
+                self._record_choice(ReasonType.STATIC_RULE, f"it reads logged values; {_CHOICE['modules']}")
+                mode = "modules"
         self._set_mode(mode)
         self._gate = self._module.new_gate(self._name) if self._mode != "off" else None
 
@@ -237,11 +161,24 @@ class CapturedStep(AbstractContextManager[None]):
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._change_mode("off", ReasonType.BUDGET, account.exceeded)
+        if self._hooks.found_new() and self._mode != "off":
+            self._compile_with_hooks()
         engine = self._trials.next_engine()
         if (timer := self._trials.timer) is None:
             return self._run_on(engine, *args, **kwargs)
         with timer.timed():
             return self._run_on(engine, *args, **kwargs)
+
+    def _compile_with_hooks(self) -> None:
+        """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
+        if not self._compiled and self._mode == "step":
+            return  # dynamo has yet to look
+        self._with_new_hooks += 1
+        if self._with_new_hooks > _MAX_RECOMPILING_STEPS:
+            self._change_mode("off", ReasonType.RECOMPILING, f"{self._with_new_hooks} steps came with new hooks")
+        else:
+            self._module.forget_children()
+            self._set_mode(self._mode)
 
     def _run_on(self, engine: Engine, *args: Any, **kwargs: Any) -> Any:
         if engine == "torch" or self._mode == "off":
@@ -251,7 +188,12 @@ class CapturedStep(AbstractContextManager[None]):
             return self._step(*args, **kwargs)
         module, monitor = self._module, self._module.monitor
         module.backend.label = self._name
-        module.backend.one_graph = self._one_graph and self._mode == "step" and module.module.automatic_optimization
+        module.backend.one_graph = (
+            self._one_graph
+            and self._mode == "step"
+            and module.module.automatic_optimization
+            and not torch.is_anomaly_enabled()  # its gradients come from one operation, and nobody could say from which
+        )
         call = self._step
         shims: Shims = module.shims
         if self._mode == "modules":
@@ -299,9 +241,9 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _decide(self, outcome: Outcome, engine: Engine) -> None:
         """Continue to capture this step as before, or in another way."""
+        cause = dynamo.backend_error(outcome.error)
         if engine in inductor.ENGINES and (outcome.error is not None or outcome.limit is not None):
-            cause = dynamo.backend_error(outcome.error) or outcome.error or outcome.limit
-            self._drop(engine, dynamo.explanation(str(cause)))
+            self._drop(engine, dynamo.explanation(str(cause or outcome.error or outcome.limit)))
             return
         if engine == inductor.GRAPHS and outcome.recompiles:
             self._drop(engine, "sizes vary")
@@ -313,7 +255,7 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.error is not None and is_about_numbers(outcome.error) and self._module.compile_without_numbers():
             self._set_mode(self._mode)
         elif outcome.error is not None:
-            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(str(outcome.error)), outcome.error)
+            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(str(cause or outcome.error)), outcome.error)
         elif outcome.limit is not None:
             self._fall_back(ReasonType.RECOMPILING, outcome.limit)
         elif self._mode != "step":

@@ -1,0 +1,98 @@
+"""Capture the steps of a LightningModule, for any strategy: :class:`Capture`."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning_ort.compat import dynamo
+from lightning_ort.compat.torch import is_double_backward_error
+from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.capture.steps import CapturedStep
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_ort.compiler.backend import ORTBackend
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NO_CONTEXT = nullcontext()
+
+
+class Capture:
+    """Captures the steps of a strategy's LightningModule."""
+
+    def __init__(self, config: ORTConfig) -> None:
+        self.config = config
+        self.report = CompileReport()  # the backend's, once there is one
+        self.backend: ORTBackend | None = None  # until the first setup, and if capture is off
+        self._module: CapturedModule | None = None
+        self._steps: dict[str, CapturedStep] = {}
+        self._active = False
+
+    def setup(self, strategy: "Strategy") -> None:
+        """Start to capture the steps of the strategy's module, for one run of the Trainer."""
+        if self.config.capture == "off":
+            self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))]
+            return
+        if (variable := dynamo.switched_off_by()) is not None:
+            self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF, f"{variable}=1 is set"))]
+            return
+        if self.backend is None:
+            # not at the top: onnxruntime is loaded when there is something to run on it
+            from lightning_ort.compiler.backend import ORTBackend
+
+            for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
+            self.backend = ORTBackend(for_regions)
+            self.backend.report.optimizers = self.report.optimizers
+            self.report = self.backend.report
+        if not self.backend.available:
+            return
+        module = strategy.lightning_module
+        assert module is not None
+        if self._module is None or self._module.module is not module:
+            self.backend.misfit = None  # another module's
+            self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
+        mode = self._module.mode
+        self._module.start()
+        if self._module.mode != mode or not self._steps:
+            self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
+        for step in self._steps.values():
+            step.begin_run()
+        self._active = True
+
+    def teardown(self) -> None:
+        """End the run; without a :meth:`setup` before it, do nothing."""
+        if self._active:
+            for step in self._steps.values():
+                step.end_run()
+        self._active = False
+        if self._module is not None:
+            self._module.stop()
+
+    def step(self, name: str) -> AbstractContextManager[None]:
+        """Return the context in which the module's step of this name is the captured one."""
+        return self._steps[name] if self._active else _NO_CONTEXT
+
+    def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, as part of the training step that is being timed if one is."""
+        if self._module is None or not self._active:
+            return run(*args, **kwargs)
+        timer = self._steps["training_step"].timer
+        with self._module.backward(), timer.timed() if timer is not None else _NO_CONTEXT:
+            try:
+                return run(*args, **kwargs)
+            except RuntimeError as error:
+                if not is_double_backward_error(error):
+                    raise
+                raise RuntimeError(
+                    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or"
+                    " another torch.compile backend has none. Pass ORTConfig(capture='off') to the strategy, or put"
+                    " @torch.compiler.disable in front of the method that computes what is differentiated twice."
+                ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        # sessions and compiled code belong to a process; the next setup makes new ones
+        return {**vars(Capture(self.config)), "report": self.report}
