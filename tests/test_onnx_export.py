@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.imports import RequirementCache
@@ -214,6 +215,28 @@ def large(module: Any, x: Tensor) -> Tensor:
 class Igamma(Computes):
     def forward(self, x: Tensor) -> Tensor:
         return torch.igamma(x.abs(), x.abs())
+
+
+MERGED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a range of indices": lambda m, x: F.embedding(torch.arange(len(x) - 1, -1, -1), m.linear.weight * 2) + x,
+    "zeros before an average": lambda m, x: F.avg_pool1d(F.pad(m.linear(x)[:, None], (1, 1)), 3, 1, 0, False, False),
+    "zeros before a maximum": lambda m, x: F.max_pool1d(F.pad(-x[:, None].abs(), (1, 1)), 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_what_onnxruntime_merges_into_something_else(name: str, tmp_path: Path) -> None:
+    module, path = Computes(MERGED[name]), tmp_path / "model.onnx"
+    export_onnx(module, path, x())
+    for rows in (1, 5):
+        (output,) = run(path, x=x(rows))
+        torch.testing.assert_close(output, evaluated(module, x(rows)), rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_verified_as_other_programs_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "_keep_apart", lambda model: None)
+    with pytest.raises(ExportFailed, match="differs from the module's"):
+        export_onnx(Computes(MERGED["zeros before an average"]), tmp_path / "model.onnx", x())
 
 
 class Squeeze(Computes):

@@ -154,9 +154,18 @@ def guards_of(number: torch.SymInt) -> Sequence[Any]:
     return number.node.shape_env.guards
 
 
+class _SizePrinter(PythonPrinter):
+    def _print_ToFloat(self, expr: sympy.Expr) -> str:
+        return f"float({self._print(expr.args[0])})"  # torch's needs torch, and does the same
+
+    def _print_Where(self, expr: sympy.Expr) -> str:
+        condition, first, second = map(self._print, expr.args)
+        return f"({first} if {condition} else {second})"
+
+
 def size_printer() -> PythonPrinter:
     """A sympy printer that writes the expressions of sizes as Python code, which may use ``math`` (torch 2.13)."""
-    return PythonPrinter()
+    return _SizePrinter()
 
 
 # AOTAutograd

@@ -264,27 +264,35 @@ class RegionBuilder:
     def _time(self, build: Callable[[Variant], Callable[..., Any]]) -> Timing:
         self.timed = True
         calls: dict[Variant, Callable[..., Any]] = {}
-        torch_forward = self._region.module.forward if self._config.placement == "measured" else None
+        measured = self._config.placement == "measured"
+        torch_forward = self._region.module.forward if measured else None
         try:
             for variant in self._variants:
                 try:
                     calls[variant] = build(variant)
                 except Exception as error:
                     self._leave_out(variant, error)
-            return timing.measure(
-                self._executor.name, calls, torch_forward, timing.samples(self._region), self._leave_out
-            )
-        except RegionRejected:
-            raise
+            args = timing.samples(self._region)
+            on_failure = functools.partial(self._leave_out, args=args)
+            return timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+        except RegionRejected as rejection:
+            if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
+                raise
+            return Timing({}, next(iter(calls)))
         except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
             raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
-    def _leave_out(self, candidate: Variant | str, error: Exception) -> None:
-        """Go on without a candidate that fails, if it is torch or a CUDA graph; otherwise raise."""
+    def _leave_out(self, candidate: Variant | str, error: Exception, args: Sequence[Any] | None = None) -> None:
+        """Go on without a candidate that fails, if it is torch or a CUDA graph; otherwise raise.
+
+        ``args`` are the made-up inputs that it fails on, if it could be built.
+        """
         if candidate == TORCH:
             rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
         elif isinstance(candidate, Variant) and candidate.cuda_graph:
             rejection = RegionRejected(ReasonType.NOT_RECORDED, error)
+        elif args is not None and timing.is_due_to_samples(error, self._region.module.forward, args):
+            raise RegionRejected(ReasonType.NOT_TIMED, error) from error
         else:
             raise error
         self._placer.record_choice(self._where, rejection.reason)

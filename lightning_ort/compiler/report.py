@@ -64,6 +64,7 @@ class ReasonType(enum.Enum):
     NOT_COMPILED = "not compiled"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
+    NOT_TIMED = "could not be timed"
     NOT_RECORDED = "not recorded as a CUDA graph"
     ADVICE = "unused"
 

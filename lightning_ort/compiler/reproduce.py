@@ -27,8 +27,10 @@ ELEMENT_TYPES: dict[str, tuple[torch.dtype, Any]] = {
 }
 
 
-# merges padding by zeros into an average pool that does not count its own padding (1.19), which gives other averages
-DISABLED_OPTIMIZERS = ["Pad_Fusion"]
+DISABLED_OPTIMIZERS = [
+    "Pad_Fusion",  # merges zeros into an average pool that does not count its own padding (1.19): other averages
+    "GatherToSliceFusion",  # makes a Slice of a Gather at a Range, where a negative bound counts from the end (1.19)
+]
 
 
 def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """Time callables against each other on inputs that resemble the real ones, in interleaved rounds; medians count."""
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ _MIN_ROUNDS = 3  # after a single round, one interruption of the process would d
 _MAX_ROUNDS = 15
 CLEAR_ROUNDS = 2  # if one is far ahead in each
 _CLEAR = 1.5  # if each time of a candidate is so much longer than each of the fastest, it is not timed any more
+_OUT_OF_BOUNDS = re.compile("out of data bounds|invalid index|out of bounds")  # onnxruntime's words (1.19)
 _Name = TypeVar("_Name")
 _Call = Callable[..., Any]
 
@@ -103,6 +105,17 @@ def warm_up(
         else:
             working[name] = call
     return working
+
+
+def is_due_to_samples(error: Exception, torch_forward: _Call, args: Sequence[Any]) -> bool:
+    """Whether a run failed because of its made-up inputs: numbers that become indices may lead out of bounds."""
+    if _OUT_OF_BOUNDS.search(str(error)):  # on a GPU, such an index in torch would end the process
+        return True
+    try:
+        torch_forward(*args)
+    except Exception:
+        return True
+    return False
 
 
 def race(

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES = {data_type: dtype for dtype, data_type in DTYPES.items()}
 BATCH = "batch"  # what the size that may change is called in the model
+# Pairs that onnxruntime (1.19) makes one node of that gives other results: a Slice at negative bounds, which count from
+# the end (its GatherToSliceFusion), and a pool with a padding of its own, which is not counted as zeros (Pad_Fusion).
+_MERGED_WRONGLY = {"Range": ("Gather",), "Pad": ("AveragePool", "MaxPool")}
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def export_onnx(
         structure, outputs = named_outputs(_run(module, bound), named_inputs(bound))
         program = _convert(module, bound, list(outputs), batch)
         source_lines = _take_source_lines(program.model)
+        _keep_apart(program.model)
         for key, value in _metadata(module, program.model, structure, quantize).items():
             program.model.metadata_props[METADATA_PREFIX + key] = json.dumps(value, default=str)
         file = Path(folder) / "float" / path.name
@@ -281,6 +285,24 @@ def _take_source_lines(model: "ir.Model") -> dict[str, str]:
         if node.name and line:
             lines[node.name] = line
     return lines
+
+
+def _keep_apart(model: "ir.Model") -> None:
+    """Put a Reshape that changes nothing between two nodes of ``_MERGED_WRONGLY``."""
+    import onnx_ir as ir
+
+    for node in list(model.graph.all_nodes()):
+        for index, value in enumerate(node.inputs):
+            maker = value.producer() if value is not None else None
+            if value is None or maker is None or node.op_type not in _MERGED_WRONGLY.get(maker.op_type, ()):
+                continue
+            assert value.shape is not None
+            assert node.graph is not None
+            same_sizes = ir.node("Constant", [], {"value": ir.tensor([0] * len(value.shape), ir.DataType.INT64)})
+            between = ir.node("Reshape", [value, same_sizes.outputs[0]])
+            between.outputs[0].type, between.outputs[0].shape = value.type, value.shape
+            node.graph.insert_before(node, [same_sizes, between])
+            node.replace_input_with(index, between.outputs[0])
 
 
 def _verified(

@@ -67,7 +67,10 @@ class OnnxSession:
                 raise ValueError(f"providers: this onnxruntime has no {provider}; it has {', '.join(available)}.")
         options = session_options(torch.get_num_threads())
         try:
-            self._session = new_session(str(self.path), options, self.providers, current_device(self.providers))
+            # as any other program would load it, so that what is verified here is right there
+            self._session = new_session(
+                str(self.path), options, self.providers, current_device(self.providers), disabled_optimizers=()
+            )
         except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
             raise ValueError(f"{path}: onnxruntime cannot load it. {error}") from error
         if (obstacle := provider_missing_reason(self._session, self.providers[0])) is not None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.functions import FloorToInt, ToFloat, Where
 
 from lightning_ort.compat import torch as compat
 
@@ -210,6 +211,13 @@ def test_size_printer() -> None:
     for made in (size * 3 - 2, size // 4, size % 4, (size + 1) * size, torch.sym_max(size, 9), size // 2 * 2):
         code = compat.size_printer().doprint(compat.expression_of(made).xreplace({symbol: sympy.Symbol("n")}))
         assert eval(code, {"math": math, "n": 7}) == compat.hint_of(made)
+
+
+def test_size_printer_of_floats_and_choices() -> None:
+    n = sympy.Symbol("n", integer=True)
+    for expression, value in ((FloorToInt(ToFloat(n) * 1.7), 11), (Where(n > 3, n, 2), 7), (Where(n > 8, n, 2), 2)):
+        code = compat.size_printer().doprint(expression)
+        assert eval(code, {"math": math, "n": 7}) == value
 
 
 def test_backward_at_once() -> None:

@@ -335,6 +335,25 @@ def test_measured_placement_reports_both_times(monkeypatch):
     assert all(r.ms["ort"] and r.ms["torch"] and r.threads for g in backend.report.graphs for r in g.regions)
 
 
+def _lookup(weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return weight[(share * 10).long()].sin() * 2
+
+
+@pytest.mark.parametrize("placement", ["always", "measured"])
+def test_made_up_numbers_that_become_bad_indices_decide_nothing(
+    placement: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = ORTBackend({"placement": placement, "fallback": "raise", "cache_dir": None, "min_region_nodes": 1})
+    weight, share = torch.randn(10, 4), torch.linspace(0, 0.9, 50)
+    got = torch.compile(_lookup, backend=backend)(weight, share)
+    torch.testing.assert_close(got, _lookup(weight, share))
+    assert not backend.report.fallbacks
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    reasons = {region.reason.type for graph in backend.report.graphs for region in graph.regions if region.reason}
+    assert reasons == (set() if placement == "always" else {ReasonType.NOT_TIMED})
+    assert backend.report.ort_runs == (1 if placement == "always" else 0)
+
+
 def test_deterministic_mode_times_nothing(monkeypatch):
     monkeypatch.setattr(timing, "measure", lambda *args: pytest.fail("timed under deterministic mode"))
     torch.use_deterministic_algorithms(True)

@@ -70,6 +70,22 @@ def test_outputs_stay_tensors_of_their_own():
     assert len({tensor.data_ptr() for tensor in (once, again, back, x)}) == 4
 
 
+def views_of_casts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    once, again, back, narrow = x.float(), x.float(), x.float().half(), (x * 2).float()
+    return once.view(-1), again.t(), back[0].view(2, 3), narrow.half().float() + 1
+
+
+def test_views_that_are_outputs_keep_memory_of_their_own():
+    x = torch.randn(4, 6).half()
+    after_drop_casts(views_of_casts, x)
+    compiled, report = compile_function(views_of_casts, [x], 4)
+    outputs = compiled(x)
+    assert report.ort_runs == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (x, *outputs)}) == 5
+    for got, expected in zip(outputs, views_of_casts(x), strict=True):
+        assert torch.equal(got, expected)
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

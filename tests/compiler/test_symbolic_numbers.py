@@ -84,6 +84,18 @@ def test_variance_of_too_few(rows: int) -> None:
     assert backend.report.ort_runs >= 4
 
 
+@pytest.mark.parametrize("scale", [1.7, 0.5])
+def test_a_size_times_a_float(scale: float) -> None:
+    def resize(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x.relu(), scale_factor=scale) + 1
+
+    compiled, backend = _compiled(resize, dynamic=True)
+    for width in (4, 6, 9):
+        x = torch.randn(2, 3, 5, width)
+        torch.testing.assert_close(compiled(x), resize(x))
+    assert backend.report.ort_runs == 3
+
+
 EMPTIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda x: x[2:].softmax(0).sum(1),
     "softmax_last": lambda x: x[2:].softmax(1).sum(1),

@@ -115,6 +115,8 @@ for _fn in (torch.abs, torch.exp, torch.neg, torch.sigmoid, torch.tanh, torch.re
     op(_fn.__name__, _fn, X)
 for _fn in (torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log2, torch.log10, torch.log1p):
     op(_fn.__name__, _fn, POSITIVE)
+for _fn, _powers in ((torch.log2, [2.0**n for n in range(-40, 41)]), (torch.log10, [10.0**n for n in range(11)])):
+    op(f"{_fn.__name__}_of_powers", lambda x, fn=_fn: (fn(x), fn(x).floor()), values(_powers).fixed())
 for _fn in (torch.ceil, torch.floor, torch.round, torch.sign, torch.trunc):
     op(_fn.__name__, _fn, X)
 op("round_half", torch.round, values([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]).fixed())
@@ -322,6 +324,7 @@ data("sum_of_bools", lambda x: (x.sum(), x.sum(-1)), bools(4, 6))
 data("sum_of_int32", lambda x: x.sum(0), ints(4, 6, high=9, dtype=torch.int32))
 data("mean_of_bools", lambda x: x.float().mean(-1), bools(4, 6))
 data("any_all", lambda x: (x.any(), x.all(), x.any(-1), x.all(0, keepdim=True)), bools(4, 6))
+data("any_all_of_no_dims", lambda x: (x.any(()), x.all((), keepdim=True), x[0, 0].any(())), bools(4, 6))
 data("any_of_ints", lambda x: (x.any(-1), x.all(-1)), ints(4, 3, high=2))
 data("int_extrema", lambda x: (x.amax(-1), x.amin(), x.max()), ints(4, 6, high=99))
 data("int_cumsum", lambda x: x.cumsum(-1), bools(4, 6))

@@ -76,6 +76,25 @@ def _check(
     assert report.ort_runs == 1
 
 
+# onnxruntime makes a slice of a range of indices, in which a negative bound counts from the end
+RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "backwards": lambda x: x[:, torch.arange(x.shape[1] - 1, -1, -1)].sum(1),
+    "backwards_in_full": lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)] * 2,
+    "from_before_the_start": lambda x: x[torch.arange(1 - x.shape[0], 1)].sum(0),
+    "forwards": lambda x: x[torch.arange(1, x.shape[0], 2)].sum(0),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_of_indices(name: str) -> None:
+    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, fallback="raise"))
+    compiled = torch.compile(RANGES[name], backend=backend, dynamic=True)
+    for shape in ((4, 3), (5, 7)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), RANGES[name](x))
+    assert backend.report.ort_runs == 2
+
+
 @pytest.mark.parametrize("name", FROM_THE_END)
 def test_from_the_end(name: str) -> None:
     function, index = FROM_THE_END[name], torch.tensor([-2])

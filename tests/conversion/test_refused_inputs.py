@@ -42,6 +42,20 @@ def test_bernoulli_draws_and_refuses_as_eager() -> None:
         compiled(p + 1)
 
 
+def test_logsumexp_refuses_no_dimensions() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.exp() * 2, x.logsumexp(())
+
+    x = torch.randn(3, 4)
+    compiled, report = compile_function(fn, [x], 2, cache_dir=None)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        fn(x)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        compiled(x)
+    assert report.fallbacks == []
+    assert report.graphs[0].num_ort_nodes == 2  # the others, which torch's error came before
+
+
 @pytest.mark.parametrize("make", [torch.linspace, torch.logspace])
 def test_a_range_of_tensors_refuses_what_its_dtype_cannot_hold(make: Callable[..., torch.Tensor]) -> None:
     def fn(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor]:

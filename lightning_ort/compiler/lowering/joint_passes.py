@@ -70,11 +70,16 @@ def drop_casts(gm: fx.GraphModule) -> None:
             # separate for the halves of a joint graph: what the backward half casts itself need not be saved
             key = (source, node.kwargs["dtype"], half_of(node))
             replacement = made.setdefault(key, node)
-        if replacement is not node:  # an output stays a separate tensor
-            node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user.op != "output")
+        if replacement is not node:  # what is returned keeps memory of its own
+            node.replace_all_uses_with(replacement, delete_user_cb=lambda user: not _is_returned(user))
     for node in reversed(casts):
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _is_returned(user: fx.Node) -> bool:
+    """Whether a node is the output, or reads a tensor for a view that reaches it."""
+    return user.op == "output" or (is_view(user) and any(map(_is_returned, user.users)))
 
 
 def _before_widening(node: fx.Node) -> fx.Node | None:

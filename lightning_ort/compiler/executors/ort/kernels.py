@@ -122,6 +122,8 @@ def new_session(
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
+    *,
+    disabled_optimizers: Sequence[str] = DISABLED_OPTIMIZERS,
     **cuda_options: str,
 ) -> "onnxruntime.InferenceSession":
     """Return a session, on the GPU of ``device`` if it has the CUDA provider; torch's current device stays as it is."""
@@ -132,12 +134,12 @@ def new_session(
     if plug_ins:
         for provider in plug_ins:
             options.add_provider_for_devices(ep_devices()[provider], {})
-        return onnxruntime.InferenceSession(model, options, disabled_optimizers=DISABLED_OPTIMIZERS)
+        return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
     on_cuda = {"device_id": str(device.index or 0), **cuda_options}
     configured = [(provider, on_cuda) if provider == CUDA else provider for provider in providers]
     with on_device(device if CUDA in providers else torch.device("cpu")):
         return onnxruntime.InferenceSession(
-            model, options, providers=configured, disabled_optimizers=DISABLED_OPTIMIZERS
+            model, options, providers=configured, disabled_optimizers=disabled_optimizers
         )
 
 

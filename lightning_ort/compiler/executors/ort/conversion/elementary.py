@@ -36,6 +36,16 @@ def log(x: Value) -> Value:
     return (x * scale).op("Log") + shift
 
 
+def log_to_base(base: int, x: Value) -> Value:
+    """The logarithm to a whole base, whole for its powers."""
+    if x.dtype is torch.float32 and x.ctx.on_cpu:
+        # the error of float64 goes when the result is rounded to float32
+        return (x.cast(torch.float64).op("Log") * (1 / math.log(base))).cast(x.dtype)
+    result = log(x) * (1 / math.log(base))
+    whole = result.op("Round")
+    return where(base**whole == x, whole, result)
+
+
 def exp(x: Value) -> Value:
     """The exponential function."""
     if x.dtype is torch.float64 and x.ctx.on_cpu:

@@ -1,5 +1,6 @@
 """Elementwise ops: arithmetic, elementary functions, casts."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -231,8 +232,8 @@ for _name in ("exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "erf"):
 _unary("trunc", _rounding(elementary.truncate))
 _unary("sign", _sign)
 _unary("exp2", lambda x: 2**x)
-_unary("log2", lambda x: elementary.log(x) * (1 / math.log(2)))
-_unary("log10", lambda x: elementary.log(x) * (1 / math.log(10)))
+for _base in (2, 10):
+    _unary(f"log{_base}", functools.partial(elementary.log_to_base, _base))
 
 
 @converts(aten.atan2.default)

@@ -131,6 +131,8 @@ def cumsum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, *, dtype: Any
 @converts(aten.any.dims, aten.any.dim, aten.any.default, aten.all.dims, aten.all.dim, aten.all.default)
 def any_(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> Value:
     """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    if dim is not None and not as_list(dim):  # unlike other reductions, these take no dimensions for none
+        return ctx.value(x, torch.bool)
     return _reduce_flags(_operator(node), x, ctx.value(x, torch.bool), dim, keepdim)
 
 
@@ -275,6 +277,8 @@ def var(
 @converts(aten.logsumexp.default)
 def logsumexp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims, keepdim: bool = False) -> Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
+    if rank_of(x) and not as_list(dim):
+        raise Unsupported("logsumexp over no dimensions, which torch refuses")
     # not ReduceLogSumExp: over all dimensions it makes NaN of infinities (onnxruntime 1.19), and takes ten times longer
     value = ctx.value(x, dtype_of(node))
     largest = reduce("ReduceMax", x, value, dim, keepdim=True)
