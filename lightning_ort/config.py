@@ -106,6 +106,8 @@ class ORTConfig:
 
     def __post_init__(self) -> None:
         owner = "ORTConfig"
+        if self.capture is False:  # what YAML makes of `off`
+            object.__setattr__(self, "capture", "off")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":

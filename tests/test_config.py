@@ -25,6 +25,10 @@ def test_parse_keeps_lists_from_yaml_as_tuples():
     assert config.providers == ("CPUExecutionProvider",)
 
 
+def test_off_in_yaml_is_false():
+    assert ORTConfig.parse({"capture": False}) == ORTConfig(capture="off")
+
+
 def test_unknown_key_names_the_closest_field():
     with pytest.raises(ValueError, match=re.escape("no field 'placment': did you mean 'placement'?")):
         ORTConfig.parse({"placment": "always"})

@@ -50,6 +50,6 @@ def _read(file: Path) -> CompileReport:
 def _ranks(file: Path, first: CompileReport) -> list[CompileReport]:
     """Return the reports of all ranks, where the others have written theirs beside that of rank 0."""
     count = first.run.facts.get("ranks", "1")
-    others = [rank_file(file, rank) for rank in range(1, int(count) if count.isdecimal() else 1)]
+    others = [rank_file(file, rank) for rank in range(1, int(count) if count.isdecimal() and len(count) < 7 else 1)]
     found = [_read(path) for path in others if path.is_file()]
     return [first, *found] if found and len(found) == len(others) else []

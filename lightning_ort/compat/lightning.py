@@ -57,6 +57,11 @@ def end_after_this_batch(trainer: "pl.Trainer") -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether Lightning made an optimizer because ``configure_optimizers`` returned ``None`` (2.6)."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
 def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
     """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
     trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too

@@ -271,6 +271,23 @@ def cpu_has_fast_bfloat16() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
+def float32_matmul_precision() -> str:
+    """Return ``torch.get_float32_matmul_precision()``, or the backends' own settings, with which it raises (2.13)."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return f"{torch.backends.cuda.matmul.fp32_precision}/{torch.backends.mkldnn.matmul.fp32_precision}"
+
+
+def set_float32_matmul_precision(precision: str) -> None:
+    """Set what :func:`float32_matmul_precision` returned (torch 2.13)."""
+    cuda, _, mkldnn = precision.partition("/")
+    torch.set_float32_matmul_precision("highest" if mkldnn else precision)
+    if mkldnn:
+        torch.backends.cuda.matmul.fp32_precision = cuda
+        torch.backends.mkldnn.matmul.fp32_precision = mkldnn  # type: ignore[attr-defined]
+
+
 # nn.Module, for captured steps
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -32,6 +32,7 @@ import platformdirs
 import torch
 from torch import fx
 
+from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, graphics, processor, software
 from lightning_ort.compiler.plain_types import from_plain, to_plain
@@ -131,7 +132,7 @@ class Cache:
     def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
-        machine = (processor(), str(torch.get_num_threads()), torch.get_float32_matmul_precision(), *graphics())
+        machine = (processor(), str(torch.get_num_threads()), float32_matmul_precision(), *graphics())
         options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 

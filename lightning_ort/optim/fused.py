@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ort.compat.torch import pop_amp_scaling_mark, shard_of
-from lightning_ort.optim.param_groups import name_of, parameters_of, sparse_embedding
+from lightning_ort.optim.param_groups import name_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import load_other_forms
 
@@ -32,19 +32,26 @@ def auto_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> st
 
 def fused_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
     """Return why one of :data:`FUSED_CLASSES` cannot run fused, or ``None``."""
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "there is no fused implementation for differentiable=True"
-    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
-        return "with dampening, a first gradient that comes late counts in full"
-    for parameter in parameters_of(optimizer):
-        if not parameter.is_floating_point():
-            return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
-        if not _has_fused_kernel(type(optimizer), parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
-            return f"torch has no fused {type(optimizer).__name__} for {parameter.dtype} on {parameter.device.type}"
-        if not nn.parameter.is_lazy(parameter) and _has_gaps(parameter):
-            return f"{name_of(module, parameter)} has gaps in its memory, which fused kernels write to"
+    for group in optimizer.param_groups:
+        if reason := _group_unsupported_reason(module, type(optimizer), group):
+            return reason
     if sparse := sparse_embedding(module, optimizer):
         return f"{sparse} has sparse gradients (sparse=True), which fused optimizers do not support"
+    return None
+
+
+def _group_unsupported_reason(module: nn.Module, cls: type[optim.Optimizer], group: dict[str, Any]) -> str | None:
+    if group.get("differentiable"):
+        return "there is no fused implementation for differentiable=True"
+    if group.get("momentum") and group.get("dampening"):
+        return "with dampening, a first gradient that comes late counts in full"
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
+        if not _has_fused_kernel(cls, parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
+            return f"torch has no working fused {cls.__name__} for {parameter.dtype} on {parameter.device.type}"
+        if not nn.parameter.is_lazy(parameter) and _has_gaps(parameter):
+            return f"{name_of(module, parameter)} has gaps in its memory, which fused kernels write to"
     return None
 
 
@@ -67,16 +74,25 @@ def prepare_state(state: dict[str, Any], parameter: torch.Tensor, fused: bool) -
 
 @functools.cache
 def _has_fused_kernel(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtype) -> bool:
-    # tried, because torch has no list of the kernels of every class
+    # tried, because torch has no list of the kernels of every class, and compared with the plain loop, because fused
+    # SGD on CPUs updates float16 and bfloat16 elements only where they fill no vector (torch 2.13)
     if device_type == "meta":
         return False
     try:
-        parameter = torch.zeros(1, device=device_type, dtype=dtype, requires_grad=True)
-        parameter.grad = torch.ones_like(parameter)
-        cls([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+        fused, plain = (_after_steps(cls, device_type, dtype, fused) for fused in (True, False))
+        return torch.allclose(fused, plain, rtol=8 * torch.finfo(dtype).eps)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return False
-    return True
+
+
+def _after_steps(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtype, fused: bool) -> torch.Tensor:
+    parameter = torch.linspace(1, 2, 100, device=device_type).to(dtype).requires_grad_()
+    momentum = {"momentum": 0.9} if issubclass(cls, optim.SGD) else {}
+    optimizer = cls([parameter], lr=0.1, fused=fused, foreach=False, **momentum)  # type: ignore[call-arg]
+    parameter.grad = parameter.detach().clone()
+    for _ in range(3):
+        optimizer.step()
+    return parameter.detach()
 
 
 def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
@@ -85,10 +101,13 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
     The checkpoints that it saves have the flags that the user configured.
     """
     configured = {name: optimizer.defaults.get(name) for name in TORCH_FLAGS}
+    check = _StepCheck(optimizer, configured) if flag == "fused" else None
 
     def set_flags(optimizer: optim.Optimizer) -> None:
         for group in (optimizer.defaults, *optimizer.param_groups):
             group.update({name: name == flag or None for name in TORCH_FLAGS})
+        if check is not None:
+            check.known_groups = check.first_groups  # those that were added may be without the flag
         for parameter, state in optimizer.state.items():
             if state:  # a shard has none for what other ranks update
                 prepare_state(state, parameter, flag == "fused")
@@ -102,45 +121,80 @@ def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
     load_other_forms(optimizer)
     after_loading = optimizer.register_load_state_dict_post_hook(set_flags)
     optimizer.register_state_dict_post_hook(save_as_configured)
+    if check is not None:
+        check.undo = after_loading.remove
+        _call_with_gradients(optimizer, check)
 
-    def unset_flags() -> None:
-        after_loading.remove()
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group.update(configured)
+
+class _StepCheck:
+    """Before each step, allows for what torch's fused implementations cannot deal with.
+
+    That is: sparse gradients, which a function such as ``F.embedding(..., sparse=True)`` makes in any step; gradients
+    and states that are laid out otherwise than their parameter, since fused kernels go through the memory of all from
+    its start; gradients that come late; and groups that are added.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, configured: dict[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.configured = configured
+        self.first_groups = self.known_groups = len(optimizer.param_groups)
+        self.undo: Callable[[], None] = lambda: None
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # of the parameters that are not contiguous
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        sharded = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        owner = shard_of(self.optimizer) if sharded else self.optimizer  # type: ignore[arg-type]
+        if len(self.optimizer.param_groups) != self.known_groups:
+            self._check_added_groups(type(owner))
+        pairs = zip(self.optimizer.param_groups, owner.param_groups, strict=True)
+        parameters = [p for group, own in pairs if group.get("fused") for p in own["params"]]
+        strided = []  # few or none, so that an ordinary model pays for this line alone
+        for p in parameters:
+            gradient = p.grad
+            if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
+                strided.append(p)
+        if any(p.grad.is_sparse for p in strided):  # type: ignore[union-attr]
+            self._give_up()
+            return
+        if strided or self._strides:
+            self._lay_out(owner, strided)
+        _fill_momentum(owner, parameters)
+
+    def _check_added_groups(self, cls: type[optim.Optimizer]) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups[self.known_groups :]:
+            if group.get("fused") and (reason := _group_unsupported_reason(nn.Module(), cls, group)):
+                group.update(self.configured)
+                log.warning("A parameter group that was added to %s is not fused: %s.", runs(self.optimizer), reason)
+        self.known_groups = len(groups)
+
+    def _give_up(self) -> None:
+        self.undo()
+        for group in (self.optimizer.defaults, *self.optimizer.param_groups):
+            group.update(self.configured)
         log.warning(
-            "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(optimizer)
+            "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(self.optimizer)
         )
 
-    # Adam takes no sparse gradients at all, and has no momentum by this name; a sharded SGD is known by it alone
-    if flag == "fused" and (isinstance(optimizer, optim.Adagrad) or "momentum" in optimizer.param_groups[0]):
-        _check_gradients(optimizer, unset_flags)
+    def _lay_out(self, owner: optim.Optimizer, strided: list[torch.Tensor]) -> None:
+        strides = {p: p.stride() for p in strided if not p.is_contiguous()}
+        if strides != self._strides:
+            for p in {**self._strides, **strides}:
+                prepare_state(owner.state.get(p, {}), p, True)
+            self._strides = strides
+        for p in strided:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)
 
 
-def _check_gradients(optimizer: optim.Optimizer, unset_flags: Callable[[], None]) -> None:
-    """Before each step, allow for gradients with which torch's fused implementations cannot deal.
-
-    That is: sparse ones, as ``F.embedding(..., sparse=True)`` makes them in the first step, and late ones.
-    """
-    first = True
-
-    def check() -> None:
-        nonlocal first
-        if first and any(p.grad is not None and p.grad.is_sparse for p in parameters_of(optimizer)):
-            unset_flags()
-        first = False
-        _fill_momentum(optimizer)
-
-    _call_with_gradients(optimizer, check)
-
-
-def _fill_momentum(optimizer: optim.Optimizer) -> None:
+def _fill_momentum(owner: optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Add the buffers of parameters whose first gradient comes later than others': torch adds all or none (2.13)."""
-    if not any(group.get("fused") and group.get("momentum") for group in optimizer.param_groups):
+    if not owner.state or not any(group.get("momentum") for group in owner.param_groups):
         return
-    owner = shard_of(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    if not owner.state or len(owner.state) == sum(len(group["params"]) for group in owner.param_groups):
+    if len(owner.state) == sum(len(group["params"]) for group in owner.param_groups):
         return
-    for parameter in parameters_of(owner):
+    for parameter in parameters:
         if parameter.grad is not None and owner.state[parameter].get("momentum_buffer") is None:
             owner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 

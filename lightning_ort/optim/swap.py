@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from lightning_ort._arguments import check_integer, check_mapping
+from lightning_ort.compat.lightning import is_mock_optimizer
 from lightning_ort.compiler.report import OptimizerReport
 from lightning_ort.optim import registry
 from lightning_ort.optim.fused import auto_unsupported_reason, fused_unsupported_reason, set_flag
@@ -79,6 +80,8 @@ class OptimizerSwap:
         ]
 
     def _plan(self, module: nn.Module, optimizer: optim.Optimizer, device: torch.device) -> _Plan:
+        if not parameters_of(optimizer) or is_mock_optimizer(optimizer):
+            return None, "no parameters"
         if self.name == "keep":
             return functools.partial(load_other_forms, optimizer), "optim='keep'"
         if self.name == "auto":
@@ -134,7 +137,11 @@ class OptimizerSwap:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 raise ValueError(f"optim={self.name!r} needs a number as lr, not a tensor.")
-            if type(optimizer) is optim.Adam and group["weight_decay"]:
+            if (
+                type(optimizer) is optim.Adam
+                and group["weight_decay"]
+                and not group.get("decoupled_weight_decay")  # with it, Adam is AdamW
+            ):
                 raise ValueError(
                     f"optim={self.name!r} decouples weight decay; torch.optim.Adam adds its weight_decay="
                     f"{group['weight_decay']} to the gradient, a different algorithm. Configure torch.optim.AdamW."

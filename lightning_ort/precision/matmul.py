@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice
+from lightning_ort.compat.torch import float32_matmul_precision, set_float32_matmul_precision
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Precision
@@ -46,7 +47,7 @@ class MatmulPrecisionMixin(_Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._before is None:
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            self._before = torch.get_float32_matmul_precision()
+            self._before = float32_matmul_precision()
             torch.set_float32_matmul_precision("highest")
             exact = _product(device)
             torch.set_float32_matmul_precision(self.level)
@@ -62,7 +63,7 @@ class MatmulPrecisionMixin(_Precision):
     @override
     def teardown(self) -> None:
         if self._before is not None:
-            torch.set_float32_matmul_precision(self._before)
+            set_float32_matmul_precision(self._before)
             self._before = None
         super().teardown()
 

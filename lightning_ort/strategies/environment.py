@@ -79,8 +79,6 @@ def _parse(text: str) -> dict[str, Any]:
         raise ValueError(f"{where}: this is no YAML: {' '.join(str(error).split())}. {_HOW}.") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: {fields!r} has no fields. {_HOW} whose name ends with .json, .yaml or .yml.")
-    if fields.get("capture") is False:  # what YAML makes of `off`
-        fields["capture"] = "off"
     try:
         ORTConfig.parse(fields)
     except (TypeError, ValueError) as error:

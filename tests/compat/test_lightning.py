@@ -129,3 +129,13 @@ def test_the_deprecation_of_leaf_spec_is_hidden() -> None:
         lightning.hide_leaf_spec_deprecation()
         _pytree._tree_flatten([torch.ones(1), {"a": 1}])
     assert caught == []
+
+
+def test_is_mock_optimizer() -> None:
+    import torch
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    from lightning_ort.compat.lightning import is_mock_optimizer
+
+    assert is_mock_optimizer(_MockOptimizer())
+    assert not is_mock_optimizer(torch.optim.SGD([torch.zeros(1)]))

@@ -510,3 +510,16 @@ def test_checkpoint_of_another_family(name: str) -> None:
         optimizer.load_state_dict(saved)
     assert repr(optimizer.state_dict()) == repr(before)
     assert repr(saved) == repr(saved_by.state_dict())
+
+
+def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
+    module = Net()
+    optimizer = optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    assert "AnyPrecision" in swap("adamw_anyprecision", module, optimizer).runs_as
+
+
+def test_an_optimizer_that_lightning_made_is_left_alone() -> None:
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    report = swap("adamw_anyprecision", Net(), _MockOptimizer())
+    assert report.runs_as == report.configured
