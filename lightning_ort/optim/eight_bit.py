@@ -7,7 +7,7 @@ import torch
 from bitsandbytes import optim as bnb
 
 from lightning_ort.compat.bitsandbytes import load_torch_state
-from lightning_ort.compat.torch import run_load_state_dict_post_hooks, run_load_state_dict_pre_hooks
+from lightning_ort.compat.torch_optimizers import run_load_state_dict_post_hooks, run_load_state_dict_pre_hooks
 from lightning_ort.optim.states import form, to_torch_form
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_type
 from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
-from lightning_ort.compat.torch import inner_tensors
+from lightning_ort.compat.torch_optimizers import inner_tensors
 from lightning_ort.optim.param_groups import EMBEDDINGS
 from lightning_ort.optim.swap import OptimizerSwap
 

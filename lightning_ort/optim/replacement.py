@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import optim
 
-from lightning_ort.compat.torch import attributes_without_class, count_steps_for_schedulers, load_state_dict_pre_hooks
+from lightning_ort.compat.torch_optimizers import (
+    attributes_without_class,
+    count_steps_for_schedulers,
+    load_state_dict_pre_hooks,
+)
 from lightning_ort.optim import registry, states
 from lightning_ort.optim.registry import Implementation
 from lightning_ort.optim.states import Algorithm

@@ -12,7 +12,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lightning_ort.compat.deepspeed import CHECKPOINT_CLASSES
-from lightning_ort.compat.torch import refused_global, unpickling_reason
+from lightning_ort.compat.torch_optimizers import refused_global, unpickling_reason
 
 
 class NotTrusted(ValueError):

@@ -9,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ort.compat.torch import run_load_state_dict_pre_hooks, shard_of
+from lightning_ort.compat.torch_optimizers import run_load_state_dict_pre_hooks, shard_of
 from lightning_ort.optim.fused import prepare_state
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import replace_in_place

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type
-from lightning_ort.compat.torch import unscaled_by_scaler
+from lightning_ort.compat.torch_optimizers import unscaled_by_scaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

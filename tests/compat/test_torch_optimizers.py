@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ort.compat import torch as compat
+from lightning_ort.compat import torch_optimizers as compat
 
 
 def make(cls: type[optim.Optimizer] = optim.AdamW, **kwargs: Any) -> optim.Optimizer:

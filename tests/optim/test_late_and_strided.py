@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ort.compat.torch import shard_of
+from lightning_ort.compat.torch_optimizers import shard_of
 from lightning_ort.optim.fused import auto_unsupported_reason, fused_unsupported_reason, set_flag
 from lightning_ort.optim.sharded import ShardedOptimizer
 from lightning_ort.optim.swap import OptimizerSwap

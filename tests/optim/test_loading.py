@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ort.compat.torch import load_state_dict_pre_hooks
+from lightning_ort.compat.torch_optimizers import load_state_dict_pre_hooks
 from lightning_ort.optim import registry
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
 from lightning_ort.optim.registry import Implementation

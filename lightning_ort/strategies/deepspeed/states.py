@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from lightning_ort.compat import deepspeed
-from lightning_ort.compat.torch import run_load_state_dict_pre_hooks
+from lightning_ort.compat.torch_optimizers import run_load_state_dict_pre_hooks
 from lightning_ort.optim.registry import runs
 from lightning_ort.optim.shard_files import load
 

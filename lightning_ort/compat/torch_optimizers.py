@@ -1,0 +1,94 @@
+"""Private names of torch's optimizers, and of the files that ``torch.save`` writes."""
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that an optimizer calls on a state dict before loading it (torch 2.13)."""
+    return list(optimizer._optimizer_load_state_dict_pre_hooks.values())
+
+
+def run_load_state_dict_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict as those hooks change it, without loading it (torch 2.13)."""
+    for hook in load_state_dict_pre_hooks(optimizer):
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
+    """Call the hooks that an optimizer calls after loading a state dict (torch 2.13)."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+@contextmanager
+def unscaled_by_scaler(optimizer: Optimizer) -> Iterator[None]:
+    """Let the GradScaler unscale the gradients of a fused optimizer, which does so in its step itself (torch 2.13)."""
+    mark = pop_amp_scaling_mark(optimizer)
+    try:
+        yield
+    finally:
+        if mark is not None:
+            optimizer._step_supports_amp_scaling = mark  # type: ignore[attr-defined]
+
+
+def pop_amp_scaling_mark(optimizer: Optimizer) -> bool | None:
+    """Remove and return the mark by which the GradScaler leaves unscaling to the optimizer (torch 2.13)."""
+    return vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+
+def attributes_without_class(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that do not depend on its class, such as its hooks (torch 2.13)."""
+    of_class = {"state", "defaults", "param_groups", "step", "_zero_grad_profile_name", "_step_supports_amp_scaling"}
+    return {key: value for key, value in vars(optimizer).items() if key not in of_class}
+
+
+def count_steps_for_schedulers(optimizer: Optimizer) -> None:
+    """Wrap ``step`` as ``LRScheduler`` does, which warns if it finds no wrapper or no call of it (torch 2.13)."""
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        current = reference()
+        assert current is not None
+        current._opt_called = True  # type: ignore[attr-defined]
+        return step(current, *args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = wrapper  # type: ignore[method-assign]
+
+
+def shard_of(optimizer: "ZeroRedundancyOptimizer") -> Optimizer:
+    """Return the optimizer that updates this rank's share of the parameters (torch 2.13)."""
+    return optimizer.optim
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a tensor subclass consists of, such as torchao's states, or the tensor (torch 2.13)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+# Files written by torch.save
+
+
+def unpickling_reason(error: Exception) -> str:
+    """Return why ``torch.load(weights_only=True)`` failed, without its advice to trust the file (torch 2.13)."""
+    return str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+
+
+def refused_global(error: Exception) -> list[str]:
+    """Return the function or class that ``torch.load(weights_only=True)`` refused to call, if any (torch 2.13)."""
+    return re.findall(r"GLOBAL (\S+)", str(error))[:1]
