@@ -266,7 +266,7 @@ def float32_matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return f"{torch.backends.cuda.matmul.fp32_precision}/{torch.backends.mkldnn.matmul.fp32_precision}"
+        return f"{torch.backends.cuda.matmul.fp32_precision}/{torch.backends.mkldnn.matmul.fp32_precision}"  # type: ignore[attr-defined]
 
 
 def set_float32_matmul_precision(precision: str) -> None:

@@ -87,7 +87,7 @@ def _has_fused_kernel(cls: type[optim.Optimizer], device_type: str, dtype: torch
 
 def _after_steps(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtype, fused: bool) -> torch.Tensor:
     parameter = torch.linspace(1, 2, 100, device=device_type).to(dtype).requires_grad_()
-    momentum = {"momentum": 0.9} if issubclass(cls, optim.SGD) else {}
+    momentum: dict[str, Any] = {"momentum": 0.9} if issubclass(cls, optim.SGD) else {}
     optimizer = cls([parameter], lr=0.1, fused=fused, foreach=False, **momentum)  # type: ignore[call-arg]
     parameter.grad = parameter.detach().clone()
     for _ in range(3):
@@ -144,7 +144,7 @@ class _StepCheck:
     @torch.no_grad()
     def __call__(self) -> None:
         sharded = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        owner = shard_of(self.optimizer) if sharded else self.optimizer  # type: ignore[arg-type]
+        owner = shard_of(self.optimizer) if sharded else self.optimizer
         if len(self.optimizer.param_groups) != self.known_groups:
             self._check_added_groups(type(owner))
         pairs = zip(self.optimizer.param_groups, owner.param_groups, strict=True)
@@ -154,7 +154,7 @@ class _StepCheck:
             gradient = p.grad
             if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
                 strided.append(p)
-        if any(p.grad.is_sparse for p in strided):  # type: ignore[union-attr]
+        if any(p.grad.is_sparse for p in strided):
             self._give_up()
             return
         if strided or self._strides:
