@@ -94,7 +94,7 @@ class ORTConfig:
     dynamic: bool | None = None
     recompute: Recompute = 0
     step_graph: StepGraph = "auto"
-    capture: Capture = "auto"
+    capture: Capture | Literal[False] = "auto"  # False is what YAML makes of `off`
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
     check_against_eager: bool = False
@@ -106,7 +106,7 @@ class ORTConfig:
 
     def __post_init__(self) -> None:
         owner = "ORTConfig"
-        if self.capture is False:  # what YAML makes of `off`
+        if self.capture is False:
             object.__setattr__(self, "capture", "off")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices, owner)

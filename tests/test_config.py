@@ -26,7 +26,13 @@ def test_parse_keeps_lists_from_yaml_as_tuples():
 
 
 def test_off_in_yaml_is_false():
+    from jsonargparse import ArgumentParser
+
     assert ORTConfig.parse({"capture": False}) == ORTConfig(capture="off")
+    parser = ArgumentParser()
+    parser.add_class_arguments(ORTConfig, "config")
+    settings = parser.parse_object({"config": {"capture": False}})
+    assert parser.instantiate_classes(settings).config.capture == "off"
 
 
 def test_unknown_key_names_the_closest_field():

@@ -321,3 +321,10 @@ def test_report_writes_its_page(everything: CompileReport, tmp_path: Path) -> No
     frame = everything._repr_html_()
     assert frame.startswith("<iframe srcdoc=")
     assert "<script" not in frame
+
+
+def test_an_absurd_count_of_ranks(report: CompileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**report.to_dict(), "facts": {"ranks": "9" * 5000}}))
+    command(monkeypatch, path)
+    assert path.with_suffix(".html").is_file()

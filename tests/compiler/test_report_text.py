@@ -68,6 +68,11 @@ def test_text_at_a_width(width: int) -> None:
     assert "ort_1 (x 3)" in text
 
 
+def test_a_time_of_zero_has_no_speedup() -> None:
+    steps = [StepReport("training_step", {"ort": 0.0, "torch": 1.0})]
+    assert speedup(CompileReport(run=RunReport(steps=steps))) is None
+
+
 def test_str_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
