@@ -177,8 +177,15 @@ def constant_pad_nd(ctx: GraphBuilder, node: fx.Node, x: fx.Node, pad: Sequence[
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
     sizes = static_sizes(pad, "padding")  # pairs of before and after, from the last dimension on
     others = [0] * (rank_of(x) - len(sizes) // 2)
-    pads = [*others, *sizes[-2::-2], *others, *sizes[::-2]]
-    return ctx.value(x).op("Pad", pads, ctx.value(value, dtype_of(x)))
+    before, after = [*others, *sizes[-2::-2]], [*others, *sizes[::-2]]
+    whole = ctx.value(x)
+    # negative ones by Slice: where nothing is left in between, Pad reads what is not there (onnxruntime 1.19)
+    if cut := [axis for axis, pads in enumerate(zip(before, after, strict=True)) if min(pads) < 0]:
+        starts = [max(-before[axis], 0) for axis in cut]
+        ends = [after[axis] if after[axis] < 0 else 2**63 - 1 for axis in cut]
+        whole = whole.op("Slice", starts, ends, cut)
+    pads = [max(pad, 0) for pad in (*before, *after)]
+    return whole.op("Pad", pads, ctx.value(value, dtype_of(x))) if any(pads) or not cut else whole
 
 
 @converts(aten.as_strided.default)
