@@ -122,10 +122,11 @@ class AtomicSaveMixin(_TorchCheckpointIO):
 
 def atomic_io(strategy: "Strategy", namespace: LightningNamespace) -> "CheckpointIO":
     """Return the checkpoint IO of a strategy: ``AtomicCheckpointIO``, unless the user has chosen another one."""
-    io: Any = chosen_checkpoint_io(strategy)
-    if (
-        getattr(io, "checkpoint_io", io) is None
-    ):  # nothing, or something that wraps nothing, such as AsyncCheckpointIO()
+    innermost: Any = chosen_checkpoint_io(strategy)
+    io = innermost
+    while innermost is not None and hasattr(innermost, "checkpoint_io"):
+        innermost = innermost.checkpoint_io
+    if innermost is None:  # nothing, or something that wraps nothing, such as AsyncCheckpointIO(), which passes it on
         atomic = importlib.import_module(namespace.module).AtomicCheckpointIO()
         if io is None:
             set_checkpoint_io(strategy, io := atomic)

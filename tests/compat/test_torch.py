@@ -363,3 +363,19 @@ def test_hooks() -> None:
     for handle in handles:
         handle.remove()
     assert compat.hooks_of(module) == set()
+
+
+def test_float32_matmul_precision() -> None:
+    before, backend = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
+    kept = backend.fp32_precision  # type: ignore[attr-defined]
+    try:
+        assert compat.float32_matmul_precision() == before
+        backend.fp32_precision = "bf16"  # type: ignore[attr-defined]
+        changed = compat.float32_matmul_precision()
+        assert changed.endswith("/bf16")
+        compat.set_float32_matmul_precision("medium")
+        compat.set_float32_matmul_precision(changed)
+        assert backend.fp32_precision == "bf16"  # type: ignore[attr-defined]
+    finally:
+        backend.fp32_precision = kept  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(before)

@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -287,3 +288,20 @@ def test_torch_compile_switched_off(variable: str, make_trainer: Any, monkeypatc
     make_trainer(strategy=strategy, max_epochs=1).fit(module)
     assert len(module.losses) == 4
     assert [str(note) for note in strategy.report.notes] == [f"all steps: capture is off: {variable}=1 is set"]
+
+
+class MockedReset(Copies):
+    """What a user's own tests do: dynamo follows a mock for ever that is made to stay outside of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset = self.metric.reset = Mock(side_effect=self.metric.reset)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.metric.reset()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_mock_in_the_place_of_a_metrics_method(fit: Fit) -> None:
+    stock, ours = fit(MockedReset)
+    assert ours.reset.call_count == stock.reset.call_count

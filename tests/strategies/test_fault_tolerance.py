@@ -154,6 +154,9 @@ def test_checkpoint_io_is_atomic_unless_chosen() -> None:
     strategy = ORTDDPStrategy(checkpoint_io=wrapping)
     assert strategy.checkpoint_io is wrapping
     assert type(wrapping.checkpoint_io) is AtomicCheckpointIO
+    twice = AsyncCheckpointIO(inner := AsyncCheckpointIO())
+    assert ORTStrategy(checkpoint_io=twice).checkpoint_io is twice
+    assert type(inner.checkpoint_io) is AtomicCheckpointIO
 
 
 def test_a_fork_of_what_started_others_was_not_started_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -182,11 +182,12 @@ class StepShims(Shims):
 
         def add(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _outside_graphs) -> None:
             before = vars(owner).get(name, MISSING)
-            if owner is module and before is not MISSING:
+            method = getattr(owner, name)
+            if not isinstance(method, (FunctionType, MethodType)) or (owner is module and before is not MISSING):
                 return  # what a user put on the instance, such as a mock, stays
             known_owner, known_before, shim = known.get((id(owner), name), (None, None, None))
             if known_owner is not owner or known_before is not before:
-                shim = make(getattr(owner, name))
+                shim = make(method)
             self._known[id(owner), name] = owner, before, shim
             self.add(owner, name, shim)
 
