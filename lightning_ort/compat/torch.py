@@ -6,7 +6,7 @@ Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -32,9 +32,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.data._utils.pin_memory import _pin_memory_loop
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["OpOverload", "is_contiguous_or_false", "suggest_memory_format"]
 

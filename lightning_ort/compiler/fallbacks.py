@@ -20,6 +20,7 @@ from torch import nn
 from lightning_ort.compat.autograd import version_of
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _FAILED = "_lightning_ort_pass"
 # calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
@@ -212,9 +213,6 @@ class GradientsOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Raise ``RuntimeError``."""
         raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
-
-
-CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 def versions_of(args: Sequence[Any]) -> list[int]:

@@ -136,9 +136,9 @@ def test_weights_changed_before_the_backward_pass(step_graph, retained):
     assert not backend.report.fallbacks
 
 
-def test_what_fails_around_the_passes(monkeypatch, caplog):
+@torch._dynamo.config.patch(allow_rnn=True)
+def test_what_fails_around_the_passes(caplog):
     """AOTAutograd of torch 2.13 raises for what a traced LSTM saves, after its forward pass."""
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
     module = nn.LSTM(6, 4)
     call, backend = compiled(lambda x: (module(x)[0] * 2).tanh().sum())
     x = torch.randn(3, 2, 6)

@@ -102,6 +102,8 @@ _PARTS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys((aten.scatter, aten.scatter_add, aten.index_add, aten.index_fill), (0, 3)),
     aten.where: (1, 2),
 }
+_ZEROS = (aten.zeros, aten.zeros_like, aten.new_zeros)
+_FILL_VALUES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}  # which argument
 _PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
@@ -109,7 +111,7 @@ def _is_linear(loss: fx.Node) -> bool:
     """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
     of_loss = _reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
     for node in of_loss:
-        op = getattr(node.target, "overloadpacket", None)
+        op = _packet(node)
         if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
             return False
         value = node.meta.get("val")
@@ -122,14 +124,19 @@ def _is_linear(loss: fx.Node) -> bool:
     return True
 
 
+def _packet(node: fx.Node) -> Any:
+    """The operation of a node, whichever overload, or ``None``."""
+    return getattr(node.target, "overloadpacket", None)
+
+
 def _reads_only_sizes(node: fx.Node) -> bool:
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = getattr(_packet(node), "__name__", "")
     return name.endswith("_like") or name.startswith("new_")
 
 
 def _parts(node: fx.Node) -> Sequence[Any]:
     """The arguments that become parts of a node's result as they are."""
-    op = getattr(node.target, "overloadpacket", None)
+    op = _packet(node)
     if op is aten.cat:
         return node.args[0]  # type: ignore[return-value]
     if op is aten.constant_pad_nd and len(node.args) < 3:
@@ -138,14 +145,10 @@ def _parts(node: fx.Node) -> Sequence[Any]:
 
 
 def _is_zero(value: Any) -> bool:
-    if not isinstance(value, fx.Node):
-        return value in (0, False)
-    op = getattr(value.target, "overloadpacket", None)
-    if op in (aten.full, aten.full_like):
-        return value.args[1] in (0, False)
-    if op is aten.scalar_tensor:
-        return value.args[0] in (0, False)
-    return op in (aten.zeros, aten.zeros_like, aten.new_zeros)
+    if isinstance(value, fx.Node):
+        op = _packet(value)
+        return op in _ZEROS or (op in _FILL_VALUES and bool(value.args[_FILL_VALUES[op]] == 0))
+    return bool(value == 0)
 
 
 def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:

@@ -106,9 +106,7 @@ class CapturedStep(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._module.refresh()
         step = getattr(self._module.module, self._name)
-        # each access makes a new bound method, so its parts tell whether the user replaced the step
-        same = getattr(step, "__func__", step) is self._function
-        if not same or getattr(step, "__self__", None) is not getattr(self._step, "__self__", None):
+        if step != self._step:  # bound methods are equal if function and object are the same
             self._prepare(step)
         attributes = vars(self._module.module)
         self._before = attributes.get(self._name, MISSING)
