@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 TITLE = re.compile(r"^ *(\w+): median of \d+ rounds of \d+ steps *$")
-ROW = re.compile(r"^│ (\S+) +│ +([\d.,]+) │ +([\d.]+) │ +([\d.]+)x │ +([\d.]+)-([\d.]+) │ +(-?[\d.]+) │.*│ +([\d,]+) │")
+ROW = re.compile(
+    r"^│ (\S+)(?: \*)? +│ +([\d.,]+) │ +([\d.]+) │ +([\d.]+)x │ +([\d.]+)-([\d.]+) │ +(-?[\d.]+) │.*│ +([\d,]+) │"
+)
 NAMES = {
     "MLP": "MLP",
     "Autoencoder": "autoencoder",

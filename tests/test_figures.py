@@ -15,8 +15,8 @@ ZOO = front_page.read(front_page.newest("zoo"))
 PRECISION = front_page.read(front_page.newest("precision"))
 
 
-def overall(variant: str) -> str:
-    return f"{front_page.mean(rows[variant]['speed'] for rows in ZOO.values()):.2f}x"
+def overall(variant: str, found: dict | None = None) -> str:
+    return f"{front_page.mean(rows[variant]['speed'] for rows in (found or ZOO).values()):.2f}x"
 
 
 def speed(found: dict, module: str, variant: str) -> str:
@@ -43,6 +43,17 @@ CLAIMS = {
     "docs/quick_start.md": [("sizes is {} times as fast", speed(ZOO, "SmallGPT", "ort").rstrip("x"))],
     "docs/faq.md": [("was as fast as stock Lightning ({})", overall("compile+adamw_torch_fused"))],
 }
+BASELINE = front_page.read(front_page.newest("baseline"))
+SMALL = BASELINE["SmallGPT"]
+CLAIMS["README.md"] += [
+    ("memory alone were {}", overall("off", BASELINE)),
+    ("`ort` with ONNX Runtime {}", overall("ort", BASELINE)),
+    ("a small GPT, ran {}", f"{SMALL['off']['ms'] / SMALL['ort']['ms']:.2f}x"),
+]
+CLAIMS["docs/index.md"] += [
+    ("six of them new, `ort` was {}", overall("ort", BASELINE)),
+    ("and {} came from that optimizer", overall("off", BASELINE)),
+]
 STARTS = [rows["ort"]["start"] for rows in ZOO.values()]
 
 
@@ -86,3 +97,20 @@ def test_chart_is_drawn_from_the_newest_files(theme: str, tmp_path: Path, monkey
     bars = re.compile(r'<g id="patch_\d+">\s*<path d="([^"]+)"')  # their lengths; letters depend on the fonts
     assert len(bars.findall(drawn)) > 20
     assert bars.findall(drawn) == bars.findall(kept)
+
+
+def test_what_stays_on_onnx_runtime() -> None:
+    lines = front_page.newest("baseline").read_text(encoding="utf-8").splitlines()
+    shares = [line.split("│")[-2].strip() for line in lines if line.startswith("│ ort") and front_page.ROW.match(line)]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(shares) == len(BASELINE)
+    assert f"{shares.count('0%')} of the {len(shares)} training steps in PyTorch" in text
+
+
+def test_table_against_the_same_optimizer_and_memory() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for rows in BASELINE.values():
+        off, ort = rows["off"], rows["ort"]
+        spreads = [f"{row['slowest']:.2f}-{row['fastest']:.2f}" for row in (off, ort)]
+        assert f"| {off['speed']:.2f}x | {ort['speed']:.2f}x | {' | '.join(spreads)} |" in text
+    assert f"| geometric mean | {overall('off', BASELINE)} | {overall('ort', BASELINE)} |" in text

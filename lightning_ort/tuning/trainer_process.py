@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report_view import in_use, share
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
 _SECONDS_TO_END = 2.0  # of a process that was asked to
@@ -46,7 +47,7 @@ class Sample:
 class Summary:
     """What a finished Trainer's strategy reports, if it is one of ours; see :class:`CompileReport`."""
 
-    ort_node_fraction: float | None = None
+    ort_node_fraction: float | None = None  # of the graphs that are still in use
     ort_runs: int = 0
     optimizers: list[str] = field(default_factory=list)
 
@@ -302,7 +303,7 @@ def summary_of(strategy: Any) -> Summary:
     report = getattr(strategy, "report", None)
     if not isinstance(report, CompileReport):
         return Summary()
-    return Summary(report.ort_node_fraction, report.ort_runs, [str(line) for line in report.optimizers])
+    return Summary(share(in_use(report)), report.ort_runs, [str(line) for line in report.optimizers])
 
 
 def _is_settled(strategy: Any) -> bool:

@@ -14,10 +14,18 @@ from running import is_running
 from torch.utils.data import DataLoader
 
 from lightning_ort._imports import LIGHTNING
+from lightning_ort.compiler.report import CompileReport, GraphReport, RegionReport, StepReport
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.probe import start_probe
 from lightning_ort.tuning.project import Project, given, start
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, make_sampler, start_method, waiting_batches
+from lightning_ort.tuning.trainer_process import (
+    TimeIsUp,
+    VariantFailed,
+    make_sampler,
+    start_method,
+    summary_of,
+    waiting_batches,
+)
 
 LIMIT = 120.0  # seconds, for what takes a few on a quiet machine
 
@@ -154,3 +162,13 @@ def test_what_cannot_be_set_is_a_failure_of_the_candidate(tmp_path: Path) -> Non
     with pytest.raises(VariantFailed, match="has no ModuleList or Sequential"):
         process.sample(2, LIMIT)
     process.stop()
+
+
+@pytest.mark.parametrize(("ms", "expected"), [({"ort": 1.0, "torch": 2.0}, 0.75), ({"ort": 2.0, "torch": 1.0}, 0.0)])
+def test_share_on_ort_is_of_what_stays_in_use(ms: dict[str, float], expected: float) -> None:
+    regions = [RegionReport("ort_0", "ort", 3, runs=2), RegionReport("torch_1", "torch", 1)]
+    report = CompileReport([GraphReport("training_step/step_0", regions)])
+    report.steps.append(StepReport("training_step", ms))
+    summary = summary_of(SimpleNamespace(report=report))
+    assert summary.ort_node_fraction == expected
+    assert summary.ort_runs == 2
