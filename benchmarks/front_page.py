@@ -25,6 +25,12 @@ NAMES = {
     "BERT": "BERT, MiniLM's sizes",
     "ViT": "ViT",
     "UNet": "UNet",
+    "FTTransformer": "FT-Transformer",
+    "Mixer": "MLP-Mixer",
+    "ResNet": "ResNet",
+    "Tagger": "GRU tagger",
+    "VAE": "VAE",
+    "Llama": "Llama",
 }
 FUSED = "stock+adamw_torch_fused"
 THEMES = {
