@@ -37,8 +37,10 @@ class ORTConfig:
 
     Args:
         engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` also times each step of a LightningModule
-            compiled by inductor, which needs a C++ compiler, and keeps the fastest. ``None`` is ``"auto"`` on a GPU
-            with ``placement="measured"``, where inductor is tried before ONNX Runtime, else ``"ort"``.
+            compiled by inductor, which needs a C++ compiler, and keeps the fastest. On a CPU with
+            ``start="amortized"`` inductor is tried later, once it is expected to pay; on a GPU it is tried before ONNX
+            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU where a C++ compiler
+            is found and steps wait (``start``); else ``"ort"``.
         placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
             LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
             Runtime that it supports.

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import platform
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
+from lightning_ort.compiler.executors.inductor import cpp_compiler
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
@@ -187,11 +187,10 @@ def _packages() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    compiler = os.environ.get("CXX", "g++")
-    if found := shutil.which(compiler) or shutil.which("clang++"):
+    if (found := cpp_compiler()) is not None:
         yield Finding("C++ compiler", "ok", found)
     else:
-        text = f"neither {compiler} nor clang++; engine='auto' and DeepSpeed's optimizers need one"
+        text = "no g++ or clang++; inductor and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
 
 

@@ -62,6 +62,7 @@ class ReasonType(enum.Enum):
     ENVIRONMENT = "set by the environment"
     BUDGET = "compile budget used up"
     NOT_COMPILED = "not compiled"
+    NOT_TRIED = "not tried"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_TIMED = "could not be timed"

@@ -7,10 +7,10 @@ of a Trainer, so that ten to twenty are all that minutes allow. A sampler such a
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_ort.compiler.executors.inductor import cpp_compiler
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts
 
@@ -172,7 +172,7 @@ def _kernels(best: Candidate, facts: Facts) -> Iterator[Option]:
 
 
 def _compilers(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
-    if best.engine in (None, "stock", "ort") and any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
+    if best.engine in (None, "stock", "ort") and cpp_compiler() is not None:
         optim = None if best.optim == "auto" else best.optim  # of ort itself
         yield Option(best.but(engine="auto", optim=optim), "torch.compile's inductor as a third engine")
     has_fewer_bits = facts.bfloat16 >= _EMULATED and facts.precision == "32-true"

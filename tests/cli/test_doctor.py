@@ -113,7 +113,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any
     found, status = run(monkeypatch, capsys)
     assert status == 0
     assert found["C++ compiler"]["state"] == "absent"
-    assert "engine='auto'" in found["C++ compiler"]["text"]
+    assert "inductor" in found["C++ compiler"]["text"]
 
 
 def test_no_deepspeed_and_a_broken_bitsandbytes(

@@ -27,7 +27,7 @@ STEPS = 40
 
 
 def amortized(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config={"start": "amortized", **config})
+    return ORTStrategy(config={"start": "amortized", "engine": "ort", **config})
 
 
 class Dropped(Small):

@@ -25,7 +25,7 @@ class Bench:
         self.choices: list[str] = []
         self.agree: Any = None
         self.times_steps = True
-        self.amortized, self.budget, self.startup_seconds = False, CompileBudget(1.0), dict[str, float]()
+        self.amortized, self.budget, self.startup_seconds = False, CompileBudget(1.0), dict[tuple[str, str], float]()
         self.report = CompileReport()
         self.backend = SimpleNamespace(report=self.report, agree=None)
         loop = SimpleNamespace(total_batch_idx=0)
@@ -170,8 +170,8 @@ def test_a_step_that_an_earlier_run_captured_has_a_budget(monkeypatch: pytest.Mo
     bench.amortized, bench.budget = True, CompileBudget(0.5, clock=lambda: bench.now)
     history = SimpleNamespace(store=lambda *args: stored.append(args))
     stored: list[Any] = []
-    gate: Any = SimpleNamespace(history=history, step_seconds=2.0, decision=SimpleNamespace(done=3))
-    bench.account.start(gate)
+    gate: Any = SimpleNamespace(histories={"ort": history}, step_seconds=2.0, done=3)
+    bench.account.start(gate, "ort")
     bench.account._spend(7.0)
     bench.account.end_run()
     assert [args[1] for args in stored] == [7.0]

@@ -1,6 +1,8 @@
 """Inductor as an executor of whole graphs: under ``engine="auto"`` it is timed against the others on whole steps."""
 
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,6 +14,12 @@ from lightning_ort.config import DropoutMasks
 NAME: Final = "inductor"
 GRAPHS: Final = "inductor-graphs"  # with its kernels recorded as CUDA graphs: torch.compile's mode "reduce-overhead"
 ENGINES: Final = (NAME, GRAPHS)
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that inductor calls on a CPU, or ``None`` if there is none."""
+    names = (os.environ.get("CXX"), "g++", "clang++", "cl")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def compile_arguments(engine: str, masks: DropoutMasks) -> dict[str, Any]:

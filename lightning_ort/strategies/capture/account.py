@@ -11,7 +11,7 @@ from lightning_ort.strategies.capture.budget import GRACE, STOP, seconds_text
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.autotuner import Engine
     from lightning_ort.strategies.capture.dynamo_monitor import Outcome
-    from lightning_ort.strategies.capture.gate import History, StartGate
+    from lightning_ort.strategies.capture.gate import History, Stage, StartGate
     from lightning_ort.strategies.capture.module import CapturedModule
 
 
@@ -28,7 +28,9 @@ class StepAccount:
         self._spent = 0.0  # in this run
         self._saving = 0.0  # in each step
         self._saved = 0.0  # since the last trial
-        self._ms: dict[str, float] = {}
+        self.milliseconds: dict[str, float] = {}  # of the step on each engine, as the last trial found
+        self.stage: Stage = "all"  # what was tried last
+        self._found: dict[str, float] = {}  # by the trial of that stage
         self._call_start = 0.0
         self._announcement = Announcement(name)
 
@@ -41,14 +43,21 @@ class StepAccount:
         """Write what a step that has waited took to start, for later runs."""
         module = self._module
         self._announcement.end(module.module.trainer, "the run ended before it could be timed")
-        if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
-            self._history.store(module.backend, self._spent, self._ms, not self.exceeded)
-        self._history = None  # what later runs spend is not what a start takes
+        self._store()
 
-    def start(self, gate: "StartGate") -> None:
-        """Begin to capture a step that has waited."""
-        self._history, self._usual, self._done = gate.history, gate.step_seconds, gate.decision.done
-        self.exceeded = ""
+    def start(self, gate: "StartGate", stage: "Stage") -> None:
+        """Begin to try what has waited."""
+        self._store()
+        self.stage, self._history = stage, gate.histories[stage]
+        self._usual, self._done = gate.step_seconds, gate.done - 1  # the current one is counted next
+        self._spent, self._found, self.exceeded = 0.0, {}, ""
+        self._announcement = Announcement(self._name)
+
+    def _store(self) -> None:
+        module = self._module
+        if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
+            self._history.store(module.backend, self._spent, self._found, not self.exceeded)
+        self._history = None  # what later runs spend is not what a start takes
 
     def count_step(self, in_trial: bool) -> None:
         """Count a step, and what it saves if it is not part of a trial."""
@@ -77,6 +86,8 @@ class StepAccount:
         allowed = self._allowed
         # one that has ended well is not thrown away for a little
         limit = allowed if outcome.graph_breaks or outcome.recompiles else GRACE * allowed
+        if self.stage == "inductor" and not outcome.recompiles:
+            limit = math.inf  # it has compiled all that the step needs, which took far longer than its trial will
         spent, agree = self._module.budget.spent, self._module.backend.agree
         exceeded = spent > limit
         if agree is not None and self._module.amortized:
@@ -99,7 +110,9 @@ class StepAccount:
         run = self._module.backend.report.run
         run.trial_seconds += overhead
         self._announcement.verdict(self._module.module.trainer, times)
-        self._ms = times
+        self.milliseconds = times
+        if self.stage in ("all", *times):  # and not a later check of another engine
+            self._found = times
         self._saving = (times["torch"] - min(times.values())) / 1000
         if self._saving == 0:  # nobody knows since when
             run.saved_seconds -= self._saved
@@ -131,5 +144,6 @@ class StepAccount:
         module = self._module
         self._spent += seconds
         module.budget.spend(seconds)
-        module.startup_seconds[self._name] = module.startup_seconds.get(self._name, 0.0) + seconds
+        key = (self._name, self.stage)
+        module.startup_seconds[key] = module.startup_seconds.get(key, 0.0) + seconds
         module.backend.report.run.startup_seconds += seconds

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -112,6 +112,11 @@ class StepAutotuner:
             self._synchronize()
             self._seconds += time.perf_counter() - start
             self._timing = False
+
+    @property
+    def engines(self) -> Collection[Engine]:
+        """What is timed."""
+        return self._samples.keys()
 
     @property
     def rounds(self) -> int:

@@ -21,6 +21,10 @@ _COST, _COST_PER_MODULE = 0.5, 0.15  # seconds: three layers take one, a transfo
 _FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
 _WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
 _EVALUATION = 0.5  # of what the training step took: there is no backward graph
+_INDUCTOR_SAVED = 0.1  # fifteen models: 0.08 to 0.3 less where it won, nothing where a step is mostly Python
+_INDUCTOR_COST, _INDUCTOR_COST_PER_MODULE = 15.0, 0.1  # seconds
+_INDUCTOR_WARM = 0.2  # of the cold start-up's seconds: torch keeps what the C++ compiler made
+_INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Runtime, at least
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,12 @@ class StartDecision:
         self.estimate: Estimate | None = None  # the best one: near its end no run has much to save
         self._name = name
         self._budget = budget
-        self._next = FIRST
+        self.next = FIRST  # when so many steps are done
 
     @property
     def due(self) -> bool:
         """Whether to decide before the next step."""
-        return self.done >= self._next
+        return self.done >= self.next
 
     def decide(
         self, step_seconds: float, fraction: float, cost: float, outlook: Outlook, agree: Agree | None = None
@@ -150,7 +154,7 @@ class StartDecision:
             agree: Takes a key and what was found here; returns what all processes of the run use.
 
         """
-        self._next = max(self.done + 1, math.ceil(GROWTH * self.done))
+        self.next = max(self.done + 1, math.ceil(GROWTH * self.done))
         saving = fraction * step_seconds * self._budget.steps_left(self.done, outlook)
         estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.spent)
         if self.estimate is None or estimate.saving > self.estimate.saving:
@@ -190,6 +194,29 @@ def expected_cost(
     if training_seconds is not None:
         return _EVALUATION * training_seconds
     return _COST + _COST_PER_MODULE * modules + first * _FIRST_COMPILATION
+
+
+def inductor_fraction() -> float:
+    """Return which share of a step inductor may save, before anything was tried."""
+    return _INDUCTOR_SAVED
+
+
+def inductor_cost(modules: int, ort_seconds: float, cold: float | None = None, warm: float | None = None) -> float:
+    """Return how many seconds compiling a step with inductor is expected to take.
+
+    Args:
+        modules: How many modules without children there are.
+        ort_seconds: What compiling the step for ONNX Runtime took in this run; 0 if that was not done.
+        cold: What an earlier run took with an empty cache.
+        warm: What an earlier run took with the cache that it found.
+
+    """
+    if warm is not None:
+        return warm
+    if cold is not None:
+        return _INDUCTOR_WARM * cold
+    # a step of a hundred graphs has no more modules than one of two
+    return max(_INDUCTOR_COST + _INDUCTOR_COST_PER_MODULE * modules, _INDUCTOR_TO_ORT * ort_seconds)
 
 
 def seconds_text(seconds: float) -> str:

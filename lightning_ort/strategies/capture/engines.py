@@ -1,8 +1,11 @@
-"""Which engines a step is tried on, and in which order: :func:`engines_for`.
+"""Which engines a step is tried on, and in which order: :func:`engines_for`, :func:`stages_for`.
 
-On a CPU ONNX Runtime comes first. On a GPU its standard kernels fuse few elementwise operations and no gradients, so a
-training step is several times as many kernels as in eager. There eager and inductor are tried first; ONNX Runtime has
-its turn in steps without a backward pass, and in others where it may still win.
+On a CPU ONNX Runtime comes first. Inductor takes several times as long to compile: where steps wait until compiling
+pays, it waits longer, and is tried against what has won by then.
+
+On a GPU ONNX Runtime's standard kernels fuse few elementwise operations and no gradients, so a training step is several
+times as many kernels as in eager. There eager and inductor are tried first; ONNX Runtime has its turn in steps without
+a backward pass, and in others where it may still win.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ort.compiler.executors.inductor import GRAPHS, NAME
+from lightning_ort.compiler.executors.inductor import GRAPHS, NAME, cpp_compiler
 from lightning_ort.config import Engine as Setting
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.autotuner import Engine
 from lightning_ort.strategies.capture.budget import prior_fraction
-
-TRAINING = "training_step"
+from lightning_ort.strategies.capture.gate import Stage, is_amortized
+from lightning_ort.strategies.capture.outlook import TRAINING
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,23 @@ class Candidates:
 
 
 def setting_for(config: ORTConfig, device: torch.device) -> Setting:
-    """Return the engine that a config asks for: by default ``"auto"`` on a GPU, if timing decides, else ``"ort"``."""
+    """Return the engine that a config asks for.
+
+    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and inductor can compile.
+    """
     if config.engine is not None:
         return config.engine
-    return "auto" if device.type == "cuda" and config.placement == "measured" else "ort"
+    if config.placement != "measured":
+        return "ort"
+    tries_inductor = device.type == "cuda" or (is_amortized(config) and cpp_compiler() is not None)
+    return "auto" if tries_inductor else "ort"
+
+
+def stages_for(config: ORTConfig, device: torch.device) -> tuple[Stage, ...]:
+    """Return what waits to be tried, each until it is expected to pay: an engine, or ``"all"`` of them together."""
+    if device.type == "cuda":
+        return ("all",)
+    return ("ort", NAME) if setting_for(config, device) == "auto" else ("ort",)
 
 
 def engines_for(config: ORTConfig, device: torch.device, step: str, may_record: bool) -> Candidates:

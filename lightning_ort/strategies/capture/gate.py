@@ -1,11 +1,12 @@
-"""A step that stays unchanged until compiling it pays: :class:`StartGate`; what earlier runs found: :class:`History`.
+"""A step that is not compiled until that pays: :class:`StartGate`; what earlier runs found: :class:`History`.
 
 The decision itself is in :mod:`~lightning_ort.strategies.capture.budget`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.strategies.capture.module import CapturedModule
 
+Stage = Literal["all", "ort", "inductor"]  # what is tried at a time: an engine, or all of them
+
 _SAMPLES = 16  # steps as they are that are timed; timing waits for a GPU
 
 
@@ -31,12 +34,24 @@ def is_amortized(config: ORTConfig) -> bool:
 
 
 class StartGate:
-    """Runs one kind of step as it is, and decides when to start to capture it, for one run of the Trainer."""
+    """Decides when to compile one kind of step, for one run of the Trainer, and runs it as it is until then.
 
-    def __init__(self, module: "CapturedModule", name: str, synchronize: Callable[[], None]) -> None:
+    Args:
+        module: The module whose step it is.
+        name: The name of the step.
+        stages: What waits; each is tried once.
+        synchronize: Waits for the device.
+
+    """
+
+    def __init__(
+        self, module: "CapturedModule", name: str, stages: Sequence[Stage], synchronize: Callable[[], None]
+    ) -> None:
         self.timer: StepAutotuner | None = StepAutotuner(["torch"], synchronize)
-        self.history: History | None = None  # read before the first decision
-        self.decision = budget.StartDecision(name, module.budget)
+        self.decisions = {stage: budget.StartDecision(_key(name, stage), module.budget) for stage in stages}
+        self.done = 0  # steps in this run
+        self._next: float = budget.FIRST  # when there are this many, something is to be decided
+        self.histories: dict[Stage, History] = {}  # read before the first decision
         self._module = module
         self._name = name
         self._seconds = 0.0
@@ -50,38 +65,55 @@ class StartGate:
                 self._seconds = self.timer.milliseconds["torch"] / 1000
         return self._seconds
 
-    def opens(self, batch: Any) -> bool:
-        """Return whether to capture the step from now on."""
+    def opens(self, batch: Any, ms: Mapping[str, float], busy: bool) -> Stage | None:
+        """Count a step, and return what to try from it on, if anything; that waits no more.
+
+        Args:
+            batch: What the step is called with.
+            ms: Times of the step on each engine, if it was tried on any.
+            busy: Whether a trial runs.
+
+        """
         trainer = self._module.module.trainer
         if trainer.sanity_checking:
-            return False
+            return None
         self._module.begin_run()
-        if not self.decision.due or not outlook.at_window_start(trainer):
-            return False
-        if self.history is None:
-            self.history = History.load(self._module, self._name, batch)
-        seconds = self.step_seconds
-        fraction = self.history.fraction
-        if fraction is None:
-            fraction = budget.prior_fraction(seconds)
-        backend = self._module.backend
-        training = self._module.startup_seconds.get("training_step")
-        cost = self.history.cost(self._module.leaf_modules, training, not backend.compiled_in_process())
-        view = self._module.outlook(self._name, self.decision.done)
-        starts = self.decision.decide(seconds, fraction, cost, view, backend.agree)
-        run = backend.report.run
-        if starts:
-            run.waiting = ""
-        elif run.startup_seconds == 0 and (self._name == "training_step" or "training_step" not in run.waiting):
+        opened = None
+        if self.done >= self._next and not busy and outlook.at_window_start(trainer):
+            if (opened := self._decide(batch, ms)) is not None:
+                del self.decisions[opened]
+            self._next = min((decision.next for decision in self.decisions.values()), default=math.inf)
+        self.done += 1
+        return opened
+
+    def _decide(self, batch: Any, ms: Mapping[str, float]) -> Stage | None:
+        if not self.histories:
+            self.histories = {stage: History.load(self._module, self._name, stage, batch) for stage in self.decisions}
+        seconds = ms["torch"] / 1000 if ms else self.step_seconds
+        self._seconds = seconds
+        gained = 1 - min(ms.values()) / ms["torch"] if ms else 0.0  # by what was tried before
+        module, run = self._module, self._module.backend.report.run
+        view = module.outlook(self._name, self.done)
+        for stage, decision in self.decisions.items():
+            decision.done = self.done
+            if not decision.due:
+                continue
+            history = self.histories[stage]
+            fraction = history.fraction
+            if fraction is None:
+                fraction = budget.inductor_fraction() if stage == "inductor" else budget.prior_fraction(seconds)
+            cost = history.cost(module)
+            more = max(0.0, fraction - gained)
+            if decision.decide(seconds, more, cost, view, module.backend.agree):
+                run.waiting = ""
+                return stage
+        if run.startup_seconds == 0 and (self._name == outlook.TRAINING or outlook.TRAINING not in run.waiting):
             run.waiting = f"{self._name}: {self.why_closed}"
-        return starts
+        return None
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step as it is."""
-        if self._module.module.trainer.sanity_checking:
-            return step(*args, **kwargs)
-        self.decision.done += 1
-        if self.timer is None:
+        if self._module.module.trainer.sanity_checking or self.timer is None:
             return step(*args, **kwargs)
         self.timer.add_sample()
         if self.timer.rounds >= _SAMPLES:
@@ -93,35 +125,39 @@ class StartGate:
 
     @property
     def why_closed(self) -> str:
-        """Say why the step is not compiled."""
-        if self.decision.estimate is None:
-            return f"after {self.decision.done} steps there is nothing to go by yet"
-        if self.history is not None and self.history.loser is not None:
-            return f"an earlier run found it slower captured ({self.history.loser})"
-        return f"{self.decision.estimate}; ORTConfig(start='now') compiles at once"
+        """Say why what comes next is not tried."""
+        stage, decision = next(iter(self.decisions.items()))
+        if decision.estimate is None:
+            return f"after {self.done} steps there is nothing to go by yet"
+        if stage in self.histories and (loser := self.histories[stage].loser) is not None:
+            return f"an earlier run found it slower captured ({loser})"
+        return f"{decision.estimate}; ORTConfig(start='now') compiles at once"
 
 
 @dataclasses.dataclass
 class History:
     """What earlier runs on this machine know of a step of the same module, on batches of the same sizes."""
 
+    step: str
+    stage: Stage
     name: str
     startup: Startup | None
 
     @classmethod
-    def load(cls, module: "CapturedModule", step: str, batch: Any) -> "History":
+    def load(cls, module: "CapturedModule", step: str, stage: Stage, batch: Any) -> "History":
         """Read it from the cache."""
         cache = module.backend.cache
-        name = cache.name(f"{step}\n{_describe(module.module)}\n{_shapes(batch)}", module.settings, "start")
-        return cls(name, cache.load_startup(name))
+        key = _key(step, stage)
+        name = cache.name(f"{key}\n{_describe(module.module)}\n{_shapes(batch)}", module.settings, "start")
+        return cls(step, stage, name, cache.load_startup(name))
 
     @property
     def fraction(self) -> float | None:
-        """The share of the step that capture saved, if it was tried: none if the step as it is won."""
+        """The share of the step that compiling it saved, if it was tried: none if the step as it is won."""
         if self.startup is None or "torch" not in self.startup.ms:
             return None
         ms = self.startup.ms
-        return 1 - min(ms.values()) / ms["torch"]
+        return 1 - min(ms["torch"], ms.get(self.stage, min(ms.values()))) / ms["torch"]
 
     @property
     def loser(self) -> str | None:
@@ -130,14 +166,21 @@ class History:
             return None
         return ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.startup.ms.items())
 
-    def cost(self, modules: int, training_seconds: float | None, first: bool) -> float:
+    def cost(self, module: "CapturedModule") -> float:
         """Return the seconds that starting is expected to take."""
         known = self.startup
         if known is None:
-            return budget.expected_cost(modules, training_seconds, first=first)
+            return self._cost(module)
         if not known.finished:  # it takes more than that
-            return max(budget.STOP * known.cold, budget.expected_cost(modules, training_seconds, first=first))
-        return budget.expected_cost(modules, training_seconds, known.cold, known.warm)
+            return max(budget.STOP * known.cold, self._cost(module))
+        return self._cost(module, known.cold, known.warm)
+
+    def _cost(self, module: "CapturedModule", cold: float | None = None, warm: float | None = None) -> float:
+        modules, seconds = module.leaf_modules, module.startup_seconds
+        if self.stage == "inductor":
+            return budget.inductor_cost(modules, seconds.get((self.step, "ort"), 0.0), cold, warm)
+        training = seconds.get((outlook.TRAINING, self.stage))
+        return budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())
 
     def store(self, backend: "ORTBackend", seconds: float, ms: dict[str, float], finished: bool) -> None:
         """Write what this run has found."""
@@ -147,6 +190,10 @@ class History:
         else:
             found = Startup(seconds, None, ms, finished)
         backend.cache.store_startup(self.name, found)
+
+
+def _key(step: str, stage: Stage) -> str:
+    return f"{step} {stage}"
 
 
 def _describe(module: nn.Module) -> str:

@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +22,9 @@ from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
-from lightning_ort.strategies.capture.engines import TRAINING, engines_for, setting_for
-from lightning_ort.strategies.capture.gate import StartGate, is_amortized
-from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
+from lightning_ort.strategies.capture.engines import engines_for, setting_for, stages_for
+from lightning_ort.strategies.capture.gate import Stage, StartGate, is_amortized
+from lightning_ort.strategies.capture.outlook import TRAINING, at_window_start, outlook_of
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CapturedModule:
         self.mode: Mode = "off"
         self.closure_seen = False  # whether an optimizer was given one
         self.budget = CompileBudget(config.compile_budget)  # of the current run
-        self.startup_seconds: dict[str, float] = {}  # of each step
+        self.startup_seconds: dict[tuple[str, Stage], float] = {}  # of each step and what was tried
         self.amortized = False  # whether steps wait, and have a budget
         self.account: StepAccount | None = None  # of the captured step that runs
         self._first_batch: int | None = None
@@ -145,9 +145,14 @@ class CapturedModule:
         """Return what times the engine that won an earlier trial against the step as it is."""
         return StepAutotuner([engine, "torch"], self._synchronize())
 
-    def new_gate(self, name: str) -> StartGate | None:
-        """Return what decides when a step is captured, or ``None`` if it is captured at once."""
-        return StartGate(self, name, self._synchronize()) if self.amortized else None
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What waits to be tried; nothing if all is tried at once."""
+        return stages_for(self.config, self._strategy.root_device) if self.amortized else ()
+
+    def new_gate(self, name: str, stages: Sequence[Stage]) -> StartGate:
+        """Return what decides when each of the stages of a step is tried."""
+        return StartGate(self, name, stages, self._synchronize())
 
     def _synchronize(self) -> Callable[[], None]:
         device = self._strategy.root_device

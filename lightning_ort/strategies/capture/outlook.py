@@ -9,6 +9,8 @@ from lightning_ort.strategies.capture.budget import Outlook
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+TRAINING = "training_step"
+
 
 def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, done: int, first_batch: int) -> Outlook:
     """Return what is known about the rest of a run.
@@ -32,7 +34,7 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
     batches_done = trainer.fit_loop.total_batch_idx - first_batch
     batches_left = _training_batches(trainer)
     steps: float | None
-    if name == "training_step":
+    if name == TRAINING:
         # an optimizer that takes a closure runs the step several times for a batch
         steps = None if batches_left is None else batches_left * max(1.0, done / max(batches_done, 1))
     else:

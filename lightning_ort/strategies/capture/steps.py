@@ -8,7 +8,7 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
-Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay
+Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay; inductor waits longer
 (:mod:`~lightning_ort.strategies.capture.gate`).
 
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
@@ -34,7 +34,7 @@ from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
-from lightning_ort.strategies.capture.gate import StartGate
+from lightning_ort.strategies.capture.gate import Stage, StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule, Mode
@@ -72,7 +72,9 @@ class CapturedStep(AbstractContextManager[None]):
         self._hooks = HookWatch(module.module)
         self._with_new_hooks = 0  # steps
         self._breaks = GraphBreakNotes(name)
-        self._gate: StartGate | None = None  # while the step waits
+        self._gate: StartGate | None = None  # while something waits to be tried
+        self._uncaptured = False  # while nothing has been tried
+        self._left: Mode = "off"  # how the step was captured that was faster as it is
         self._account = StepAccount(module, name)
         self._trials = StepTrials(module, name, self._account, self._leave)
 
@@ -81,26 +83,30 @@ class CapturedStep(AbstractContextManager[None]):
         self._account.begin_run()
         self._trials.begin_run()
         report = self._module.backend.report
-        stale = (self._name, ReasonType.NOT_COMPILED)
-        report.notes = [note for note in report.notes if (note.where, note.reason.type) != stale]
+        stale = [(self._name, kind) for kind in (ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)]
+        report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
         if report.run.waiting.startswith(f"{self._name}: "):
             report.run.waiting = ""
         if self._gate is not None:
-            self._gate = self._module.new_gate(self._name)
+            self._gate = self._module.new_gate(self._name, list(self._gate.decisions))
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
         gate, run = self._gate, self._module.backend.report.run
-        if gate is None:
+        if not self._uncaptured:
             self._account.end_run()
-        elif gate.decision.done:
+        if gate is None or gate.done == 0:
+            return
+        if self._uncaptured:
             self._record_choice(ReasonType.NOT_COMPILED, gate.why_closed)
             run.waiting = run.waiting or f"{self._name}: {gate.why_closed}"
+        else:
+            self._record_choice(ReasonType.NOT_TRIED, f"inductor: {gate.why_closed.partition(';')[0]}", announced=True)
 
     @property
     def timer(self) -> StepAutotuner | None:
         """What times the step and its backward pass now."""
-        return self._trials.timer if self._gate is None else self._gate.timer
+        return self._gate.timer if self._uncaptured and self._gate is not None else self._trials.timer
 
     @override
     def __enter__(self) -> None:
@@ -135,8 +141,11 @@ class CapturedStep(AbstractContextManager[None]):
             elif reads_logged(self._function, type(self._module.module)):
                 self._record_choice(ReasonType.STATIC_RULE, f"it reads logged values; {_CHOICE['modules']}")
                 mode = "modules"
+        stages = self._module.stages if mode != "off" else ()
+        self._trials.wait(stages)
         self._set_mode(mode)
-        self._gate = self._module.new_gate(self._name) if self._mode != "off" else None
+        self._gate = self._module.new_gate(self._name, stages) if stages else None
+        self._uncaptured = self._gate is not None
 
         @functools.wraps(step)  # Lightning reads the signature of a step
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -147,18 +156,19 @@ class CapturedStep(AbstractContextManager[None]):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
         self._restore()
-        if self._gate is not None:
-            if not self._gate.opens((args, kwargs)):
-                return self._gate.run(self._step, *args, **kwargs)
-            self._account.start(self._gate)
-            self._gate = None
         account = self._account
+        if (gate := self._gate) is not None:
+            busy = not self._uncaptured and self._trials.timer is not None
+            if (stage := gate.opens((args, kwargs), account.milliseconds, busy)) is not None:
+                self._try(stage, gate)
+            elif self._uncaptured:
+                return gate.run(self._step, *args, **kwargs)
         account.count_step(self._trials.timer is not None)
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
             self._one_graph = False
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
-            self._change_mode("off", ReasonType.BUDGET, account.exceeded)
+            self._stop_compiling(account.stage, account.exceeded)
         if self._hooks.found_new() and self._mode != "off":
             self._compile_with_hooks()
         engine = self._trials.next_engine()
@@ -166,6 +176,23 @@ class CapturedStep(AbstractContextManager[None]):
             return self._run_on(engine, *args, **kwargs)
         with timer.timed():
             return self._run_on(engine, *args, **kwargs)
+
+    def _try(self, stage: Stage, gate: StartGate) -> None:
+        """Try what has waited, from this step on."""
+        self._account.start(gate, stage)
+        self._trials.admit(stage)
+        if self._uncaptured or self._mode == "off":
+            self._set_mode(self._mode if self._uncaptured else self._left)
+        self._gate = gate if gate.decisions else None
+        self._uncaptured = False
+
+    def _stop_compiling(self, stage: Stage, why: str) -> None:
+        """Give up what takes too much to compile; what is captured otherwise stays."""
+        if stage == "inductor" and self._trials.has_others(stage):
+            self._account.exceeded, self._gate = "", None
+            self._drop(stage, why)
+        else:
+            self._change_mode("off", ReasonType.BUDGET, why)
 
     def _compile_with_hooks(self) -> None:
         """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
@@ -287,8 +314,10 @@ class CapturedStep(AbstractContextManager[None]):
             self._set_mode(self._mode)
 
     def _leave(self, text: str) -> None:
-        """Leave the step as it is, which is faster."""
+        """Leave the step as it is, which is faster; what waits may be faster yet."""
+        gate, self._left = self._gate, self._mode
         self._change_mode("off", ReasonType.SLOWER, text, announced=True)
+        self._gate = gate
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
@@ -311,6 +340,8 @@ class CapturedStep(AbstractContextManager[None]):
     def _set_mode(self, mode: Mode) -> None:
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
         self._mode, self._compiled = mode, {}
+        if mode == "off":
+            self._gate = None
         self._recompiling = self._recompiled = 0
         self._account.close()
         self._trials.restart(mode)

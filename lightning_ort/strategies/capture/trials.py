@@ -1,8 +1,7 @@
 """Which engine runs a captured step: :class:`StepTrials`."""
 
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from lightning_ort._text import duration
@@ -12,6 +11,7 @@ from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Checks, Engine, StepAutotuner
 
 if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.gate import Stage
     from lightning_ort.strategies.capture.module import CapturedModule
 
 
@@ -31,15 +31,36 @@ class StepTrials:
         self.timer: StepAutotuner | None = None  # of the trial that runs
         self._module, self._name, self._account, self._leave = module, name, account, leave
         self._mode = ""
-        self._failed: set[Engine] = set()
+        self._out: set[Engine] = set()  # failed, or lost against others while there is more to try
+        self._waiting: set[Engine] = set()  # to be tried
         self._checks = Checks()
         self._report: StepReport | None = None  # of the last trial
+        self._continues = False  # whether the trial that runs goes on from the last one
         self._numbers: Counter[str] = Counter()  # of trials, by what was tried
 
     def restart(self, mode: str) -> None:
         """Begin anew, because the step is captured in another way."""
         self._mode, self.engine, self._checks = mode, "ort", Checks()
-        self.timer = None if mode == "off" else self._module.new_autotuner(self._name, self._failed)
+        self.timer = None if mode == "off" else self._new_timer()
+
+    def wait(self, stages: "Sequence[Stage]") -> None:
+        """Leave these out of trials until they are admitted."""
+        self._waiting = {stage for stage in stages if stage != "all"}
+        self._continues = False
+
+    def admit(self, stage: "Stage") -> None:
+        """Try this against what has won so far, if the step is captured; else :meth:`restart` does that."""
+        self._waiting = {engine for engine in self._waiting if engine != stage}
+        self._continues = self._report is not None
+        if self._mode != "off":
+            self._checks, self.timer = Checks(), self._new_timer()
+
+    def has_others(self, stage: "Stage") -> bool:
+        """Return whether a trial runs in which something else than this is captured, too."""
+        return self.timer is not None and any(engine not in (stage, "torch") for engine in self.timer.engines)
+
+    def _new_timer(self) -> StepAutotuner | None:
+        return self._module.new_autotuner(self._name, self._out | self._waiting)
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer: the last one may have ended within a step, and may have been timed."""
@@ -50,11 +71,11 @@ class StepTrials:
 
     def forget_failures(self) -> None:
         """Try engines again that have failed, for another step."""
-        self._failed.clear()
+        self._out.clear()
 
     def give_up(self, engine: Engine) -> bool:
         """Go on without an engine that has failed; return whether it was in use, so that a new trial has to begin."""
-        self._failed.add(engine)
+        self._out.add(engine)
         if self._checks.after:
             return True
         if self.timer is not None:
@@ -79,16 +100,18 @@ class StepTrials:
         times = self._agreed(timer.milliseconds)
         self._account.settle(times, timer.overhead(self.engine if checked else "torch"))
         steps = self._module.backend.report.steps
-        if checked and self._report in steps:
+        if (checked or self._continues) and self._report in steps:
             steps.remove(self._report)
         self._report = StepReport(self._name, times)
         steps.append(self._report)
         self._checks.schedule()
         fastest = min(times, key=times.__getitem__)
-        own = duration(times["torch"])
+        others = [cast("Engine", engine) for engine in times if engine not in (fastest, "torch")]
+        if self._waiting:
+            self._out.update(others)  # what is tried next is tried against the winner
         if fastest == "torch":
-            captured = min((ms for engine, ms in times.items() if engine != "torch"), default=math.nan)
-            text = f"{duration(times.get('ort', captured))} captured, {own} as it is"
+            rivals = ["ort"] if "ort" in others else sorted(others, key=times.__getitem__)[:1]
+            text = ", ".join(_took(engine, times[engine]) for engine in (*rivals, "torch"))
             if checked:
                 text = f"timed again after {checked} steps: {text}"
                 self._account.announce(text)
@@ -96,8 +119,8 @@ class StepTrials:
             return
         self.engine = cast("Engine", fastest)
         if fastest in inductor.ENGINES and not checked:
-            rival = duration(times["ort"]) if "ort" in times else own
-            text = f"{rival}, {duration(times[fastest])} compiled by {fastest}, which keeps it"
+            rival = "ort" if "ort" in times else "torch"
+            text = f"{_took(rival, times[rival])}, {_took(fastest, times[fastest])}, which keeps it"
             self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
 
     def _agreed(self, times: dict[str, float]) -> dict[str, float]:
@@ -109,3 +132,8 @@ class StepTrials:
         self._numbers[tried] += 1
         shared = agree(f"{self._name}/{tried}/{self._numbers[tried]}", times)
         return shared if len(shared) > 1 else times
+
+
+def _took(engine: str, ms: float) -> str:
+    way = {"ort": "captured", "torch": "as it is"}.get(engine, f"compiled by {engine}")
+    return f"{duration(ms)} {way}"
