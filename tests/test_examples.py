@@ -35,7 +35,7 @@ def run(*arguments: object) -> str:
 def test_project_loses_what_it_loses_under_the_stock_strategy(config: Path) -> None:
     for package in NEEDS.get(config.parent.name, ()):
         pytest.importorskip(package)
-    assert "of the compute nodes on ONNX Runtime in" in run(EXAMPLES / "compare.py", config, "--batches", 16)
+    assert "runs of regions on ONNX Runtime, in the end" in run(EXAMPLES / "compare.py", config, "--batches", 16)
 
 
 @pytest.mark.slow

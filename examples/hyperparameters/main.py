@@ -97,7 +97,7 @@ def search(
             )
             trainer.fit(module, *wine(batch_size))
             if isinstance(trainer.strategy, lightning_ort.ORTStrategy):
-                trial.set_user_attr("share", trainer.strategy.report.ort_node_fraction)
+                trial.set_user_attr("share", trainer.strategy.report.ort_node_fraction_in_use)
             trial.set_user_attr("accuracy", trainer.callback_metrics["val_accuracy"].item())
             return trainer.callback_metrics["val_loss"].item()
 

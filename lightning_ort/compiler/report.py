@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.report_text import ms_label, render_text
+from lightning_ort.compiler.report_view import in_use, share
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
 __all__ = [
@@ -260,9 +261,13 @@ class CompileReport:
 
     @property
     def ort_node_fraction(self) -> float:
-        """Share of the compute nodes that ONNX Runtime runs, 0 to 1."""
-        total = sum(graph.num_nodes for graph in self.graphs)
-        return sum(graph.num_ort_nodes for graph in self.graphs) / total if total else 0.0
+        """Share of the compute nodes of all compiled graphs that ONNX Runtime runs, 0 to 1."""
+        return share(self.graphs)
+
+    @property
+    def ort_node_fraction_in_use(self) -> float:
+        """The same share of the graphs that stay in use: those of a step that goes on in PyTorch do not count."""
+        return share(in_use(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain types for JSON."""

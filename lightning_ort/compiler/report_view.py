@@ -101,7 +101,7 @@ def share_text(report: "CompileReport") -> str:
     if not used:
         return f"nothing compiled stays in use (while it was tried, {compiled})"
     everything = f"{report.ort_node_fraction:.0%} of all compiled"
-    return f"{share(used):.0%} of the compute nodes in use on ONNX Runtime ({everything})"
+    return f"{report.ort_node_fraction_in_use:.0%} of the compute nodes in use on ONNX Runtime ({everything})"
 
 
 def speedup(report: "CompileReport") -> float | None:

@@ -81,7 +81,7 @@ class RunReport:
         if trainer.interrupted:  # Lightning has closed the loggers
             return
         figures = {
-            "ort/node_fraction": report.ort_node_fraction,
+            "ort/node_fraction": report.ort_node_fraction_in_use,
             "ort/runs": report.ort_runs,
             "ort/fallbacks": len(report.fallbacks),
         }

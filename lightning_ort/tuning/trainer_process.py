@@ -23,7 +23,6 @@ from torch import Tensor
 from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
-from lightning_ort.compiler.report_view import in_use, share
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
 _SECONDS_TO_END = 2.0  # of a process that was asked to
@@ -303,7 +302,7 @@ def summary_of(strategy: Any) -> Summary:
     report = getattr(strategy, "report", None)
     if not isinstance(report, CompileReport):
         return Summary()
-    return Summary(share(in_use(report)), report.ort_runs, [str(line) for line in report.optimizers])
+    return Summary(report.ort_node_fraction_in_use, report.ort_runs, [str(line) for line in report.optimizers])
 
 
 def _is_settled(strategy: Any) -> bool:

@@ -101,6 +101,8 @@ def test_what_is_in_use() -> None:
     assert "of the compute nodes in use on ONNX Runtime" in found.to_text()
     lost = CompileReport(found.graphs[2:], run=RunReport(steps=found.steps[1:]))
     assert "nothing compiled stays in use" in lost.to_text()
+    assert lost.ort_node_fraction > lost.ort_node_fraction_in_use == 0
+    assert 0 < found.ort_node_fraction_in_use != found.ort_node_fraction
 
 
 def test_equal_regions_share_a_row() -> None:

@@ -103,7 +103,7 @@ def test_figures_for_the_loggers(make_trainer: Callable[..., Any], tmp_path: Pat
     assert row.pop("ort/steps_per_second") > 0
     assert row == {
         "step": trainer.global_step,
-        "ort/node_fraction": report.ort_node_fraction,
+        "ort/node_fraction": report.ort_node_fraction_in_use,
         "ort/runs": report.ort_runs,
         "ort/fallbacks": 0,
     }
