@@ -64,6 +64,7 @@ class ReasonType(enum.Enum):
     BUDGET = "compile budget used up"
     NOT_COMPILED = "not compiled"
     NOT_TRIED = "not tried"
+    INDUCTOR_WON = "compiled by inductor"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     NOT_TIMED = "could not be timed"

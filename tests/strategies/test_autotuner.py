@@ -280,7 +280,7 @@ def test_engine_auto_keeps_inductor_where_it_wins(
     assert report.ort_runs > 0
     assert calls > STEPS - 3 * (ROUNDS + 2)
     (note,) = report.notes
-    assert note.reason.type is ReasonType.SLOWER
+    assert note.reason.type is ReasonType.INDUCTOR_WON
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
 
 

@@ -90,10 +90,9 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
     (step,) = report.steps
     assert step.ms.keys() == {"torch", "inductor"}  # what has lost is not tried again
     assert step.engine == "inductor"
-    texts = [note.reason.text for note in report.notes if note.reason.type is ReasonType.SLOWER]
-    assert texts == [
-        "3 s captured, 2 s as it is; it is left as it is",
-        "2 s as it is, 1 s compiled by inductor, which keeps it",
+    assert [(note.reason.type, note.reason.text) for note in report.notes] == [
+        (ReasonType.SLOWER, "3 s captured, 2 s as it is; it is left as it is"),
+        (ReasonType.INDUCTOR_WON, "2 s as it is, 1 s compiled by inductor"),
     ]
     assert report.run.saved_seconds > 0
     assert module.losses == pytest.approx(losses, rel=1e-4)
@@ -163,6 +162,8 @@ def test_later_runs_try_what_won_at_once(
     assert report.graphs == []
     assert compiled
     assert [step.engine for step in report.steps] == ["inductor"]
+    (note,) = [note for note in report.notes if note.reason.type is ReasonType.NOT_TRIED]
+    assert note.reason.text == "ONNX Runtime: an earlier run found it slower captured (3 s ort, 2 s torch)"
     compiled.clear()
     assert fit(make_trainer, cache_dir=None)[1].ort_runs > 0
     assert compiled == []

@@ -31,6 +31,7 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
@@ -101,7 +102,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._record_choice(ReasonType.NOT_COMPILED, gate.why_closed)
             run.waiting = run.waiting or f"{self._name}: {gate.why_closed}"
         else:
-            self._record_choice(ReasonType.NOT_TRIED, f"inductor: {gate.why_closed.partition(';')[0]}", announced=True)
+            waiting = LABELS[next(iter(gate.decisions))]
+            self._record_choice(ReasonType.NOT_TRIED, f"{waiting}: {gate.why_closed.partition(';')[0]}", announced=True)
 
     @property
     def timer(self) -> StepAutotuner | None:
@@ -141,6 +143,7 @@ class CapturedStep(AbstractContextManager[None]):
             elif reads_logged(self._function, type(self._module.module)):
                 self._record_choice(ReasonType.STATIC_RULE, f"it reads logged values; {_CHOICE['modules']}")
                 mode = "modules"
+        self._account.milliseconds = {}  # of another step
         stages = self._module.stages if mode != "off" else ()
         self._trials.wait(stages)
         self._set_mode(mode)

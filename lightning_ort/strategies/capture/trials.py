@@ -78,7 +78,7 @@ class StepTrials:
         self._out.add(engine)
         if self._checks.after:
             return True
-        if self.timer is not None:
+        if self.timer is not None and engine in self.timer.engines:
             self.timer.drop(engine)
         return False
 
@@ -120,8 +120,8 @@ class StepTrials:
         self.engine = cast("Engine", fastest)
         if fastest in inductor.ENGINES and not checked:
             rival = "ort" if "ort" in times else "torch"
-            text = f"{_took(rival, times[rival])}, {_took(fastest, times[fastest])}, which keeps it"
-            self._module.record_choice(self._name, ReasonType.SLOWER, text, announced=True)
+            text = f"{_took(rival, times[rival])}, {_took(fastest, times[fastest])}"
+            self._module.record_choice(self._name, ReasonType.INDUCTOR_WON, text, announced=True)
 
     def _agreed(self, times: dict[str, float]) -> dict[str, float]:
         agree = self._module.backend.agree
