@@ -190,7 +190,7 @@ def _compiler() -> Iterator[Finding]:
     if (found := cpp_compiler()) is not None:
         yield Finding("C++ compiler", "ok", found)
     else:
-        text = "no g++ or clang++; inductor and DeepSpeed's optimizers need one"
+        text = f"no {os.environ.get('CXX', 'g++')} on the PATH; inductor and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
 
 

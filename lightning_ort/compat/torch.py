@@ -3,6 +3,7 @@
 Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch version that it was read in.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -257,6 +258,13 @@ def generate_boxed_code(graph: fx.Graph) -> None:
 def default_store() -> "torch.distributed.Store | None":
     """The key-value store of the default process group; ``None`` if it has none, as with MPI (torch 2.13)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def inductor_cache_folder() -> str:
+    """Where inductor keeps what it has compiled; torch's own function creates the folder (torch 2.13)."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # torch does not load it with itself
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def cpu_has_fast_bfloat16() -> bool:

@@ -182,31 +182,91 @@ def test_an_inductor_that_fails_changes_nothing(
     (note,) = [note for note in report.notes if note.reason.type is ReasonType.INDUCTOR_FAILED]
     assert "no C++ compiler" in note.reason.text
     assert report.steps[-1].engine == ("ort" if ort < 2 else "torch")
+    assert report.run.verdict.startswith("not worth it") == (ort > 2)
     assert report.ort_runs > 0
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 
 class Growing(Long):
-    """Larger batches from one step on, which dynamo compiles again."""
+    """Larger batches from time to time, which dynamo compiles again."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step([part[: 4 + batch_idx // 40] for part in batch], batch_idx)
+        return super().training_step([part[: 2 + batch_idx // self.every] for part in batch], batch_idx)
 
 
+@pytest.mark.parametrize("every", [20, 25, 30])
 def test_recompiling_beyond_the_budget_drops_inductor_alone(
-    make_trainer: Callable[..., Any], script: Any, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+    every: int, make_trainer: Callable[..., Any], script: Any, compiled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(torch=2 * SECOND, ort=1.95 * SECOND, inductor=1 * SECOND)
-    stock = fit(make_trainer, Growing(), "auto")[0]
+    stock = fit(make_trainer, Growing(every), "auto")[0]
     spend = CompileBudget.spend
     monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 10.0)
     # what inductor compiles counts as more than is allowed
     monkeypatch.setattr(CompileBudget, "spend", lambda self, seconds: spend(self, 20.0 if compiled else 0.0))
-    module, report = fit(make_trainer, Growing())
+    module, report = fit(make_trainer, Growing(every))
     assert compiled
     assert report.ort_runs > 0
     assert report.steps
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+def test_other_sizes_run_as_they_are_once_inductor_has_won(
+    make_trainer: Callable[..., Any], script: Any, compiled: list[int]
+) -> None:
+    class LastBatches(Long):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx > STEPS - 10:
+                batch = [part[: 1 + STEPS - batch_idx] for part in batch]
+                assert not torch.compiler.is_compiling()
+            return super().training_step(batch, batch_idx)
+
+    script(torch=2 * SECOND, ort=3 * SECOND, inductor=1 * SECOND)
+    stock = fit(make_trainer, LastBatches(), "auto")[0]
+    module, report = fit(make_trainer, LastBatches())
+    assert report.steps[-1].engine == "inductor"
+    assert len(compiled) == 1
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(("steps", "captured"), [(2, True), (STEPS, False)])
+def test_a_deterministic_run_ends_the_waiting(
+    steps: int, captured: bool, make_trainer: Callable[..., Any], script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is tried, and after ONNX Runtime has lost, while inductor waits."""
+    script(torch=2 * SECOND, ort=3 * SECOND)
+    monkeypatch.setattr(budget, "_INDUCTOR_COST", 1e9)
+    strategy, module = ORTStrategy(config={"start": "amortized"}), Long()
+    settings = {"limit_val_batches": 0, "max_epochs": 1}
+    make_trainer(strategy=strategy, limit_train_batches=steps, **settings).fit(module)
+    assert bool(strategy.report.graphs) != captured
+    before = strategy.report.ort_runs
+    monkeypatch.setattr(budget, "_INDUCTOR_COST", 0.0)  # it would pay now
+    make_trainer(strategy=strategy, deterministic=True, limit_train_batches=8, **settings).fit(module)
+    assert (strategy.report.ort_runs > before) == captured
+
+
+def test_an_inductor_that_failed_is_no_cheap_start(
+    make_trainer: Callable[..., Any], script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        tried.append(1)
+        raise RuntimeError("no C++ compiler")
+
+    tried: list[int] = []
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    script(torch=2 * SECOND, ort=3 * SECOND)
+    report = fit(make_trainer)[1]
+    assert tried
+    assert [step.ms.keys() for step in report.steps] == [{"ort", "torch"}]  # the trial that was
+    tried.clear()
+    monkeypatch.setattr(budget, "_INDUCTOR_COST", 1e9)
+    assert fit(make_trainer)[1].graphs == []
+    assert tried == []
 
 
 def test_which_runs_have_the_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +285,16 @@ def test_which_runs_have_the_second_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_compiler_is_the_one_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"my-g++": "/opt/my-g++", "clang++": "/usr/bin/clang++"}
+    found = {"my-g++": "/opt/my-g++", "g++": "/usr/bin/g++", "clang++": "/usr/bin/clang++"}
     monkeypatch.setattr(inductor.shutil, "which", found.get)
     monkeypatch.setenv("CXX", "my-g++")
     assert inductor.cpp_compiler() == "/opt/my-g++"
+    monkeypatch.setenv("CXX", "absent")  # torch looks for no other
+    assert inductor.cpp_compiler() is None
     monkeypatch.delenv("CXX")
+    monkeypatch.setattr(inductor.sys, "platform", "linux")
+    assert inductor.cpp_compiler() == "/usr/bin/g++"
+    monkeypatch.setattr(inductor.sys, "platform", "darwin")
     assert inductor.cpp_compiler() == "/usr/bin/clang++"
     found.clear()
     assert inductor.cpp_compiler() is None
@@ -268,10 +333,10 @@ class Rank:
     def outlook(self, name: str, done: int) -> Outlook:
         return Outlook(10_000 - done, done, 10_000 - done)
 
-    def step(self) -> str | None:
+    def step(self, busy: bool = False) -> str | None:
         self.now += self.seconds
         ms = {"torch": 1000 * self.seconds, "ort": 1100 * self.seconds}
-        opened = self.gate.opens(None, ms, busy=False)
+        opened = self.gate.opens(None, ms, busy)
         self.module.trainer.fit_loop.batch_idx += 1  # type: ignore[union-attr]
         return opened
 
@@ -286,3 +351,14 @@ def test_ranks_open_alike_and_between_windows() -> None:
     assert all(index % 2 == 0 for index in at.values())
     alone = Rank(0.001, {})
     assert not any(alone.step() for _ in range(12))
+
+
+def test_ranks_decide_alike_though_their_trials_take_longer() -> None:
+    store: dict[str, Any] = {}
+    ranks = [Rank(0.1, store), Rank(0.001, store)]
+    for rank, trial in zip(ranks, (2, 20), strict=True):
+        while rank.step() != "ort":
+            pass
+        for _ in range(trial):
+            assert rank.step(busy=True) is None
+        assert "inductor" in [rank.step() for _ in range(2)]

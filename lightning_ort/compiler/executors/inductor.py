@@ -3,12 +3,14 @@
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lightning_ort.compat.torch import tree_map
+from lightning_ort.compat.torch import inductor_cache_folder, tree_map
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
@@ -18,8 +20,13 @@ ENGINES: Final = (NAME, GRAPHS)
 
 def cpp_compiler() -> str | None:
     """Return the C++ compiler that inductor calls on a CPU, or ``None`` if there is none."""
-    names = (os.environ.get("CXX"), "g++", "clang++", "cl")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return shutil.which(os.environ.get("CXX", default))
+
+
+def has_cache() -> bool:
+    """Return whether torch has kept graphs that inductor has compiled; its folder is a temporary one by default."""
+    return Path(inductor_cache_folder(), "fxgraph").is_dir()
 
 
 def compile_arguments(engine: str, masks: DropoutMasks) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class StepAccount:
         self.milliseconds: dict[str, float] = {}  # of the step on each engine, as the last trial found
         self.stage: Stage = "all"  # what was tried last
         self._found: dict[str, float] = {}  # by the trial of that stage
+        self._gave_up = False  # that stage
+        self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
         self._announcement = Announcement(name)
 
@@ -50,13 +52,20 @@ class StepAccount:
         self._store()
         self.stage, self._history = stage, gate.histories[stage]
         self._usual, self._done = gate.step_seconds, gate.done - 1  # the current one is counted next
-        self._spent, self._found, self.exceeded = 0.0, {}, ""
+        self._spent, self._found, self._gave_up, self.exceeded = 0.0, {}, False, ""
         self._announcement = Announcement(self._name)
+
+    def give_up(self, engine: "Engine", is_last: bool) -> None:
+        """Go on without an engine; if it is what is tried now, later runs do not take that for a start."""
+        if engine == self.stage:
+            self._gave_up, self.exceeded = True, ""
+        if is_last:
+            self._announcement.end(self._module.module.trainer, f"{engine} is given up; the step stays in PyTorch")
 
     def _store(self) -> None:
         module = self._module
         if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
-            self._history.store(module.backend, self._spent, self._found, not self.exceeded)
+            self._history.store(module.backend, self._spent, self._found, not (self.exceeded or self._gave_up))
         self._history = None  # what later runs spend is not what a start takes
 
     def count_step(self, in_trial: bool) -> None:
@@ -72,8 +81,9 @@ class StepAccount:
     def begin_call(self, engine: "Engine") -> None:
         """Start the clock for a call that may compile for an engine."""
         self._module.begin_run()  # of a step that an earlier run has captured
+        self._engine = engine
         if not self._announcement.started:
-            self._announcement.start(self._module.module.trainer, engine)
+            self._announcement.start(self._module.module.trainer, engine if self.stage == "all" else self.stage)
         self._call_start = time.perf_counter()
 
     def end_compiling_call(self, outcome: "Outcome", is_timed: bool) -> None:
@@ -82,13 +92,15 @@ class StepAccount:
         self._announcement.add(seconds)
         if not is_timed:
             self._announcement.end(self._module.module.trainer, "not timed against PyTorch, as the settings say")
+        budget, allowed = self._module.budget, self._allowed
+        left = allowed - budget.charged
         self._spend(seconds - self._usual)
-        allowed = self._allowed
+        if self._engine == "inductor" == self.stage and not (self._found or outcome.recompiles):
+            # it has compiled all that the step needs, and its trial takes far less than that did
+            budget.exempt += max(0.0, seconds - self._usual - max(0.0, left) / 2)
         # one that has ended well is not thrown away for a little
         limit = allowed if outcome.graph_breaks or outcome.recompiles else GRACE * allowed
-        if self.stage == "inductor" and not outcome.recompiles:
-            limit = math.inf  # it has compiled all that the step needs, which took far longer than its trial will
-        spent, agree = self._module.budget.spent, self._module.backend.agree
+        spent, agree = budget.charged, self._module.backend.agree
         exceeded = spent > limit
         if agree is not None and self._module.amortized:
             exceeded = agree(f"stop/{self._name}/{self._done}", {"stops": float(exceeded)})["stops"] > 0
@@ -102,7 +114,7 @@ class StepAccount:
     def stops_compiling(self) -> bool:
         """Return whether the call that runs has taken so much that what is left of it is not compiled."""
         seconds = time.perf_counter() - self._call_start
-        return self._module.budget.spent + seconds > STOP * self._allowed
+        return self._module.budget.charged + seconds > STOP * self._allowed
 
     def settle(self, times: dict[str, float], overhead: float) -> None:
         """Count a trial: the time of the step on each engine in ms, and the seconds that it took."""
@@ -146,4 +158,7 @@ class StepAccount:
         module.budget.spend(seconds)
         key = (self._name, self.stage)
         module.startup_seconds[key] = module.startup_seconds.get(key, 0.0) + seconds
-        module.backend.report.run.startup_seconds += seconds
+        run = module.backend.report.run
+        run.startup_seconds += seconds
+        if run.saved_seconds < run.startup_seconds:
+            run.paid_after = None

@@ -82,6 +82,7 @@ class CompileBudget:
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.spent = 0.0
+        self.exempt = 0.0  # of these seconds, those that nobody is blamed for
         self._share = share
         self._start: float | None = None
 
@@ -93,6 +94,11 @@ class CompileBudget:
     def spend(self, seconds: float) -> None:
         """Add what was spent."""
         self.spent += max(0.0, seconds)
+
+    @property
+    def charged(self) -> float:
+        """The seconds that count against what is allowed."""
+        return self.spent - self.exempt
 
     @property
     def elapsed(self) -> float:
@@ -135,6 +141,7 @@ class StartDecision:
         self._name = name
         self._budget = budget
         self.next = FIRST  # when so many steps are done
+        self._decisions = 0
 
     @property
     def due(self) -> bool:
@@ -156,12 +163,14 @@ class StartDecision:
         """
         self.next = max(self.done + 1, math.ceil(GROWTH * self.done))
         saving = fraction * step_seconds * self._budget.steps_left(self.done, outlook)
-        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.spent)
+        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.charged)
         if self.estimate is None or estimate.saving > self.estimate.saving:
             self.estimate = estimate
         starts = estimate.pays
         if agree is not None:
-            starts = agree(f"start/{self._name}/{self.done}", {"starts": float(starts)})["starts"] > 0
+            # counted in decisions, since trials, in which none is made, are not equally long in all processes
+            self._decisions += 1
+            starts = agree(f"start/{self._name}/{self._decisions}", {"starts": float(starts)})["starts"] > 0
         return starts
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
+from lightning_ort.compiler.executors import inductor
 from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.strategies.capture import budget, outlook
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
@@ -178,6 +179,8 @@ class History:
     def _cost(self, module: "CapturedModule", cold: float | None = None, warm: float | None = None) -> float:
         modules, seconds = module.leaf_modules, module.startup_seconds
         if self.stage == "inductor":
+            if cold is not None and not inductor.has_cache():
+                return cold
             return budget.inductor_cost(modules, seconds.get((self.step, "ort"), 0.0), cold, warm)
         training = seconds.get((outlook.TRAINING, self.stage))
         return budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())

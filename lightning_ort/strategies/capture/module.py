@@ -4,7 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
 
+_NO_CONTEXT = nullcontext()
 Mode = Literal["step", "modules", "off"]
 
 _unused_regions: list[dynamo.Region] = []  # what dynamo has compiled for modules that are gone
@@ -214,6 +215,14 @@ class CapturedModule:
         dynamo.release_backend(self.backend)
         self._regions.append(dynamo.region_of(compiled))
         return inductor.with_own_results(compiled) if engine == inductor.GRAPHS else compiled
+
+    def stance(self, keeps: bool) -> AbstractContextManager[Any]:
+        """Return a context in which, if wanted, what would have to be compiled again runs as it is.
+
+        Of inductor's steps these are the last batches of epochs, which are smaller: they are few, and compiling for
+        them takes as long as the first time.
+        """
+        return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
 
     def module_shims(self, engine: Engine) -> ModuleShims:
         """Return the compiled children, for module mode."""

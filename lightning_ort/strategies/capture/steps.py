@@ -88,8 +88,14 @@ class CapturedStep(AbstractContextManager[None]):
         report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
         if report.run.waiting.startswith(f"{self._name}: "):
             report.run.waiting = ""
-        if self._gate is not None:
+        if self._gate is not None and self._module.amortized:
             self._gate = self._module.new_gate(self._name, list(self._gate.decisions))
+        elif self._gate is not None:
+            self._gate = None
+            if self._uncaptured:
+                self._uncaptured = False
+                self._trials.wait(())
+                self._set_mode(self._mode)
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
@@ -188,12 +194,14 @@ class CapturedStep(AbstractContextManager[None]):
             self._set_mode(self._mode if self._uncaptured else self._left)
         self._gate = gate if gate.decisions else None
         self._uncaptured = False
+        self._recompiling = self._recompiled = 0
 
     def _stop_compiling(self, stage: Stage, why: str) -> None:
         """Give up what takes too much to compile; what is captured otherwise stays."""
         if stage == "inductor" and self._trials.has_others(stage):
-            self._account.exceeded, self._gate = "", None
-            self._drop(stage, why)
+            self._gate = None
+            self._module.backend.report.run.waiting = ""
+            self._drop(stage, why, ReasonType.BUDGET)
         else:
             self._change_mode("off", ReasonType.BUDGET, why)
 
@@ -237,7 +245,8 @@ class CapturedStep(AbstractContextManager[None]):
             try:
                 shims.install()
                 monitor.begin()
-                output = call(*args, **kwargs)
+                with self._module.stance(self._trials.has_won(engine)):
+                    output = call(*args, **kwargs)
             finally:
                 monitor.end()
                 shims.remove()
@@ -309,11 +318,17 @@ class CapturedStep(AbstractContextManager[None]):
                 text = f"{self._recompiled} steps compiled again"
                 self._change_mode("modules", ReasonType.RECOMPILING, text)
 
-    def _drop(self, engine: Engine, why: str) -> None:
+    def _drop(self, engine: Engine, why: str, kind: ReasonType = ReasonType.INDUCTOR_FAILED) -> None:
         """Go on without one of inductor's engines."""
         was_used = self._trials.give_up(engine)
-        self._record_choice(ReasonType.INDUCTOR_FAILED, f"{why}; {engine} is {'given up' if was_used else 'not tried'}")
-        if was_used:
+        is_last = self._trials.is_over_without
+        self._account.give_up(engine, is_last)
+        self._record_choice(kind, f"{why}; {engine} is {'given up' if was_used else 'not tried'}")
+        if is_last:
+            gate, self._left = self._gate, self._mode
+            self._set_mode("off")
+            self._gate = gate
+        elif was_used:
             self._set_mode(self._mode)
 
     def _leave(self, text: str) -> None:

@@ -33,6 +33,7 @@ class StepTrials:
         self._mode = ""
         self._out: set[Engine] = set()  # failed, or lost against others while there is more to try
         self._waiting: set[Engine] = set()  # to be tried
+        self._in_turn = False  # whether engines are tried one after the other
         self._checks = Checks()
         self._report: StepReport | None = None  # of the last trial
         self._continues = False  # whether the trial that runs goes on from the last one
@@ -46,7 +47,7 @@ class StepTrials:
     def wait(self, stages: "Sequence[Stage]") -> None:
         """Leave these out of trials until they are admitted."""
         self._waiting = {stage for stage in stages if stage != "all"}
-        self._continues = False
+        self._in_turn, self._continues, self._report = bool(self._waiting), False, None
 
     def admit(self, stage: "Stage") -> None:
         """Try this against what has won so far, if the step is captured; else :meth:`restart` does that."""
@@ -56,8 +57,18 @@ class StepTrials:
             self._checks, self.timer = Checks(), self._new_timer()
 
     def has_others(self, stage: "Stage") -> bool:
-        """Return whether a trial runs in which something else than this is captured, too."""
-        return self.timer is not None and any(engine not in (stage, "torch") for engine in self.timer.engines)
+        """Return whether a trial of this runs in which something else is captured, too."""
+        engines = set[str]() if self.timer is None else set(self.timer.engines)
+        return stage in engines and bool(engines - {stage, "torch"})
+
+    def has_won(self, engine: Engine) -> bool:
+        """Return whether an engine is inductor's, and in use since it won."""
+        return self._in_turn and engine in inductor.ENGINES and engine == self.engine
+
+    @property
+    def is_over_without(self) -> bool:
+        """Whether only the step as it is is left to time."""
+        return self._in_turn and self.timer is not None and set(self.timer.engines) == {"torch"}
 
     def _new_timer(self) -> StepAutotuner | None:
         return self._module.new_autotuner(self._name, self._out | self._waiting)
@@ -98,7 +109,8 @@ class StepTrials:
         """Keep the fastest engine; all processes of a run go by the times of the one that is done first."""
         checked, self.timer = self._checks.after, None
         times = self._agreed(timer.milliseconds)
-        self._account.settle(times, timer.overhead(self.engine if checked else "torch"))
+        in_use = (checked or self._continues) and self.engine in timer.engines
+        self._account.settle(times, timer.overhead(self.engine if in_use else "torch"))
         steps = self._module.backend.report.steps
         if (checked or self._continues) and self._report in steps:
             steps.remove(self._report)
@@ -107,7 +119,7 @@ class StepTrials:
         self._checks.schedule()
         fastest = min(times, key=times.__getitem__)
         others = [cast("Engine", engine) for engine in times if engine not in (fastest, "torch")]
-        if self._waiting:
+        if self._in_turn:
             self._out.update(others)  # what is tried next is tried against the winner
         if fastest == "torch":
             rivals = ["ort"] if "ort" in others else sorted(others, key=times.__getitem__)[:1]
