@@ -82,7 +82,9 @@ def main() -> None:
         ((name, steps),) = pairs
         args.output.write_text(json.dumps(fit(name, args.variants[0], steps)), encoding="utf-8")
         return
-    table = Table("module", "variant", "fit s", "start-up s", "ms a step", "peak MB", "last loss", "the step was timed")
+    table = Table(
+        "module", "variant", "steps", "fit s", "start-up s", "ms a step", "peak MB", "last loss", "the step was timed"
+    )
     for name, steps in pairs:
         with tempfile.TemporaryDirectory() as caches:
             for variant in args.variants:
@@ -90,7 +92,9 @@ def main() -> None:
                 timed = "\n".join(found.get("steps") or ["-"])
                 seconds = found["seconds"]
                 numbers = (f"{seconds:.1f}", f"{found.get('start_up', 0.0):.1f}", f"{1000 * seconds / steps:.2f}")
-                table.add_row(name, variant, *numbers, f"{found['peak']:.0f}", f"{found['loss']:.1e}", timed)
+                table.add_row(
+                    name, variant, str(steps), *numbers, f"{found['peak']:.0f}", f"{found['loss']:.1e}", timed
+                )
     Console(width=140).print(table)
 
 

@@ -24,6 +24,20 @@ def speed(found: dict, module: str, variant: str) -> str:
     return f"{found[module][variant]['speed']:.2f}x"
 
 
+def whole_fits() -> dict[tuple[str, str], float]:
+    """Seconds by module and variant; the columns are module, variant, steps, seconds."""
+    lines = front_page.newest("whole-fits").read_text(encoding="utf-8").replace("│", " ").splitlines()
+    rows = [row for row in map(str.split, lines) if row[1:2] in (["off"], ["ort"], ["again"])]
+    return {(row[0], row[1]): float(row[3]) for row in rows}
+
+
+FITS = whole_fits()
+
+
+def ratio(module: str) -> str:
+    return f"{FITS[module, 'off'] / FITS[module, 'ort']:.2f}x"
+
+
 ORT_OVER_FUSED = front_page.mean(rows["ort"]["speed"] / rows[front_page.FUSED]["speed"] for rows in ZOO.values())
 SMALL = BASELINE["SmallGPT"]
 # page, text around the figure, figure
@@ -35,6 +49,8 @@ CLAIMS = {
         ("memory alone were {}", overall("off", BASELINE)),
         ("`ort` with ONNX Runtime {}", overall("ort", BASELINE)),
         ("a small GPT, ran {}", f"{SMALL['off']['ms'] / SMALL['ort']['ms']:.2f}x"),
+        ("start-up\n  included: {}.", ratio("ResNet")),
+        ("took 372 s and 321 s: {}.", ratio("Llama")),
         ('`precision="bf16-mixed"` is {}', speed(PRECISION, "BERT", "stock@bf16-mixed")),
         ("`ort` with it {}", speed(PRECISION, "BERT", "ort@bf16-mixed")),
         ("gained\n{} in the benchmark above (`GPT, batch 1 x 64`)", speed(ZOO, "SmallGPT", "ort")),
@@ -45,6 +61,7 @@ CLAIMS = {
         ("can use too, is {}", overall(front_page.FUSED)),
         ("six of them new, `ort` was {}", overall("ort", BASELINE)),
         ("and {} came from that optimizer", overall("off", BASELINE)),
+        ("was {} as fast as with that optimizer and memory", ratio("ResNet")),
         ("BERT is {}", speed(PRECISION, "BERT", "ort@bf16-mixed")),
     ],
     "docs/quick_start.md": [("sizes is {} times as fast", speed(ZOO, "SmallGPT", "ort").rstrip("x"))],
@@ -59,6 +76,13 @@ def test_figure_is_that_of_the_newest_file(page: str, text: str, figure: str) ->
     assert text.format(figure) in (ROOT / page).read_text(encoding="utf-8")
 
 
+def test_seconds_of_whole_fits() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for module in ("ResNet", "Llama"):
+        for variant in ("off", "ort"):
+            assert f"{FITS[module, variant]:.0f} s" in text
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_no_other_figure_is_claimed(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -71,7 +95,7 @@ def test_no_other_figure_is_claimed(page: str) -> None:
 
 def test_pages_name_the_newest_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for kind in ("zoo", "precision"):
+    for kind in ("zoo", "precision", "whole-fits"):
         assert f"](benchmarks/results/{front_page.newest(kind).name})" in text
 
 
