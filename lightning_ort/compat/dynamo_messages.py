@@ -64,8 +64,9 @@ def is_about_numbers(error: BaseException) -> bool:
 
 
 def is_known(graph_break: str) -> bool:
-    """Return whether a graph break is the user's wish, or is reported elsewhere as a backend's (torch 2.13)."""
-    return graph_break.startswith(("Call to `torch._dynamo.graph_break()`", "Backend compiler exception"))
+    """Return whether a graph break is somebody's wish, or is reported elsewhere as a backend's (torch 2.13)."""
+    wished = ("Call to `torch._dynamo.graph_break()`", "DDPOptimizer intentional")  # the buckets of ddp, for inductor
+    return graph_break.startswith((*wished, "Backend compiler exception"))
 
 
 def plain_reason(message: str) -> str:

@@ -124,6 +124,7 @@ def test_is_known() -> None:
     torch.compile(breaks, backend="eager")(torch.ones(2))
     (entry,) = torch._dynamo.utils.graph_break_reasons[before:]
     assert dynamo_messages.is_known(entry.reason)
+    assert dynamo_messages.is_known("DDPOptimizer intentional graph-break (See Note [DDPOptimizer]).")
     assert not dynamo_messages.is_known("Data-dependent branching")
 
 
