@@ -28,7 +28,7 @@ from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
-from lightning_ort.compiler.executors.inductor import cpp_compiler
+from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
@@ -190,7 +190,7 @@ def _compiler() -> Iterator[Finding]:
     if (found := cpp_compiler()) is not None:
         yield Finding("C++ compiler", "ok", found)
     else:
-        text = f"no {os.environ.get('CXX', 'g++')} on the PATH; inductor and DeepSpeed's optimizers need one"
+        text = f"no {cpp_compiler_name()} on the PATH; inductor and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
 
 

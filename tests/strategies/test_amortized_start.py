@@ -1,6 +1,5 @@
 """Steps run as they are until compiling pays, and then go on captured; what the report says of it."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort._imports import LIGHTNING
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
@@ -68,20 +66,13 @@ def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs
 
 
 @pytest.fixture
-def compiling_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiling_is_free(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> None:
     """It is expected to pay for the shortest run, and may take as long as it does."""
     monkeypatch.setattr(budget, "_COST", 0.0)
     monkeypatch.setattr(budget, "_COST_PER_MODULE", 0.0)
     monkeypatch.setattr(budget, "_FIRST_COMPILATION", 0.0)
     monkeypatch.setattr(budget, "_EVALUATION", 0.0)
     monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e6)
-    measure = timing.measure
-
-    def favourably(*args: Any) -> Any:
-        measured = measure(*args)
-        return dataclasses.replace(measured, ms={**measured.ms, "ort": 0.0})
-
-    monkeypatch.setattr(timing, "measure", favourably)
 
 
 def test_a_short_fit_compiles_nothing(make_trainer: Callable[..., Any]) -> None:

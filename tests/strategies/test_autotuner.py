@@ -1,6 +1,5 @@
 """Steps are timed on each engine, on the run's own batches, and go on with the fastest."""
 
-import dataclasses
 import gc
 import time
 import weakref
@@ -33,18 +32,6 @@ class Long(Small):
 
     def train_dataloader(self) -> Any:
         return loader(8 * STEPS)
-
-
-@pytest.fixture
-def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions go to ONNX Runtime, however small: it is the steps that are timed here."""
-    measure = timing.measure
-
-    def favourably(*args: Any) -> Any:
-        measured = measure(*args)
-        return dataclasses.replace(measured, ms={**measured.ms, "ort": 0.0})
-
-    monkeypatch.setattr(timing, "measure", favourably)
 
 
 def fit(module: Small, make_trainer: Callable[..., Any], strategy: Any, **kwargs: Any) -> Any:

@@ -18,10 +18,14 @@ GRAPHS: Final = "inductor-graphs"  # with its kernels recorded as CUDA graphs: t
 ENGINES: Final = (NAME, GRAPHS)
 
 
+def cpp_compiler_name() -> str:
+    """Return the name of the one C++ compiler that inductor looks for on a CPU."""
+    return os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+
+
 def cpp_compiler() -> str | None:
-    """Return the C++ compiler that inductor calls on a CPU, or ``None`` if there is none."""
-    default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    return shutil.which(os.environ.get("CXX", default))
+    """Return where that compiler is, or ``None`` if there is none."""
+    return shutil.which(cpp_compiler_name())
 
 
 def has_cache() -> bool:

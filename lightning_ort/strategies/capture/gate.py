@@ -102,7 +102,7 @@ class StartGate:
             history = self.histories[stage]
             fraction = history.fraction
             if fraction is None:
-                fraction = budget.inductor_fraction() if stage == "inductor" else budget.prior_fraction(seconds)
+                fraction = budget.INDUCTOR_SAVED if stage == "inductor" else budget.prior_fraction(seconds)
             cost = history.cost(module)
             more = max(0.0, fraction - gained)
             if decision.decide(seconds, more, cost, view, module.backend.agree):

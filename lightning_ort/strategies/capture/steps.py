@@ -325,17 +325,14 @@ class CapturedStep(AbstractContextManager[None]):
         self._account.give_up(engine, is_last)
         self._record_choice(kind, f"{why}; {engine} is {'given up' if was_used else 'not tried'}")
         if is_last:
-            gate, self._left = self._gate, self._mode
-            self._set_mode("off")
-            self._gate = gate
+            self._set_mode("off", may_return=True)
         elif was_used:
             self._set_mode(self._mode)
 
     def _leave(self, text: str) -> None:
         """Leave the step as it is, which is faster; what waits may be faster yet."""
-        gate, self._left = self._gate, self._mode
-        self._change_mode("off", ReasonType.SLOWER, text, announced=True)
-        self._gate = gate
+        self._set_mode("off", may_return=True)
+        self._record_choice(ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
 
     def _fall_back(self, kind: ReasonType, text: str, error: BaseException | None = None) -> None:
         """Report that a part of the step cannot be captured; capture its child modules instead, or nothing."""
@@ -351,15 +348,18 @@ class CapturedStep(AbstractContextManager[None]):
         text += " (no result changes)"
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
-    def _change_mode(self, mode: Mode, kind: ReasonType, why: str, announced: bool = False) -> None:
+    def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
         self._set_mode(mode)
-        self._record_choice(kind, f"{why}; {_CHOICE[mode]}", announced)
+        self._record_choice(kind, f"{why}; {_CHOICE[mode]}")
 
-    def _set_mode(self, mode: Mode) -> None:
+    def _set_mode(self, mode: Mode, may_return: bool = False) -> None:
+        """Capture the step in another way; ``may_return`` lets what waits be tried later though nothing is captured."""
         dynamo.release_regions([dynamo.region_of(compiled) for compiled in self._compiled.values()])
-        self._mode, self._compiled = mode, {}
-        if mode == "off":
+        if may_return:
+            self._left = self._mode
+        elif mode == "off":
             self._gate = None
+        self._mode, self._compiled = mode, {}
         self._recompiling = self._recompiled = 0
         self._account.close()
         self._trials.restart(mode)
