@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
-from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, is_view, values_of
+from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -76,7 +76,7 @@ class _Lines:
             called = "" if node.op in ("placeholder", "output", "get_attr") else _name_of(node.target)
         if values is None:
             values = [] if node.op == "output" else values_of(node)
-        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')}"
+        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')} {node.meta.get(MIXED, '')}"
         self._lines.append(f"{number} {op} {called} {arguments} {';'.join(map(self._kind, values))} {conversion}")
 
     def _kind(self, value: Any) -> str:

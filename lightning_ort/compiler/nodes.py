@@ -46,6 +46,8 @@ _CHECKS = {aten._assert_async.default, aten._assert_async.msg}
 ANY_BYTE = "any_byte"
 # meta key of a node whose op has several variants: the one that was chosen
 VARIANT = "variant"
+# meta key of a node that sets parts of a gradient to 0: if a NaN is in these parts, there are NaN elsewhere too
+MIXED = "mixed"
 _NO_COMPUTE = VIEWS | _ALLOCATIONS | _SIZES | _CHECKS
 
 

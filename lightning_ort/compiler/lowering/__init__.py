@@ -30,6 +30,7 @@ FINAL_PASSES = (
     final_passes.stack_selections,
     final_passes.trust_no_view,
     final_passes.mark_foreign_booleans,
+    final_passes.mark_mixed_gradients,
 )
 
 # Settings of torch's min-cut partitioner. Not its `activation_memory_budget`, which draws dropout masks anew (2.13).

@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_ort.compat.torch import expression_of, fake_mode_of, is_graph_argument
 from lightning_ort.compiler.layouts import memory_order
-from lightning_ort.compiler.nodes import ANY_BYTE, insert_call
+from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, insert_call, is_view
 
 aten = torch.ops.aten
 
@@ -152,3 +152,47 @@ def mark_foreign_booleans(gm: fx.GraphModule) -> None:
         is_boolean = isinstance(val, torch.Tensor) and val.dtype is torch.bool
         if is_boolean and (is_graph_argument(node) or node.target is aten.view.dtype):
             node.meta[ANY_BYTE] = True
+
+
+# what they get with a NaN makes the gradient of their weight, or of their other factor, NaN as well
+_MIX = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution_backward.default,
+    aten.native_batch_norm_backward.default,
+    aten.native_group_norm_backward.default,
+    aten.native_layer_norm_backward.default,
+}
+_KEEP_MIXED = {
+    operator.getitem,
+    aten.add.Tensor,
+    aten.avg_pool2d_backward.default,
+    aten.clone.default,
+    aten.max_pool2d_with_indices_backward.default,
+}
+_MASKS = {
+    aten.threshold_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+}
+
+
+def mark_mixed_gradients(gm: fx.GraphModule) -> None:
+    """Mark what sets parts of a gradient to 0, where that may be a product with 0 and 1, which takes less time.
+
+    A NaN times 0 is NaN and not 0. That matters where nothing but what is set to 0 would be NaN, as in the gradient of
+    ``x.relu().sqrt()``, and not in a gradient from a matrix product: a NaN in it is in those of its factors, too.
+    """
+    mixed: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = node.all_input_nodes if node.target is aten.add.Tensor else node.all_input_nodes[:1]
+        keeps = (node.target in _KEEP_MIXED or is_view(node)) and sources and mixed.issuperset(sources)
+        if node.target in _MIX or keeps:
+            mixed.add(node)
+        elif node.target in _MASKS and node.args[0] in mixed:
+            node.meta[MIXED] = True

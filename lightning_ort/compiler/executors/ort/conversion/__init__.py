@@ -35,7 +35,8 @@ from lightning_ort.compiler.executors.ort.conversion import (  # noqa: F401  (th
     slices,
     softmax,
 )
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported, converts
 
 __all__ = ["CONVERTERS", "GraphBuilder", "Unsupported", "Value", "converts", "where"]

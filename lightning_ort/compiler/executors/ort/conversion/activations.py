@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import fx
 
+from lightning_ort.compiler.executors.ort.conversion.choice import masked, where
 from lightning_ort.compiler.executors.ort.conversion.elementary import exp, expm1, logistic
 from lightning_ort.compiler.executors.ort.conversion.elementary import softplus as smooth_max
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.pointwise import clamp
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
@@ -53,7 +54,7 @@ def _closed(node: fx.Node, is_closed: Value, is_open: Value, avx512: bool = Fals
 def threshold_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, threshold: Scalar) -> Value:
     """threshold_backward(Tensor grad_output, Tensor self, Scalar threshold) -> Tensor"""
     # <= and not >: the gradient of a NaN is passed on, as in torch
-    return where(ctx.value(x) <= threshold, 0, ctx.value(grad))
+    return masked(node, ctx.value(x) <= threshold, ctx.value(grad))
 
 
 @converts(aten.tanh_backward.default)
@@ -216,7 +217,7 @@ def hardtanh_backward(
     value = ctx.value(x)
     outside = (value <= min_val) | (value >= max_val)
     inside = (value > min_val) & (value < max_val)
-    return where(_closed(node, outside, inside), 0, ctx.value(grad))
+    return masked(node, _closed(node, outside, inside), ctx.value(grad))
 
 
 @converts(aten.hardsigmoid.default)
@@ -284,4 +285,4 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
     high = ctx.value(lambd, value.dtype)
     low = -high
     inside, outside = (value >= low) & (value <= high), (value < low) | (value > high)
-    return where(_closed(node, inside, outside), 0, ctx.value(grad))
+    return masked(node, _closed(node, inside, outside), ctx.value(grad))

@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from lightning_ort.compiler.executors.ort.conversion.graph import Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.graph import Value
 
 
 def sqrt(x: Value) -> Value:

@@ -130,12 +130,6 @@ class Value:
         return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
 
 
-def where(condition: Value, x: Operand, y: Operand, dtype: torch.dtype | None = None) -> Value:
-    """``x`` where the condition holds, else ``y``: in ``dtype``, or that of ``x`` or ``y`` if one is a value."""
-    dtype = dtype or next(arg.dtype for arg in (x, y) if isinstance(arg, Value))
-    return condition.op("Where", condition.ctx.value(x, dtype), condition.ctx.value(y, dtype))
-
-
 def variants_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
     """The variants that a node's op can be written in with these kernels, the default first; empty if there is one."""
     variants = VARIANTS.get(node.target, ())  # type: ignore[call-overload]

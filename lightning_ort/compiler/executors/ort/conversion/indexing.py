@@ -15,7 +15,8 @@ from lightning_ort.compiler.executors.ort.conversion.checks import (
     refuse_parallel_sums,
     refuse_scalars,
 )
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     Arg,
     Scalar,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from lightning_ort.compiler.executors.ort.conversion.choice import where as choose
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.graph import where as choose
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, dtype_of
 from lightning_ort.compiler.executors.ort.conversion.pointwise import NARROW, result_dtype, wrapped
 from lightning_ort.compiler.executors.ort.conversion.registry import converts

@@ -10,10 +10,10 @@ from lightning_ort.compiler.executors.ort.conversion.checks import (
     refuse_parallel_sums,
     static_sizes,
 )
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
-from lightning_ort.compiler.executors.ort.conversion.pointwise import scaled_mask
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 from lightning_ort.compiler.report import ReasonType
@@ -82,7 +82,7 @@ def embedding_dense_backward(
 def native_dropout_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, mask: fx.Node, scale: float) -> Value:
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
     dtype = dtype_of(node)
-    return ctx.value(grad, dtype) * scaled_mask(ctx, mask, scale, dtype)
+    return ctx.value(grad, dtype) * scaled_mask(ctx.value(mask), scale, dtype)
 
 
 @converts(aten.grid_sampler_2d.default)

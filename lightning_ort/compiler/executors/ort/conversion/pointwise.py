@@ -11,7 +11,8 @@ from torch import fx
 
 from lightning_ort.compat.torch import is_positive, promoted_dtype
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
@@ -60,16 +61,8 @@ def mul(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
     if dtype_of(node) is torch.bool:
         return ctx.value(x) & y
     if isinstance(x, fx.Node) and isinstance(y, float) and dtype_of(x) is torch.bool:
-        return scaled_mask(ctx, x, y, dtype_of(node))
+        return scaled_mask(ctx.value(x), y, dtype_of(node))
     return ctx.value(x, dtype_of(node)) * y
-
-
-def scaled_mask(ctx: GraphBuilder, mask: fx.Node, scale: float, dtype: torch.dtype) -> Value:
-    """Booleans as 0 and ``scale``."""
-    if dtype is torch.float32 and 0 < scale < math.inf:
-        # one pass over memory for Cast and Mul, in half the time; exact, since the mask is 0 or 1
-        return ctx.value(mask, torch.uint8).op("DequantizeLinear", ctx.const(scale, dtype))
-    return ctx.value(mask, dtype) * scale
 
 
 @converts(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
@@ -217,6 +210,8 @@ def _rounding(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
 
 
 def _sign(x: Value) -> Value:
+    if x.dtype is torch.float32 and x.ctx.on_cpu:  # in a third of the time of Sign, which branches (1.19)
+        return scaled_mask(x > 0, 1.0, x.dtype) - scaled_mask(x < 0, 1.0, x.dtype)
     # to torch a NaN has the sign 0
     return where(x.is_nan(), 0, x.op("Sign")) if x.dtype.is_floating_point else x.op("Sign")
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
 from lightning_ort.compiler.executors.ort.conversion.checks import Dims, as_list, refuse_empty, refuse_scalars
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value, where
+from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
