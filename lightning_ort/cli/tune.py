@@ -43,9 +43,9 @@ def tune(
 ) -> None:
     """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
 
-    Engines, precisions, implementations of the optimizer, ways to load the data, batch sizes and more are tried for a
-    few seconds each, in turns. A way whose loss departs from that of float32 is refused. Ctrl-C ends the search and
-    keeps the best so far. No file is ever overwritten.
+    Engines, precisions, implementations of the optimizer, settings of the data loading, batch sizes and more are tried
+    for a few seconds each, in turns. A candidate is refused if its loss differs too much from that of float32. Ctrl-C
+    ends the search and keeps the best so far. No file is ever overwritten.
 
     Args:
         module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".
@@ -162,15 +162,15 @@ def _show_plan(project: Project, limits: Limits) -> None:
         facts = probed(project, Path(folder), limits.seconds, lambda doing, best: None)
     each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
     trials = planned(facts, limits, is_plain(project))
-    table = PlainTable("stage", "way to train", "because", title=f"{facts.module}: what would be tried")
+    table = PlainTable("stage", "candidate", "because", title=f"{facts.module}: what would be tried")
     table.add_column("MB of tensors", justify="right")
     for trial in trials:
         predicted = "-" if trial.predicted_peak is None else f"{trial.predicted_peak / 1e6:,.1f}"
         table.add_row(trial.stage, str(trial.candidate), trial.reason, predicted)
     show(table)
     needed = math.ceil((len(trials) + 1) * each / 60)
-    say(f"{len(trials)} ways, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
-    say("Later stages change what was fastest in earlier ones. What there is no time for is left out, from the end.")
+    say(f"{len(trials)} candidates, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
+    say("Each stage changes the fastest candidate so far. If the time runs short, the last stages are left out.")
 
 
 def _read(path: Path) -> TuneResult:

@@ -9,7 +9,7 @@ from lightning_ort import __version__
 from lightning_ort.cli import main
 from lightning_ort.cli.parser import with_underscores
 
-COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report")
+COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
 
 
 def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
