@@ -48,22 +48,23 @@ def tune(
     ends the search and keeps the best so far. No file is ever overwritten.
 
     Args:
-        module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".
-        args: Keyword arguments for it.
+        module: A class or function that returns the LightningModule, as "package.module:name" or
+            "path/to/file.py:name".
+        args: Keyword arguments for the module.
         data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
-        data_args: Keyword arguments for it.
+        data_args: Keyword arguments for the data.
         config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
             has no class_path for them.
-        time: For everything, such as 90s, 5m or 1h.
-        memory: What the process, or what it has on the GPU, may take, such as 8GB.
-        effective_batch: Examples between two steps of the optimizer; by default, the number that there is.
+        time: Time for the whole search, such as 90s, 5m or 1h.
+        memory: Limit for the memory of the process or, on a GPU, for what it allocates there, such as 8GB.
+        effective_batch: Examples between two steps of the optimizer; by default unchanged.
         keep_numerics: Keep float32 and the algorithm of the optimizer.
-        devices: Processes; with more than one, strategies for several are tried too.
+        devices: Number of processes; with more than one, strategies for several processes are tried too.
         accelerator: The Trainer's accelerator, if there is no configuration.
         seed: Seed for the initial weights and the order of the data.
         output: The configuration; beside it are written the same name with .json and .png.
         dry_run: Only show what would be tried.
-        explain: Show the reasons of a search, from its JSON file.
+        explain: Show what a search has tried and why, from its JSON file.
 
     """
     if explain is not None:
