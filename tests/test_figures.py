@@ -136,3 +136,5 @@ def test_table_against_the_same_optimizer_and_memory() -> None:
         name = front_page.NAMES[module]
         assert f"| {name} | {off['speed']:.2f}x | {ort['speed']:.2f}x | {' | '.join(spreads)} |" in text
     assert f"| geometric mean | {overall('off', BASELINE)} | {overall('ort', BASELINE)} |" in text
+    nine = {module: BASELINE[module] for module in ZOO}
+    assert f"are {overall('off', nine)} with `off` and {overall('ort', nine)} with `ort` here" in text
