@@ -100,7 +100,7 @@ docs: $(INSTALLED)
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/front_page.py
 
-# pictures of the report and the site; needs Chromium (CHROMIUM=path), and trains a small GPT
+# pictures of the report and the console; needs Chromium (CHROMIUM=path), and trains a small GPT
 screenshots: $(INSTALLED)
 	$(BIN)/python docs/screenshots.py
 

@@ -37,15 +37,15 @@ class ORTConfig:
 
     Args:
         engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` also times each step of a LightningModule
-            compiled by inductor, which needs a C++ compiler, and keeps the fastest. On a CPU with
-            ``start="amortized"`` inductor is tried later, once it is expected to pay; on a GPU it is tried before ONNX
-            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU where a C++ compiler
-            is found and steps wait (``start``); else ``"ort"``.
-        placement: ``"measured"`` times every region against torch on the real shapes, and each step of a
-            LightningModule captured and not captured, and keeps what is faster; ``"always"`` runs everything on ONNX
+            compiled by inductor, and keeps the fastest. On a CPU inductor needs a C++ compiler, and with
+            ``start="amortized"`` it is tried later, once it is expected to pay; on a GPU it is tried before ONNX
+            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU if there is a C++
+            compiler and ``start`` is ``"amortized"``; else ``"ort"``.
+        placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
+            a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
-        start: ``"amortized"`` leaves each step of a LightningModule as it is until the steps that are still to come are
-            expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is
+        start: ``"amortized"`` leaves each step of a LightningModule unchanged until the steps that are still to come
+            are expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is
             ``"amortized"``, but ``"now"`` with ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
         compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
             the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
@@ -116,8 +116,8 @@ class ORTConfig:
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         if self.dropout_masks == "fast" and (self.engine == "ort" or self.placement == "always"):
             raise ValueError(
-                "ORTConfig(dropout_masks='fast') is for steps that inductor compiles: it needs engine='auto', or None"
-                " on a GPU, and placement='measured'."
+                "ORTConfig(dropout_masks='fast') is for steps that inductor compiles: it needs engine='auto' or None,"
+                " and placement='measured'."
             )
         check_share("compile_budget", self.compile_budget, owner)
         for name in ("torch_ops", "providers"):

@@ -119,7 +119,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
     """Run a block; a Trainer that it has made and not used trains the module, on the strategy that it asks for."""
     before = names.get("trainer")
     source = "\n" * (block.line - 1) + block.code  # a traceback names the page's own line
-    source = source.replace("max_steps=2000", "max_steps=12")  # the README's hello takes a minute or two
+    source = source.replace("max_steps=8000", "max_steps=12")  # the README's hello takes minutes
     exec(compile(source, block.page, "exec"), names)
     trainer = names.get("trainer")
     if trainer is before or trainer.num_devices > 1:  # several processes start this script anew

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_MODULE = "class or function that returns the LightningModule, as package.module:name or path/to/file.py:name"
 _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
     ("--trust",),
     {"action": "store_true", "help": "call the functions and classes that the checkpoint names; they may do anything"},
@@ -26,7 +27,7 @@ _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
 # arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
 # switch, a short form, a list without brackets
 _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": "what creates the LightningModule"})],
+    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": _MODULE})],
     "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
@@ -53,9 +54,12 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
         (("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"}),
     ],
     "tune": [
-        (("module",), {"type": str | None, "nargs": "?", "help": "what creates the LightningModule"}),
+        (("module",), {"type": str | None, "nargs": "?", "help": _MODULE}),
         (("--output", "-o"), {"type": Path, "default": Path("tuned.yaml"), "help": "the configuration to write"}),
-        (("--effective_batch",), {"type": int | None, "help": "examples between two steps of the optimizer"}),
+        (
+            ("--effective_batch",),
+            {"type": int | None, "help": "examples between two steps of the optimizer; by default unchanged"},
+        ),
         (("--keep_numerics",), {"action": "store_true", "help": "keep float32 and the optimizer's algorithm"}),
         (("--dry_run",), {"action": "store_true", "help": "only show what would be tried"}),
     ],

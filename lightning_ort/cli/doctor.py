@@ -55,7 +55,7 @@ class Finding:
 
 
 def doctor(json: bool = False) -> None:
-    """Examine this machine and environment; ends with status 1 where training on ONNX Runtime cannot work.
+    """Check this machine and its packages; exits with status 1 if training on ONNX Runtime cannot work.
 
     Args:
         json: Print JSON.

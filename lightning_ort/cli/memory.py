@@ -26,7 +26,7 @@ def memory(
 
     Args:
         module: A class or function that creates the module, as "package.module:name" or "path/to/file.py:name".
-        args: Keyword arguments for it.
+        args: Keyword arguments for the module.
         optim: Implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them.
         ranks: Numbers of processes to show ZeRO stage 1 for.
         measure: Create the module on the CPU, run one step with each optimizer and show the allocated memory.

@@ -6,7 +6,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-_TYPE = re.compile(r"\s+\((required, )?type:[^()]*?(?:,\s+default:\s+([^()]*?))?\)", re.DOTALL)
+_TYPE = re.compile(r"\s+\((required,\s+)?type:[^()]*?(?:,\s+default:\s+([^()]*?))?\)", re.DOTALL)
 _OPTION = re.compile(r"--[a-z][\w.-]*")
 
 
@@ -27,10 +27,12 @@ class Parser(ArgumentParser):
         """Return the help without types, and with hyphens in the names of options."""
         text = _TYPE.sub(_default, super().format_help(*args, **kwargs))
         text = re.sub(r", --\w+\+ \w+", "", text)  # jsonargparse's way to add to a list
-        text = re.sub(r"\n\S[^\n]+[^.\s]:\n(?=  \S+ )", "\narguments:\n", text)  # a title that repeats the summary
+        text = re.sub(r"\s+\(default: False\)", "", text)
         text = re.sub(
-            r"subcommands:\n.*\(required\)\n", "commands (COMMAND --help says more):\n", text, flags=re.DOTALL
+            r"\nsubcommands:\n.*\(required\)\n", "\ncommands (COMMAND --help says more):\n", text, flags=re.DOTALL
         )
+        title = iter(["\n\narguments:\n"])  # one for all groups: argparse's kinds, and the command's own
+        text = re.sub(r"\n\n\S[^\n]+[^.\s]:\n(?=  \S+ )", lambda _: next(title, "\n"), text)
         return _OPTION.sub(lambda match: match[0].replace("_", "-"), text)
 
 

@@ -43,27 +43,28 @@ def tune(
 ) -> None:
     """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
 
-    Engines, precisions, implementations of the optimizer, ways to load the data, batch sizes and more are tried for a
-    few seconds each, in turns. A way whose loss departs from that of float32 is refused. Ctrl-C ends the search and
-    keeps the best so far. No file is ever overwritten.
+    Engines, precisions, implementations of the optimizer, settings of the data loading, batch sizes and more are tried
+    for a few seconds each, in turns. A candidate is refused if its loss differs too much from that of float32. Ctrl-C
+    ends the search and keeps the best so far. No file is ever overwritten.
 
     Args:
-        module: What creates the LightningModule, as "package.module:name" or "path/to/file.py:name".
-        args: Keyword arguments for it.
+        module: A class or function that returns the LightningModule, as "package.module:name" or
+            "path/to/file.py:name".
+        args: Keyword arguments for the module.
         data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
-        data_args: Keyword arguments for it.
+        data_args: Keyword arguments for the data.
         config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
             has no class_path for them.
-        time: For everything, such as 90s, 5m or 1h.
-        memory: What the process, or what it has on the GPU, may take, such as 8GB.
-        effective_batch: Examples between two steps of the optimizer; by default, the number that there is.
+        time: Time for the whole search, such as 90s, 5m or 1h.
+        memory: Limit for the memory of the process or, on a GPU, for what it allocates there, such as 8GB.
+        effective_batch: Examples between two steps of the optimizer; by default unchanged.
         keep_numerics: Keep float32 and the algorithm of the optimizer.
-        devices: Processes; with more than one, strategies for several are tried too.
+        devices: Number of processes; with more than one, strategies for several processes are tried too.
         accelerator: The Trainer's accelerator, if there is no configuration.
         seed: Seed for the initial weights and the order of the data.
         output: The configuration; beside it are written the same name with .json and .png.
         dry_run: Only show what would be tried.
-        explain: Show the reasons of a search, from its JSON file.
+        explain: Show what a search has tried and why, from its JSON file.
 
     """
     if explain is not None:
@@ -162,15 +163,15 @@ def _show_plan(project: Project, limits: Limits) -> None:
         facts = probed(project, Path(folder), limits.seconds, lambda doing, best: None)
     each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
     trials = planned(facts, limits, is_plain(project))
-    table = PlainTable("stage", "way to train", "because", title=f"{facts.module}: what would be tried")
+    table = PlainTable("stage", "candidate", "because", title=f"{facts.module}: what would be tried")
     table.add_column("MB of tensors", justify="right")
     for trial in trials:
         predicted = "-" if trial.predicted_peak is None else f"{trial.predicted_peak / 1e6:,.1f}"
         table.add_row(trial.stage, str(trial.candidate), trial.reason, predicted)
     show(table)
     needed = math.ceil((len(trials) + 1) * each / 60)
-    say(f"{len(trials)} ways, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
-    say("Later stages change what was fastest in earlier ones. What there is no time for is left out, from the end.")
+    say(f"{len(trials)} candidates, about {needed} minutes for all of them; --time allows {limits.seconds / 60:.1f}.")
+    say("Each stage changes the fastest candidate so far. If the time runs short, the last stages are left out.")
 
 
 def _read(path: Path) -> TuneResult:

@@ -48,6 +48,8 @@ class ReasonType(enum.Enum):
     TOO_SMALL = "region too small"
     SLOWER = "slower than torch"
     STATIC_RULE = "static rule of deterministic mode"
+    READS_LOGGED = "reads logged values"
+    NO_EFFECT = "has no effect"
     CONVERSION_FAILED = "conversion failed"
     CHECKER_FAILED = "ONNX checker failed"
     SESSION_FAILED = "session could not be built"

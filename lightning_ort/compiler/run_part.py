@@ -20,7 +20,7 @@ class OptimizerReport:
     Args:
         configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
         runs_as: What replaced it, such as ``torch.AdamW (fused)``.
-        reason: Why it was left as it is, or a remark on the choice; may be empty.
+        reason: Why it was not replaced, or a remark on the choice; may be empty.
 
     """
 
@@ -29,7 +29,7 @@ class OptimizerReport:
     reason: str = ""
 
     def __str__(self) -> str:
-        runs = f"runs as {self.runs_as}" if self.runs_as != self.configured else "is left as it is"
+        runs = f"runs as {self.runs_as}" if self.runs_as != self.configured else "is not replaced"
         return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
 
 

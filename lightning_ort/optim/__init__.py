@@ -1,4 +1,4 @@
-"""Runs the optimizers that ``configure_optimizers`` returned by another implementation.
+"""Replaces the implementation of the optimizers that ``configure_optimizers`` returned.
 
 - :mod:`~lightning_ort.optim.registry`: the names of ``optim=`` and what each one stands for
 - :mod:`~lightning_ort.optim.states`: converts optimizer states between implementations

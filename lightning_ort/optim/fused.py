@@ -20,7 +20,7 @@ FUSED_CLASSES: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, opt
 
 
 def auto_unsupported_reason(module: nn.Module, optimizer: optim.Optimizer) -> str | None:
-    """Return why ``optim="auto"`` leaves an optimizer as it is, or ``None``."""
+    """Return why ``optim="auto"`` does not replace an optimizer, or ``None``."""
     if type(optimizer) not in FUSED_CLASSES:
         return "no fused implementation"
     groups = [optimizer.defaults, *optimizer.param_groups]

@@ -45,7 +45,7 @@ def _to_torch_form(
 def replace(
     optimizer: optim.Optimizer, target: Implementation, carried: Iterable[str], arguments: Mapping[str, Any]
 ) -> None:
-    """Make an optimizer run by another implementation, with the same parameter groups and states.
+    """Let an optimizer run with another implementation, with the same parameter groups and states.
 
     The hyperparameters ``carried`` are those of the groups; ``arguments`` are the same for all groups.
     """

@@ -1,4 +1,4 @@
-"""Runs the optimizers that a module configured by another implementation: :class:`OptimizerSwap`.
+"""Replaces the implementation of the optimizers that a module configured: :class:`OptimizerSwap`.
 
 The user's optimizer objects stay, because schedulers, hooks, ``trainer.optimizers`` and the module hold them. What
 changes is inside: torch's flags in the parameter groups (:mod:`~lightning_ort.optim.fused`) or, for another
@@ -34,7 +34,7 @@ _Plan = tuple[Callable[[], None] | None, str]
 
 
 class OptimizerSwap:
-    """Runs the configured optimizers by another implementation; :class:`~lightning_ort.ORTOptimizer` has its docs."""
+    """Replaces the implementation of the configured optimizers; :class:`~lightning_ort.ORTOptimizer` has its docs."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 - :mod:`~lightning_ort.strategies.mixin`: what every strategy does
 - :mod:`~lightning_ort.strategies.capture.steps`: the steps of a LightningModule, compiled
-- :mod:`~lightning_ort.strategies.optimizers`: the optimizers, run by another implementation
+- :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.host_memory`: freed memory stays in the process for the next step
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :mod:`~lightning_ort.strategies.run_report`: the report at the end of a run: log, file, the Trainer's loggers

@@ -5,7 +5,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
 - :class:`~lightning_ort.strategies.capture.steps.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
-- :mod:`~lightning_ort.strategies.optimizers`: the optimizers, run by another implementation
+- :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused
 - :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
@@ -51,9 +51,9 @@ class ORTMixin(_Strategy):
     Args:
         config: Settings of the ONNX Runtime compiler; a mapping with the same keys will do. Fields that are left at
             their defaults may be set by the environment variable ``LIGHTNING_ORT_CONFIG``.
-        optim: What runs the optimizers that the module configures: a name, or an
+        optim: The implementation of the optimizers that the module configures: a name, or an
             :class:`~lightning_ort.ORTOptimizer` for its further settings. ``"auto"`` fuses torch's Adam, AdamW, SGD
-            and Adagrad where torch can, and leaves all else as it is, unless ``LIGHTNING_ORT_OPTIM`` is set.
+            and Adagrad where torch can, and does not replace others, unless ``LIGHTNING_ORT_OPTIM`` is set.
         host_memory: ``"retain"`` keeps freed memory in the process for the next step while a run on the CPU lasts
             (glibc only), ``"default"`` returns it each time.
         **kwargs: For the strategy.

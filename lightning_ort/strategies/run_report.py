@@ -13,7 +13,7 @@ import torch
 
 from lightning_ort.compat.lightning import log_to_loggers
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.report_view import rank_file
+from lightning_ort.compiler.report_view import counted, rank_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -94,7 +94,8 @@ class RunReport:
 def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
     """Return what a reader of the report wants to know of a run besides its figures."""
     machine = (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
+        f"{platform.system()} {platform.machine()}, {counted(os.cpu_count() or 1, 'processor')},"
+        f" {counted(torch.get_num_threads(), 'thread')}"
     )
     device = trainer.strategy.root_device
     if device.type == "cuda":  # on a CPU nothing may wake up CUDA: a process that has cannot fork

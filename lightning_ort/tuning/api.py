@@ -148,7 +148,7 @@ def busy() -> list[str]:
 
 
 def devices_of(project: Project) -> str | None:
-    """Return how many devices the user's own way has, in words; ``None`` for one."""
+    """Return how many devices the user's own settings have, in words; ``None`` for one."""
     trainer = project.base()["trainer"] if project.config is None else project.config.get("trainer") or {}
     devices = trainer.get("devices") or "auto"
     if devices in (1, "1"):
@@ -164,7 +164,7 @@ def notes_on(project: Project, outcome: Outcome, given_loader: bool = False) -> 
     """Return what the user has to know of a result."""
     notes = []
     if devices := devices_of(project):
-        notes.append(f"your own way was measured on one device, not on {devices}; --devices tries several")
+        notes.append(f"your own settings were measured on one device, not on {devices}; --devices tries several")
     nodes = ((project.config or {}).get("trainer") or {}).get("num_nodes") or 1
     if nodes not in (1, "1") and outcome.best.candidate.engine is not None:
         notes.append(f"it was measured on one node, so that num_nodes is 1 in place of {nodes}")
@@ -215,7 +215,7 @@ def _probed(project: Project, folder: Path, traced: bool, seconds: float) -> Fac
 
 
 def is_plain(project: Project) -> bool:
-    """Return whether the user's own way is stock Lightning in float32."""
+    """Return whether the user's own settings are stock Lightning in float32."""
     trainer = (project.config or {}).get("trainer") or {}
     in_float32 = trainer.get("precision") in (None, 32, "32", "32-true")
     return in_float32 and not trainer.get("plugins") and trainer.get("strategy") in (None, "auto")

@@ -89,7 +89,7 @@ class TuneResult:
 
     def table(self) -> RenderableType:
         """Return the trials as a table, and the memory of a step."""
-        table = PlainTable("", "tried", title=f"{self.module}: {len(self.trials)} ways to train it")
+        table = PlainTable("", "tried", title=f"{self.module}: {len(self.trials)} candidates")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
         for place, trial in enumerate(self.trials):
@@ -120,7 +120,7 @@ class TuneResult:
 
     def _memory_table(self) -> PlainTable:
         parts = ("parameters", "gradients", "states", "activations", "peak")
-        table = PlainTable("MB of a step, float32", title="memory of the tensors, as you have it")
+        table = PlainTable("MB of a step, float32", title="memory of the tensors with your own settings")
         for part in parts:
             table.add_column(part, justify="right")
         for name in ("predicted", "measured"):

@@ -1,6 +1,6 @@
 """The search: :class:`Search` has candidates train in turns, stage by stage, until the time is up.
 
-Trials of a stage run alternately, each with the user's own way and with the best so far, so that what else the machine
+Trials of a stage run alternately, with the user's own settings and with the best so far, so that what else the machine
 does hits all of them. After a few rounds those that are clearly slower leave, and of many the slower half. A challenger
 wins if it is clearly faster than the best, fits into the memory, and its loss is that of float32.
 """
@@ -21,7 +21,7 @@ from lightning_ort.tuning.trials import Trial, fastest, speed
 _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
 _FINAL_ROUNDS = 8
-_SHARE_FOR_OWN = 0.5  # of the time: if the user's own way needs more until it is measured, nothing else can be tried
+_SHARE_FOR_OWN = 0.5  # of the time: if the user's own settings need more until measured, nothing else can be tried
 _ROOM = 0.7  # of the free memory
 
 
@@ -42,7 +42,7 @@ class Search:
     Args:
         facts: Of the module and its data.
         limits: What the user insists on.
-        plain: Whether the user's own way is stock Lightning in float32.
+        plain: Whether the user's own settings is stock Lightning in float32.
         runner: Runs candidates.
         deadline: When, by the runner's clock, all has to be done.
         listen: Called with what is done and the best so far.
@@ -66,7 +66,7 @@ class Search:
         """Search; ``KeyboardInterrupt`` ends it with the best so far.
 
         Raises:
-            TuneError: If the user's own way cannot train, nothing fits, or the time is too short.
+            TuneError: If the user's own settings cannot train, nothing fits, or the time is too short.
 
         """
         own = self._trial(Option(Candidate(), "what you have"), "yours")
@@ -117,7 +117,7 @@ class Search:
             self._race(stage, unique[first : first + at_once])
 
     def _at_once(self) -> int:
-        """Return how many challengers may run beside the best and the user's own way."""
+        """Return how many challengers may run beside the best and the user's own settings."""
         free, needed = self._runner.free_memory(), self._own.peak
         if free is None or not needed:
             return 4
@@ -291,7 +291,7 @@ class Search:
         )
 
     def _confirm(self) -> None:
-        """Compare the best with the user's own way once more: what is handed out is faster, and not only by chance.
+        """Compare the best with the user's own settings once more: the result is faster, and not only by chance.
 
         If it is not, the winner before it is the best.
         """
@@ -331,8 +331,8 @@ class Search:
 
 def _too_short(seconds: float, needed: float) -> str:
     return (
-        f"--time {seconds:.0f}s is too short: your own way alone takes so long to start that nothing can be"
-        f" compared with it. Pass about {math.ceil(needed / 60)}m."
+        f"--time {seconds:.0f}s is too short: training with your own settings takes so long to start that nothing"
+        f" can be compared with it. Pass about {math.ceil(needed / 60)}m."
     )
 
 

@@ -57,7 +57,7 @@ class Stage:
 
 
 def base(facts: Facts, limits: Limits) -> Candidate:
-    """Return the user's own way with the effective batch that was asked for.
+    """Return the user's own settings with the effective batch that was asked for.
 
     Raises:
         TuneError: If the data cannot be batched so.
@@ -77,7 +77,7 @@ def base(facts: Facts, limits: Limits) -> Candidate:
 
 
 def stages(facts: Facts, limits: Limits, plain: bool) -> list[Stage]:
-    """Return the stages, in their order; ``plain`` says that the user's own way is stock Lightning in float32."""
+    """Return the stages, in their order; ``plain`` says that the user's own settings are stock Lightning in float32."""
     return [
         # first: on a busy machine nothing else can be told before
         Stage("threads", lambda best: list(_threads(best, facts))),
@@ -91,7 +91,7 @@ def stages(facts: Facts, limits: Limits, plain: bool) -> list[Stage]:
 
 
 def memory_stage(facts: Facts, limits: Limits) -> Stage:
-    """Return the stage for what does not fit as it is: the ways to need less memory, the cheap ones first."""
+    """Return the stage for settings that do not fit: candidates that need less memory, the cheap ones first."""
     return Stage("memory", lambda best: list(_savings(best, facts, limits)))
 
 

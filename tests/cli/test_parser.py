@@ -9,21 +9,27 @@ from lightning_ort import __version__
 from lightning_ort.cli import main
 from lightning_ort.cli.parser import with_underscores
 
-COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report")
+COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
 
 
-def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setenv("COLUMNS", "80")
+def help_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 80
+) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(sys, "argv", ["lightning-ort", *arguments, "--help"])
     with pytest.raises(SystemExit):
         main()
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [80, 100, 200])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_for_people(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(monkeypatch, capsys, command)
-    assert not re.search(r"``|:\w+:`|\btype:|Optional\[|\bnull\b|--\w+_", text)
+def test_help_is_for_people(
+    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(monkeypatch, capsys, command, width=width)
+    assert not re.search(r"``|:\w+:`|\btype:|Optional\[|\bnull\b|--\w+_|default: False", text)
+    assert text.count("\narguments:\n") == 1
     assert "usage: lightning-ort" in text
 
 
@@ -31,6 +37,7 @@ def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     text = help_of(monkeypatch, capsys)
     assert all(f"\n    {command} " in text for command in (*COMMANDS, "run"))
     assert "required" not in text
+    assert "\ncommands (COMMAND --help says more):\n    bench " in text
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Steps run as they are until compiling pays, and then go on captured; what the report says of it."""
+"""Steps run unchanged until compiling pays, and then go on captured; what the report says of it."""
 
 import math
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_the_verdict_of_a_fit_is_that_of_its_training_step(make_trainer: Callabl
 def test_a_run_of_two_steps_has_nothing_to_go_by(make_trainer: Callable[..., Any]) -> None:
     report = fit(Small(), amortized(), make_trainer, max_steps=2).strategy.report
     assert report.graphs == []
-    assert "after 2 steps there is nothing to go by yet" in report.run.verdict
+    assert "too few steps to decide (2)" in report.run.verdict
 
 
 @pytest.mark.usefixtures("compiling_is_free")
@@ -231,7 +231,7 @@ def test_a_budget_that_is_used_up_ends_capture(
     assert report.ort_runs > 0
     (note,) = [note for note in report.notes if note.reason.type is ReasonType.BUDGET]
     assert note.reason.text.startswith("12.0 s of 10.0 s allowed; raise ORTConfig(compile_budget=...)")
-    assert note.reason.text.endswith("it is left as it is")
+    assert note.reason.text.endswith("the step stays in PyTorch")
     assert report.run.verdict.startswith("not worth it: ")
     assert report.run.verdict.endswith("training_step used up its compile budget")
     assert len({graph.name for graph in report.graphs if "forward" in graph.name}) == 3
@@ -287,7 +287,7 @@ def test_later_runs_know_what_earlier_ones_found(
     monkeypatch.setattr(budget, "_COST", 1e6)
     second = fit(Dropped(), amortized(), make_trainer).strategy.report
     assert second.graphs == []  # nothing is tried that was slower
-    assert "an earlier run found it slower captured (3 ms ort, 2 ms torch)" in second.run.verdict
+    assert "in an earlier run the unchanged step was the fastest (3 ms ort, 2 ms torch)" in second.run.verdict
     # another structure is another matter, and so is a damaged file
     wider = Dropped()
     wider.net.append(nn.Linear(3, 3))

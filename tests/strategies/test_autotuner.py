@@ -63,7 +63,7 @@ def test_a_slower_captured_step_is_left_as_it_is(
     assert step.engine == "torch"
     (note,) = [note for note in report.notes if note.where == "training_step"]
     assert note.reason.type is ReasonType.SLOWER
-    assert "left as it is" in note.reason.text
+    assert "stays in PyTorch" in note.reason.text
     assert str(step) in report.to_text(width=200)
     assert report.to_dict()["steps"][0]["engine"] == "torch"
     # two graphs: compiling, one more, and those of the timing; none after it

@@ -82,8 +82,8 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
     assert step.ms.keys() == {"torch", "inductor"}  # what has lost is not tried again
     assert step.engine == "inductor"
     assert [(note.reason.type, note.reason.text) for note in report.notes] == [
-        (ReasonType.SLOWER, "3 s captured, 2 s as it is; it is left as it is"),
-        (ReasonType.INDUCTOR_WON, "2 s as it is, 1 s compiled by inductor"),
+        (ReasonType.SLOWER, "3 s captured, 2 s unchanged; the step stays in PyTorch"),
+        (ReasonType.INDUCTOR_WON, "2 s unchanged, 1 s compiled by inductor"),
     ]
     assert report.run.saved_seconds > 0
     assert module.losses == pytest.approx(losses, rel=1e-4)
@@ -116,8 +116,8 @@ def test_a_step_that_neither_makes_faster_is_left(
     module, report = fit(make_trainer)
     texts = [note.reason.text for note in report.notes]
     assert texts == [
-        "3 s captured, 1 s as it is; it is left as it is",
-        "2 s compiled by inductor, 1 s as it is; it is left as it is",
+        "3 s captured, 1 s unchanged; the step stays in PyTorch",
+        "2 s compiled by inductor, 1 s unchanged; the step stays in PyTorch",
     ]
     assert compiled
     assert report.run.verdict.startswith("not worth it")
@@ -148,7 +148,7 @@ def test_later_runs_try_what_won_at_once(
     assert compiled
     assert [step.engine for step in report.steps] == ["inductor"]
     (note,) = [note for note in report.notes if note.reason.type is ReasonType.NOT_TRIED]
-    assert note.reason.text == "ONNX Runtime: an earlier run found it slower captured (3 s ort, 2 s torch)"
+    assert note.reason.text == "ONNX Runtime: in an earlier run the unchanged step was the fastest (3 s ort, 2 s torch)"
     compiled.clear()
     assert fit(make_trainer, cache_dir=None)[1].ort_runs > 0
     assert compiled == []

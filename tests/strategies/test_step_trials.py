@@ -94,7 +94,7 @@ def test_an_engine_that_fails_after_it_won_gives_way_to_a_new_trial(monkeypatch:
     bench.trials.restart("step")
     engines = bench.run(40)
     assert "inductor" not in engines
-    assert bench.left == ["3 s captured, 2 s as it is"]
+    assert bench.left == ["3 s captured, 2 s unchanged"]
     assert bench.report.steps[-1].ms.keys() == {"ort", "torch"}
 
 
@@ -125,7 +125,7 @@ def test_a_check_that_is_lost_takes_back_what_was_counted_as_saved(monkeypatch: 
     assert bench.report.run.saved_seconds == pytest.approx(0, abs=1e-6)
     assert bench.report.run.paid_after is None
     assert len(bench.left) == 1
-    assert bench.left[0].startswith(f"timed again after {FIRST_CHECK} steps: 9 s captured, 6 s as it is")
+    assert bench.left[0].startswith(f"timed again after {FIRST_CHECK} steps: 9 s captured, 6 s unchanged")
 
 
 def test_a_check_that_is_won_costs_the_turns_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ class StepAccount:
     """Counts one captured step's seconds, and says when there are too many."""
 
     def __init__(self, module: "CapturedModule", name: str) -> None:
-        self.exceeded = ""  # by how much the budget is; then the step is to be left as it is
+        self.exceeded = ""  # by how much the budget is; then the step is not to be captured any more
         self._module = module
         self._name = name
         self._history: History | None = None  # of a step that has waited
-        self._usual = 0.0  # seconds of the step as it is, where it was timed
+        self._usual = 0.0  # seconds of the unchanged step, where it was timed
         self._done = 0  # steps in this run
         self._spent = 0.0  # in this run
         self._saving = 0.0  # in each step
@@ -91,7 +91,7 @@ class StepAccount:
         seconds = time.perf_counter() - self._call_start
         self._announcement.add(seconds)
         if not is_timed:
-            self._announcement.end(self._module.module.trainer, "not timed against PyTorch, as the settings say")
+            self._announcement.end(self._module.module.trainer, "the settings exclude timing it against PyTorch")
         budget, allowed = self._module.budget, self._allowed
         left = allowed - budget.charged
         self._spend(seconds - self._usual)

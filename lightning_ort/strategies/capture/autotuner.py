@@ -17,7 +17,7 @@ FIRST_CHECK, _CHECKS_GROW = 200, 5
 
 
 class Checks:
-    """When the engine that won a trial is timed against the step as it is again: after ever more steps.
+    """When the engine that won a trial is timed against the unchanged step again: after ever more steps.
 
     Something else may have used the processor during the trial, and later batches may be others.
     """

@@ -154,7 +154,7 @@ class StartDecision:
         """Return whether to start now.
 
         Args:
-            step_seconds: Of the step as it is.
+            step_seconds: Of the unchanged step.
             fraction: Which share of them capture is expected to save.
             cost: Expected seconds of compiling and trying.
             outlook: What is known about the rest of the run.

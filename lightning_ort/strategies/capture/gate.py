@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Stage = Literal["all", "ort", "inductor"]  # what is tried at a time: an engine, or all of them
 
-_SAMPLES = 16  # steps as they are that are timed; timing waits for a GPU
+_SAMPLES = 16  # unchanged steps that are timed; timing waits for a GPU
 
 
 def is_amortized(config: ORTConfig) -> bool:
@@ -35,7 +35,7 @@ def is_amortized(config: ORTConfig) -> bool:
 
 
 class StartGate:
-    """Decides when to compile one kind of step, for one run of the Trainer, and runs it as it is until then.
+    """Decides when to compile one kind of step, for one run of the Trainer, and runs it unchanged until then.
 
     Args:
         module: The module whose step it is.
@@ -59,7 +59,7 @@ class StartGate:
 
     @property
     def step_seconds(self) -> float:
-        """Median of the step as it is, with its backward pass; 0 before there are two."""
+        """Median of the unchanged step, with its backward pass; 0 before there are two."""
         if self.timer is not None:
             self.timer.add_sample()
             if self.timer.rounds > 0:
@@ -113,7 +113,7 @@ class StartGate:
         return None
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the step as it is."""
+        """Run the step unchanged."""
         if self._module.module.trainer.sanity_checking or self.timer is None:
             return step(*args, **kwargs)
         self.timer.add_sample()
@@ -129,9 +129,9 @@ class StartGate:
         """Say why what comes next is not tried."""
         stage, decision = next(iter(self.decisions.items()))
         if decision.estimate is None:
-            return f"after {self.done} steps there is nothing to go by yet"
+            return f"too few steps to decide ({self.done})"
         if stage in self.histories and (loser := self.histories[stage].loser) is not None:
-            return f"an earlier run found it slower captured ({loser})"
+            return f"in an earlier run the unchanged step was the fastest ({loser})"
         return f"{decision.estimate}; ORTConfig(start='now') compiles at once"
 
 
@@ -154,7 +154,7 @@ class History:
 
     @property
     def fraction(self) -> float | None:
-        """The share of the step that compiling it saved, if it was tried: none if the step as it is won."""
+        """The share of the step that compiling it saved, if it was tried: 0 if the unchanged step won."""
         if self.startup is None or "torch" not in self.startup.ms:
             return None
         ms = self.startup.ms
@@ -162,7 +162,7 @@ class History:
 
     @property
     def loser(self) -> str | None:
-        """The times, if the step as it is was the fastest."""
+        """The times, if the unchanged step was the fastest."""
         if self.startup is None or self.fraction != 0:
             return None
         return ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.startup.ms.items())

@@ -80,7 +80,7 @@ class CapturedModule:
             self.mode, self._module_shims = mode, {}
         device = self._strategy.root_device
         if self.config.dropout_masks == "fast" and setting_for(self.config, device) == "ort":
-            self.record_choice("dropout_masks", ReasonType.STATIC_RULE, f"inductor is not tried on {device}")
+            self.record_choice("dropout_masks", ReasonType.NO_EFFECT, f"inductor is not tried in this run, on {device}")
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
             self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
         self.monitor.install()
@@ -111,9 +111,9 @@ class CapturedModule:
             return "modules" if self.config.capture == "modules" else "step"
         if compiled == "":
             name = type(self.module).__name__
-            self.record_choice("module", ReasonType.ALREADY_COMPILED, f"{name} is left as it is")
+            self.record_choice("module", ReasonType.ALREADY_COMPILED, f"{name} is not captured")
             return "off"
-        self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "left as it is; only its siblings are captured")
+        self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "it is not captured, the other child modules are")
         return "modules"
 
     def compile_without_numbers(self) -> bool:
@@ -143,7 +143,7 @@ class CapturedModule:
         return name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
 
     def new_check(self, engine: Engine) -> StepAutotuner:
-        """Return what times the engine that won an earlier trial against the step as it is."""
+        """Return what times the engine that won an earlier trial against the unchanged step."""
         return StepAutotuner([engine, "torch"], self._synchronize())
 
     @property
@@ -217,7 +217,7 @@ class CapturedModule:
         return inductor.with_own_results(compiled) if engine == inductor.GRAPHS else compiled
 
     def stance(self, keeps: bool) -> AbstractContextManager[Any]:
-        """Return a context in which, if wanted, what would have to be compiled again runs as it is.
+        """Return a context in which, if wanted, what would have to be compiled again runs unchanged.
 
         Of inductor's steps these are the last batches of epochs, which are smaller: they are few, and compiling for
         them takes as long as the first time.

@@ -11,7 +11,7 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay; inductor waits longer
 (:mod:`~lightning_ort.strategies.capture.gate`).
 
-Under ``placement="measured"`` the first steps that compile nothing run alternately captured and as they are, under
+Under ``placement="measured"`` the first steps that compile nothing run alternately captured and unchanged, under
 ``engine="auto"`` also compiled by inductor, and the fastest way is kept
 (:mod:`~lightning_ort.strategies.capture.autotuner`).
 
@@ -49,9 +49,9 @@ _MAX_RECOMPILING_STEPS = 3
 # it, and what does not costs a compilation each time that a new case comes up, however long that takes.
 _MAX_RECOMPILING_STEPS_IN_ALL = 8
 _CHOICE = {
-    "step": "it is captured as two graphs",
+    "step": "the step is captured as two graphs",
     "modules": "its child modules are captured instead",
-    "off": "it is left as it is",
+    "off": "the step stays in PyTorch",
 }
 
 
@@ -75,7 +75,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._breaks = GraphBreakNotes(name)
         self._gate: StartGate | None = None  # while something waits to be tried
         self._uncaptured = False  # while nothing has been tried
-        self._left: Mode = "off"  # how the step was captured that was faster as it is
+        self._left: Mode = "off"  # how the step was captured before it turned out to be faster unchanged
         self._account = StepAccount(module, name)
         self._trials = StepTrials(module, name, self._account, self._leave)
 
@@ -142,12 +142,12 @@ class CapturedStep(AbstractContextManager[None]):
         mode = self._module.mode
         if mode == "step":
             if dynamo.is_wrapped(step):
-                self._record_choice(ReasonType.ALREADY_COMPILED, "left as it is")
+                self._record_choice(ReasonType.ALREADY_COMPILED, _CHOICE["off"])
                 mode = "off"
             elif not isinstance(self._function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 mode = "modules"
             elif reads_logged(self._function, type(self._module.module)):
-                self._record_choice(ReasonType.STATIC_RULE, f"it reads logged values; {_CHOICE['modules']}")
+                self._record_choice(ReasonType.READS_LOGGED, _CHOICE["modules"])
                 mode = "modules"
         self._account.milliseconds = {}  # of another step
         stages = self._module.stages if mode != "off" else ()
@@ -330,7 +330,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._set_mode(self._mode)
 
     def _leave(self, text: str) -> None:
-        """Leave the step as it is, which is faster; what waits may be faster yet."""
+        """Run the step unchanged, which is faster; what waits may be faster still."""
         self._set_mode("off", may_return=True)
         self._record_choice(ReasonType.SLOWER, f"{text}; {_CHOICE['off']}", announced=True)
 
@@ -344,7 +344,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._set_mode("modules" if config.capture == "auto" else "off")
             text += f"; {_CHOICE[self._mode]}"
         else:
-            text += "; that part is left as it is"
+            text += "; that part stays in PyTorch"
         text += " (no result changes)"
         self._module.backend.fall_back(self._name, Reason(kind, text))
 

@@ -22,7 +22,7 @@ class StepTrials:
         module: The module whose step it is.
         name: The name of the step.
         account: Counts what trials take and find.
-        leave: Called with the times if the step as it is wins; the step is not captured any more.
+        leave: Called with the times if the unchanged step wins; the step is not captured any more.
 
     """
 
@@ -67,7 +67,7 @@ class StepTrials:
 
     @property
     def is_over_without(self) -> bool:
-        """Whether only the step as it is is left to time."""
+        """Whether only the unchanged step is left to time."""
         return self._in_turn and self.timer is not None and set(self.timer.engines) == {"torch"}
 
     def _new_timer(self) -> StepAutotuner | None:
@@ -147,5 +147,5 @@ class StepTrials:
 
 
 def _took(engine: str, ms: float) -> str:
-    way = {"ort": "captured", "torch": "as it is"}.get(engine, f"compiled by {engine}")
+    way = {"ort": "captured", "torch": "unchanged"}.get(engine, f"compiled by {engine}")
     return f"{duration(ms)} {way}"
