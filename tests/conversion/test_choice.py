@@ -1,4 +1,4 @@
-"""Choice between numbers and between a gradient and 0: exact, and without `Where`, whose kernel is slow, if possible."""
+"""Choice between numbers, and between a gradient and 0: exact, and without the slow kernel `Where` if possible."""
 
 from collections.abc import Callable
 from pathlib import Path
