@@ -1,4 +1,4 @@
-"""Choice between numbers, and between a gradient and 0: exact, and without the slow kernel `Where` if possible."""
+"""Choice between numbers, and between a gradient and 0, and sums of rows: exact, without slow kernels if possible."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +83,24 @@ def test_sign(tmp_path: Path) -> None:
     found, ops = run(torch.sign, tmp_path, x)
     assert_equal(found[:1], eager(torch.sign, x)[:1])
     assert "Sign" not in ops
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"), [((7, 3), 0), ((5, 2, 3), (0, 1)), ((5, 2, 3), 0), ((1, 4), 0), ((6, 1), 0)]
+)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_rows_are_added_up_by_a_product(shape: tuple[int, ...], dims: object, keepdim: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    fn = lambda x: (2 * x).sum(dims, keepdim=keepdim)  # noqa: E731
+    found, ops = run(fn, tmp_path, x)
+    assert_equal(found, eager(fn, x), rtol=1e-6)
+    assert found[0].shape == fn(x).shape
+    assert "MatMul" in ops
+    assert "ReduceSum" not in ops
+
+
+def test_not_finite_rows_are_added_up_as_in_eager(tmp_path: Path) -> None:
+    x = torch.tensor([[1.0, float("inf"), float("inf"), float("nan")], [2.0, 1.0, float("-inf"), 0.0]])
+    found, _ = run(lambda x: x.sum(0), tmp_path, x)
+    assert_equal(found, eager(lambda x: x.sum(0), x))

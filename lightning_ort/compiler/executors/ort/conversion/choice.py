@@ -46,6 +46,8 @@ def scaled_mask(mask: Value, scale: float, dtype: torch.dtype) -> Value:
 def masked(node: fx.Node, mask: Value, gradient: Value) -> Value:
     """A gradient, and 0 where the mask holds: the result of ``node``."""
     if node.meta.get(MIXED) and gradient.dtype is torch.float32 and mask.ctx.on_cpu:
-        # in a fifth of the time of Where on random masks, or less (1.19)
-        return gradient * scaled_mask(~mask, 1.0, gradient.dtype)
+        # in a fifth of the time of Where on random masks, or less; without Not, which is slow too (1.19)
+        ctx = mask.ctx
+        one, scale = ctx.const(1, torch.uint8), ctx.const(-1, torch.float32)
+        return gradient * mask.cast(torch.uint8).op("DequantizeLinear", scale, one)  # (mask - 1) * -1
     return where(mask, 0, gradient)

@@ -67,7 +67,8 @@ def log1p(x: Value) -> Value:
     # 4). The quotient is that of a finite x, so that it is 1 for an infinite one
     finite = x.min(torch.finfo(x.dtype).max)
     offset = finite + 1 - 1
-    return where(offset == 0, x, (x + 1).op("Log") * (finite / offset))
+    is_lost = (offset == 0).cast(x.dtype)  # then both factors are to be 1 and x, without Where, which is slow (1.19)
+    return ((x + 1).op("Log") + is_lost) * (finite / (offset + is_lost))
 
 
 def softplus(x: Value) -> Value:
