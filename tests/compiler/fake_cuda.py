@@ -117,7 +117,7 @@ class Session:
         cls.cuda.device = int(dict(configured)["CUDAExecutionProvider"].get("device_id", 0))  # and leaves it so
         alone = len(configured) == 1
         (cls.cuda.probes if alone else cls.cuda.sessions).append(self)
-        onnx.checker.check_model(self.model)
+        onnx.checker.check_model(self.model, full_check=True)  # types too, which onnxruntime refuses to mix
         if missing := self.without_kernel():
             if not alone:
                 raise AssertionError(f"{missing} would run on the CPU")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.executors.ort import kernels, support
 from lightning_ort.compiler.report import ReasonType
@@ -163,20 +164,27 @@ def test_onnxruntime_that_cannot_bind_bfloat16(cuda: FakeCuda, monkeypatch: pyte
 
 def test_an_op_without_a_cuda_kernel_stays_in_torch(cuda: FakeCuda) -> None:
     report = run_op(lambda x: x.relu().acos(), torch.randn(4))
+    assert not report.fallbacks
     assert all(dict(probe.configured).keys() == {"CUDAExecutionProvider"} for probe in cuda.probes)
+    entry = "session.disable_cpu_ep_fallback"
+    assert all(probe.settings.get_session_config_entry(entry) == "1" for probe in cuda.probes)
     (region,) = (region for region in report.graphs[0].regions if region.executor == "torch")
     assert region.ops == {"aten.acos.default": 1}
     assert region.reason is not None
     assert region.reason.type is ReasonType.NO_KERNEL
 
 
-def test_results_on_the_cpu_stay_in_torch(cuda: FakeCuda) -> None:
-    x = torch.empty(3, device="meta")
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_results_on_the_cpu_stay_in_torch(shape: tuple[int, ...], cuda: FakeCuda) -> None:
+    with FakeTensorMode():
+        x = torch.empty(shape, device=CUDA)
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
     for each in graph.nodes:
-        each.meta["val"] = torch.zeros(3) if each is node else x
+        each.meta["val"] = torch.zeros(shape) if each is node else x
     available = kernels.Kernels("auto", ("CUDAExecutionProvider", "CPUExecutionProvider"), CUDA)
     answer = support.check(node, available)
     assert answer.reason is not None
     assert answer.reason.type is ReasonType.DEVICE
+    node.meta["val"], node.args[0].meta["val"] = x, torch.zeros(shape)  # a number on the CPU may be read
+    assert support.check(node, available).ok == (shape == ())
