@@ -105,6 +105,18 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
     return x._is_zerotensor()
 
 
+def storage_id(value: Any) -> int | None:
+    """A number that is the same for tensors that share memory; ``None`` for what has none (torch 2.13)."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copy many tensors, on a GPU with one kernel where they are alike (torch 2.13)."""
+    return torch._foreach_mul(list(tensors), 1.0)
+
+
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to each leaf of nested containers (torch 2.13)."""
     return _pytree.tree_map(function, tree)
@@ -265,6 +277,11 @@ def inductor_cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # torch does not load it with itself
 
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+
+
+def inductor_backend(options: Mapping[str, Any]) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """Return what compiles graphs for ``torch.compile(backend="inductor", options=options)`` (torch 2.13)."""
+    return torch._TorchCompileInductorWrapper(None, dict(options), None)
 
 
 def cpu_has_fast_bfloat16() -> bool:

@@ -98,11 +98,15 @@ class _Lines:
 
 
 def graphics() -> tuple[str, ...]:
-    """Return what times on this process's GPUs depend on: their names, the driver, and TF32; nothing without one."""
+    """Return what times on this process's GPUs depend on, nothing without one.
+
+    It is their names, the driver, TF32, and whether cuDNN searches for algorithms.
+    """
     if not torch.cuda.is_initialized():
         return ()
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return (*_gpus(), torch.backends.cuda.matmul.fp32_precision, conv.fp32_precision)
+    cudnn = (conv.fp32_precision, str(torch.backends.cudnn.benchmark))
+    return (*_gpus(), torch.backends.cuda.matmul.fp32_precision, *cudnn)
 
 
 @functools.cache

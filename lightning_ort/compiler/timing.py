@@ -146,11 +146,15 @@ def not_far_behind(times: Mapping[_Name, Sequence[float]]) -> list[_Name]:
 
 
 def _timed(call: _Call, args: Sequence[Any]) -> float:
-    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
-    if device is not None:
+    if (device := _gpu_of(args)) is not None:
         torch.cuda.synchronize(device)  # which need not be the current one
     start = time.perf_counter()
-    call(*args)
-    if device is not None:
+    results = call(*args)
+    if (device := device or _gpu_of(results)) is not None:  # of numbers alone, tensors may be made there
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def _gpu_of(values: Any) -> torch.device | None:
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)

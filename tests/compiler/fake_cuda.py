@@ -57,6 +57,9 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.log.append((self.cuda_stream, "waits for", other.cuda_stream))
 
+    def synchronize(self) -> None:
+        self.log.append((self.cuda_stream, "is waited for"))
+
 
 class FakeCuda:
     """A GPU with its current device and stream, and an onnxruntime that has the CUDA provider and records sessions."""
@@ -105,7 +108,7 @@ class Session:
 
     def __new__(cls, model: Any, options: Any = None, providers: Any = (), **kwargs: Any) -> Any:
         configured = [entry if isinstance(entry, tuple) else (entry, {}) for entry in providers]
-        if configured[0][0] != "CUDAExecutionProvider":
+        if "CUDAExecutionProvider" not in dict(configured):
             return _Session(model, options, providers=providers, **kwargs)
         self = super().__new__(cls)
         self.model = onnx.ModelProto.FromString(model)
@@ -114,7 +117,7 @@ class Session:
         cls.cuda.device = int(dict(configured)["CUDAExecutionProvider"].get("device_id", 0))  # and leaves it so
         alone = len(configured) == 1
         (cls.cuda.probes if alone else cls.cuda.sessions).append(self)
-        onnx.checker.check_model(self.model)
+        onnx.checker.check_model(self.model, full_check=True)  # types too, which onnxruntime refuses to mix
         if missing := self.without_kernel():
             if not alone:
                 raise AssertionError(f"{missing} would run on the CPU")
@@ -190,6 +193,13 @@ class CudaBackend(ORTBackend):
         placeholders = gm.graph.find_nodes(op="placeholder")
         super()._compile(gm, [node.meta["val"] for node in placeholders], name, monitor)
         return monitor.watch(boxed(as_traced.forward))
+
+
+def run_op(function: Any, *inputs: torch.Tensor, **settings: Any) -> Any:
+    backend = CudaBackend(min_region_nodes=1, **settings)
+    with torch.no_grad():
+        torch.compile(lambda *args: function(*args), backend=backend)(*inputs)
+    return backend.report
 
 
 def autocast(dtype: torch.dtype | None) -> Any:

@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from small_modules import Small
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
+from lightning_ort.strategies.capture import module as capture_module
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
-from lightning_ort.strategies.capture.engines import engines_for, setting_for
+from lightning_ort.strategies.capture.engines import Candidates, engines_for, setting_for
 from lightning_ort.strategies.environment import read_environment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -89,31 +93,123 @@ def test_what_inductor_is_told() -> None:
     exact, fast = (inductor.compile_arguments("inductor", masks)["options"] for masks in ("exact", "fast"))
     assert exact == {"fallback_random": True}
     assert fast == {"fallback_random": False}
-    recorded = inductor.compile_arguments("inductor-graphs", "exact")
+    recorded = inductor.compile_arguments("inductor-graphs", "exact")["backend"].options
     # these are options of the installed torch, and those of its mode
     mode = torch._inductor.list_mode_options("reduce-overhead")
-    assert recorded["options"] == {"fallback_random": True, **mode}
-    assert set(recorded["options"]) <= set(torch._inductor.list_options())
+    assert recorded == {"fallback_random": True, **mode}
+    assert set(recorded) <= set(torch._inductor.list_options())
 
 
-def test_results_outlive_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, marks = torch.zeros(2, requires_grad=True), []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(len(marks)))
+# recordings, by a stand-in: what inductor's stand-in computes is at the same addresses in each run
 
-    def recorded(number: float) -> Any:
-        with torch.no_grad():
-            memory.fill_(number)
-        return {"loss": memory.sum(), "memory": memory, "name": "x"}
 
-    run = inductor.with_own_results(recorded)
-    first, second = run(1.0), run(2.0)
-    assert first["memory"].tolist() == [1, 1]
-    assert second["memory"].tolist() == [2, 2]
-    assert first["loss"].requires_grad
+class Recorder:
+    """Stands in for inductor: each graph's results are in the same memory in each run, and gradients in another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self._memory: dict[Any, Tensor] = {}
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: self.events.append("begin"))
+        monkeypatch.setattr(inductor, "inductor_backend", lambda options: self.compile)
+
+    def compile(self, gm: Any, inputs: Any) -> Callable[..., Any]:
+        return aot_autograd(fw_compiler=self._record, bw_compiler=self._record)(gm, inputs)
+
+    def _record(self, gm: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> list[Any]:
+            self.events.append("run")
+            return [self._placed((gm, index), result) for index, result in enumerate(gm(*args))]
+
+        return make_boxed_func(run)
+
+    def _placed(self, key: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self._memory.setdefault(key, torch.empty_like(value)).copy_(value).detach()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_results_of_a_recording_outlive_the_next_run(recorder: Recorder) -> None:
+    kept: list[Tensor] = []
+
+    def step(x: Tensor) -> Any:
+        kept.append(x * 2)
+        return {"y": x + 1, "view": x[0], "name": "x"}
+
+    compiled = torch.compile(step, **inductor.compile_arguments("inductor-graphs", "exact"), fullgraph=True)
+    inputs = [torch.full((2, 2), number) for number in (1.0, 2.0)]
+    first, second = map(compiled, inputs)
+    assert recorder.events == ["run", "run"]
+    assert [tensor[0, 0] for tensor in (first["y"], second["y"], *kept)] == [2, 3, 2, 4]
     assert first["name"] == "x"
-    assert marks == [0, 1]
-    first["loss"].backward()
-    assert memory.grad is not None
+    assert first["view"].data_ptr() == inputs[0].data_ptr()  # as in eager
+
+
+class Keeping(Small):
+    """Keeps results of its steps, looks at gradients when they are about to be zeroed, and zeroes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.detach() * 2
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.kept.append(self.last)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class InParts(Keeping):
+    """Two modules, captured one by one; the second reads what the first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+@pytest.mark.parametrize(("kind", "capture", "runs"), [(Keeping, "step", 2), (InParts, "modules", 4)])
+def test_fits_of_recordings(
+    kind: type[Keeping],
+    capture: Any,
+    runs: int,
+    recorder: Recorder,
+    make_trainer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, module = kind(), kind()
+    make_trainer(max_epochs=2, limit_val_batches=0).fit(stock)
+    monkeypatch.setattr(capture_module, "engines_for", lambda *args: Candidates(["inductor-graphs", "torch"]))
+    # it wins
+    times = property(lambda self: {engine: 1.0 + (engine == "torch") for engine in self._samples})
+    monkeypatch.setattr(StepAutotuner, "milliseconds", times)
+    strategy = ORTStrategy(config={"engine": "auto", "capture": capture}, optim="keep")
+    make_trainer(strategy=strategy, max_epochs=12, limit_val_batches=0).fit(module)
+    assert strategy.report.steps[0].engine == "inductor-graphs", strategy.report.to_text()
+    assert not strategy.report.fallbacks
+    assert recorder.events[-runs - 1 :] == ["begin"] + ["run"] * runs  # one step, whatever it consists of
+    count = len(stock.losses)
+    assert module.losses[:count] == pytest.approx(stock.losses, rel=1e-5)
+    torch.testing.assert_close(module.kept[:count], stock.kept, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module.seen[: len(stock.seen)], stock.seen, rtol=1e-5, atol=1e-6)
+    late = module.kept[-8:]
+    assert len({float(value) for value in late}) == len(late)  # no two of them are one
 
 
 @pytest.mark.parametrize("settings", [{"engine": "ort"}, {"placement": "always"}])

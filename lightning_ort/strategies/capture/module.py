@@ -63,6 +63,7 @@ class CapturedModule:
         self._strategy = strategy
         self._optimizers: Any = None
         self._writes_gradients: bool | None = None
+        self._is_recorded = False  # whether the last step is a recording of inductor's
         self._module_shims: dict[Engine, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -74,6 +75,7 @@ class CapturedModule:
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
         self._optimizers = self._writes_gradients = None
+        self._is_recorded = False
         self.budget, self._first_batch = CompileBudget(self.config.compile_budget), None
         self.amortized = is_amortized(self.config)
         if (mode := self._choose_mode()) != self.mode:
@@ -138,7 +140,7 @@ class CapturedModule:
         return StepAutotuner(engines, self._synchronize(), found.last, found.worth_trying)
 
     def may_record(self, name: str) -> bool:
-        """Return whether a step may be a recording, in whose memory its gradients lie: a later step adds nothing."""
+        """Return whether a step may be a recording: not where its gradients are a part of what others add up to."""
         module = self.module
         return name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
 
@@ -185,19 +187,30 @@ class CapturedModule:
         assert namespace is not None
         return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
 
+    def begin_step(self, engine: Engine) -> None:
+        """Note which engine runs the next step."""
+        self._is_recorded = engine == inductor.GRAPHS
+        if self._is_recorded:
+            inductor.begin_recorded_step()
+
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Within the block a step that ran as one graph may write the gradients of parameters itself."""
+        """Within the block a step that ran as one graph may write the gradients of parameters itself.
+
+        Those of a recording are copied at its end: people read them in the next step, or add to them.
+        """
         if self._writes_gradients is None:
             namespace = namespace_of(type(self._strategy))
             assert namespace is not None
             self._writes_gradients = may_write_gradients(self._strategy, namespace)
         # the engine looks for the operation that makes a NaN
         self.backend.writes_gradients = self._writes_gradients and not torch.is_anomaly_enabled()
+        new = [p for p in self.module.parameters() if p.grad is None] if self._is_recorded else []
         try:
             yield
         finally:
             self.backend.writes_gradients = False
+        inductor.own_gradients(new)
 
     def _stops_compiling(self) -> bool:
         return self.account is not None and self.account.stops_compiling()
@@ -208,13 +221,13 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
-        executor = {"backend": self.backend}
+        executor: dict[str, Any] = {"backend": self.backend}
         if engine in inductor.ENGINES:
             executor = inductor.compile_arguments(engine, self.config.dropout_masks)
         compiled = dynamo.compile_isolated(function, **executor, dynamic=self.config.dynamic)
-        dynamo.release_backend(self.backend)
+        dynamo.release_backend(executor["backend"])
         self._regions.append(dynamo.region_of(compiled))
-        return inductor.with_own_results(compiled) if engine == inductor.GRAPHS else compiled
+        return compiled
 
     def stance(self, keeps: bool) -> AbstractContextManager[Any]:
         """Return a context in which, if wanted, what would have to be compiled again runs unchanged.

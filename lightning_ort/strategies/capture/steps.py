@@ -181,6 +181,7 @@ class CapturedStep(AbstractContextManager[None]):
         if self._hooks.found_new() and self._mode != "off":
             self._compile_with_hooks()
         engine = self._trials.next_engine()
+        self._module.begin_step(engine)
         if (timer := self._trials.timer) is None:
             return self._run_on(engine, *args, **kwargs)
         with timer.timed():

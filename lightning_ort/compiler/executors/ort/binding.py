@@ -15,7 +15,7 @@ from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_functio
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
-from lightning_ort.compiler.executors.ort.streams import OrderedRun
+from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
 from lightning_ort.compiler.output_shapes import output_shapes_fn
@@ -43,7 +43,8 @@ class _Binding(threading.local):
 class BoundSession:
     """A session of a region with its inputs and outputs bound to torch's memory; called like the region's module.
 
-    With ``pause_openmp`` it ends torch's OpenMP threads before each run. ``stream`` is that of a session on a GPU.
+    With ``pause_openmp`` it ends torch's OpenMP threads before each run. ``stream`` is that of a session of the
+    CUDA provider.
     Raises ``RegionRejected`` if the shape of an output is not known before the run.
     """
 
@@ -59,10 +60,12 @@ class BoundSession:
         is_number = [not isinstance(value, torch.Tensor) for value in values]
         numbers = {index: dtype_of(node) for index, node in enumerate(region.inputs) if is_number[index]}
         self.session = session
-        self.run_options = run_options(device)
+        self.run_options = run_options(stream)
         self._run = run_function(session)
         if stream is not None:
             self._run = OrderedRun(self._run, device, stream)
+        elif device.type == "cuda":
+            self._run = WaitingRun(self._run, device)
         self._bound = _Binding(session, (len(region.inputs), len(region.outputs)), numbers)
         self._pause_openmp = pause_openmp
         self._memory, host = memory_of(device), memory_of(torch.device("cpu"))
@@ -144,13 +147,13 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def run_options(device: torch.device, recording: int | None = None) -> "onnxruntime.RunOptions":
-    """Return the options of a session's runs, which record or replay the CUDA graph of a number if there is one."""
+def run_options(stream: torch.cuda.Stream | None, recording: int | None = None) -> "onnxruntime.RunOptions":
+    """Return the options of runs on a stream, which record or replay the CUDA graph of a number if there is one."""
     import onnxruntime
 
     options = onnxruntime.RunOptions()
-    if device.type == "cuda":
-        # onnxruntime uses torch's stream, or one that waits for it, so there is no need to wait for the device
+    if stream is not None:
+        # it is torch's, or waits for it, so there is no need to wait for the device
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     if recording is not None:
         options.add_run_config_entry("gpu_graph_id", str(recording))

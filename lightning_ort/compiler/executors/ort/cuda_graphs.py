@@ -83,7 +83,7 @@ class RecordedSession(BoundSession):
         self._stream = stream
         self._lock = threading.Lock()  # threads share the places
         self._thread = 0
-        self._plain_options = run_options(device, _UNRECORDED)
+        self._plain_options = run_options(stream, _UNRECORDED)
         self._places: list[torch.Tensor | None] = [None] * len(region.inputs)
         # of the current recording; a parameter that moves is still the same object
         self._addresses: list[int] = []
@@ -101,7 +101,7 @@ class RecordedSession(BoundSession):
                     self.run_options, self._thread = self._plain_options, 0  # recorded when that is possible
                 else:
                     self._recordings += 1
-                    self.run_options = run_options(self._device, self._recordings)
+                    self.run_options = run_options(self._stream, self._recordings)
             outputs = super().__call__(*places)
             return [output.clone() for output in outputs]
 

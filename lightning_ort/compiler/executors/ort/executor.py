@@ -56,15 +56,23 @@ class OrtExecutor(Executor):
 
     @override
     def unsupported_reason(self) -> Reason | None:
-        if self.providers:
-            return None
-        return Reason(ReasonType.DEVICE, f"no execution provider for {self.device} in this onnxruntime")
+        if not self.providers:
+            return Reason(ReasonType.DEVICE, f"no execution provider for {self.device} in this onnxruntime")
+        if self.device.type == "cuda" and self.providers == (kernels.CPU,):
+            return Reason(ReasonType.DEVICE, f"{kernels.CPU} computes nothing on {self.device}")
+        failure = self.kernels.provider_failure()
+        return None if failure is None else Reason(ReasonType.DEVICE, failure)
 
     @override
     def ineffective_options(self) -> Mapping[str, Reason]:
-        if self.config.cuda_graphs and (reason := cuda_graphs.unsupported_reason(self.device)) is not None:
+        if self.config.cuda_graphs and (reason := self._unrecorded_reason()) is not None:
             return {"cuda_graphs": Reason(ReasonType.NOT_RECORDED, reason)}
         return {}
+
+    def _unrecorded_reason(self) -> str | None:
+        if self.device.type == "cuda" and self.providers[0] != kernels.CUDA:
+            return f"{self.providers[0]} records nothing"
+        return cuda_graphs.unsupported_reason(self.device)
 
     @override
     def supports(self, node: fx.Node) -> Support:
@@ -77,7 +85,7 @@ class OrtExecutor(Executor):
     @override
     def variants(self, region: Region) -> Sequence[Variant]:
         variants = [Variant(threads) for threads in self._thread_counts(region)]
-        wanted = self.config.cuda_graphs and cuda_graphs.unsupported_reason(self.device) is None
+        wanted = self.config.cuda_graphs and self._unrecorded_reason() is None
         if wanted and cuda_graphs.can_record(region):
             variants.append(Variant(variants[0].threads, cuda_graph=True))
         return variants
@@ -125,8 +133,11 @@ class OrtExecutor(Executor):
             malloc.trim()
 
     def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
-        """The stream of a session: torch's current one, on which neither waits for the other, or a recording's."""
+        """The stream of a session: torch's current one, on which neither waits for the other, or a recording's.
+
+        ``None`` for one on the CPU, or with another provider first, which has streams of its own.
+        """
         if variant.cuda_graph:
             return cuda_graphs.stream_of(self.device)
-        on_cuda = self.device.type == "cuda" and kernels.CUDA in self.providers
+        on_cuda = self.device.type == "cuda" and self.providers[0] == kernels.CUDA
         return torch.cuda.current_stream(self.device) if on_cuda else None

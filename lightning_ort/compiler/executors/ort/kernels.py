@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
-from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_onnxruntime
+from lightning_ort.compat.onnxruntime import binds_bfloat16, cuda_provider_error, ep_devices, import_onnxruntime
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.reproduce import DISABLED_OPTIMIZERS
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_ON_GPU = (CUDA, "TensorrtExecutionProvider")  # which take the number of the GPU
 
 # all of them install the same import package `onnxruntime`
 _BUILDS = ("", "-gpu", "-training", "-training-cpu", "-directml", "-openvino", "-qnn")
@@ -135,8 +136,9 @@ def new_session(
         for provider in plug_ins:
             options.add_provider_for_devices(ep_devices()[provider], {})
         return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
-    on_cuda = {"device_id": str(device.index or 0), **cuda_options}
-    configured = [(provider, on_cuda) if provider == CUDA else provider for provider in providers]
+    on_gpu = {"device_id": str(device.index or 0)}
+    options_of = {provider: {**on_gpu, **(cuda_options if provider == CUDA else {})} for provider in _ON_GPU}
+    configured = [(each, options_of[each]) if each in options_of else each for each in providers]
     with on_device(device if CUDA in providers else torch.device("cpu")):
         return onnxruntime.InferenceSession(
             model, options, providers=configured, disabled_optimizers=disabled_optimizers
@@ -184,6 +186,12 @@ class Kernels:
             return None
         return f"onnxruntime {onnxruntime.__version__} cannot bind a tensor of bfloat16; 1.20 and later ones can"
 
+    def provider_failure(self) -> str | None:
+        """Return why the CUDA provider, which the build contains, does not load here, or ``None``."""
+        if self.providers[0] != CUDA or (error := self.missing(_identity(OPSETS[-1]))) is None:
+            return None
+        return f"{CUDA} does not load: {cuda_provider_error() or error}"
+
     def missing(self, model: "ir.Model") -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.
 
@@ -222,13 +230,17 @@ def _load_error(model: "ir.Model", providers: tuple[str, ...], device: torch.dev
 
 @functools.cache
 def _reads_opset(number: int) -> bool:
+    return _load_error(_identity(number), (CPU,), torch.device("cpu")) is None
+
+
+def _identity(opset: int) -> "ir.Model":
     import onnx_ir as ir
 
     float32, shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
     node = ir.node("Identity", [ir.Value(name="i0", type=float32, shape=shape)])
-    node.outputs[0].name, node.outputs[0].type = "o0", float32
-    graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": number}, name="opset")  # type: ignore[arg-type]
-    return _load_error(ir.Model(graph, ir_version=10), (CPU,), torch.device("cpu")) is None
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "o0", float32, shape
+    graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": opset}, name="opset")  # type: ignore[arg-type]
+    return ir.Model(graph, ir_version=10)
 
 
 @functools.cache

@@ -130,12 +130,14 @@ def build(
     # autograd's order. The default order delays the gradients of weights and keeps their inputs in memory: a GPT's
     # backward pass took 106 MB for intermediate results, with this order 78 MB (onnxruntime 1.19)
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    if CUDA in providers:
+        options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
     # no model is quantized: DequantizeLinear scales dropout masks and must not be fused
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    cuda_options = {} if stream is None else _cuda_options(region, stream, records)
+    cuda_options = _cuda_options(region, stream, records) if CUDA in providers else {}
     try:
         session = new_session(model, options, providers, device, **cuda_options)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
@@ -213,16 +215,20 @@ def _has_float64(region: Region) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
 
 
-def _cuda_options(region: Region, stream: torch.cuda.Stream, records: bool) -> dict[str, str]:
+def _cuda_options(region: Region, stream: torch.cuda.Stream | None, records: bool) -> dict[str, str]:
+    # on torch's stream neither side has to wait for the other
+    on_stream = {} if stream is None else {"user_compute_stream": str(handle_of(stream))}
+    searches = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
     return {
-        # on torch's stream neither side has to wait for the other
-        "user_compute_stream": str(handle_of(stream)),
+        **on_stream,
         "enable_cuda_graph": "1" if records else "0",
         "do_copy_in_default_stream": "1",
         # not by powers of two: torch's allocator needs the rest of the memory
         "arena_extend_strategy": "kSameAsRequested",
         # onnxruntime uses TF32 by default, and has one setting where torch has two
         "use_tf32": "1" if _may_use_tf32(region) else "0",
+        # as torch: onnxruntime's default times each algorithm for each new shape, in all memory that is free
+        "cudnn_conv_algo_search": "EXHAUSTIVE" if searches else "HEURISTIC",
     }
 
 

@@ -2,7 +2,7 @@
 
 A session launches its kernels on the one stream that it was built for, and nobody waits for anybody there: that is as
 right as it is fast while torch's own kernels are on the same stream. In another stream (``with torch.cuda.stream(s)``)
-each side has to wait for the other.
+each side has to wait for the other. Only the CUDA provider is given torch's stream.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,25 @@ class OrderedRun:
                 self._run(*args)
                 return
             self._stream.wait_stream(current)
+            try:
+                self._run(*args)
+            finally:
+                # torch's allocator may give the tensors' memory to others on this stream from here on, and no earlier
+                current.wait_stream(self._stream)
+
+
+class WaitingRun:
+    """Runs a session whose kernels are on streams of its own, as those of other providers than CUDA's are.
+
+    It waits for torch's stream before; at the end of a run onnxruntime waits for its own.
+    """
+
+    def __init__(self, run: Callable[..., None], device: torch.device) -> None:
+        self._run = run
+        self._device = device
+
+    def __call__(self, *args: Any) -> None:
+        """Run the session."""
+        with on_device(self._device):
+            torch.cuda.current_stream(self._device).synchronize()
             self._run(*args)
-            # torch's allocator may give the tensors' memory to others on this stream from here on, and no earlier
-            current.wait_stream(self._stream)

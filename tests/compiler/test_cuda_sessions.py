@@ -1,0 +1,297 @@
+"""How sessions on a GPU are built, how their runs are ordered with torch's, and what is kept; without a GPU."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from packaging.version import Version
+from torch._subclasses import FakeTensorMode
+
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import fingerprint, timing
+from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, streams
+from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.executors.ort.executor import OrtExecutor
+from lightning_ort.compiler.executors.ort.streams import OrderedRun
+from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.report import ReasonType
+from lightning_ort.onnx_export.session import OnnxSession, Value
+from tests.compiler.fake_cuda import CUDA, FakeCuda, Session, Stream, run_op
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def build_one(cuda: FakeCuda, function: Any = lambda x: x.relu() + 1, **settings: Any) -> Any:
+    run_op(function, torch.randn(4, 4), **settings)
+    return cuda.sessions[-1]
+
+
+def test_torchs_default_stream_has_a_name(cuda: FakeCuda) -> None:
+    options = cuda.options(build_one(cuda))
+    assert (options["user_compute_stream"], options["device_id"]) == ("1", "0")
+
+
+def test_a_stream_that_onnxruntime_did_not_take_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LEGACY_STREAM", 0)  # as it was
+    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4))
+    (fallback,) = report.fallbacks
+    assert fallback.reason.type is ReasonType.SESSION_FAILED
+    assert "'has_user_compute_stream': '0'" in fallback.reason.text
+
+
+def relu_model() -> ir.Model:
+    float32, shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
+    node = ir.node("Relu", [ir.Value(name="i0", type=float32, shape=shape)])
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "o0", float32, shape
+    return ir.Model(
+        ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": 18}, name="relu"), ir_version=10
+    )
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_probes_are_on_the_device_and_leave_the_current_one(current: int, cuda: FakeCuda) -> None:
+    cuda.device, device = current, torch.device("cuda", 1)
+    assert OrtExecutor(ORTConfig(), device).kernels.missing(relu_model()) is None
+    (probe,) = cuda.probes
+    assert cuda.options(probe)["device_id"] == "1"
+    assert (probe.built_on, cuda.device) == (1, current)
+
+
+def test_one_thread_is_enough_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    region = Region("ort", 1)
+    assert [variant.threads for variant in OrtExecutor(ORTConfig(), CUDA).variants(region)] == [1]
+    assert [variant.threads for variant in OrtExecutor(ORTConfig(), torch.device("cpu")).variants(region)] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("ops", "matmul", "conv", "expected"),
+    [
+        (["mm"], "tf32", "ieee", "1"),
+        (["mm"], "ieee", "tf32", "0"),
+        (["convolution"], "ieee", "tf32", "1"),
+        (["convolution"], "tf32", "ieee", "0"),
+        (["convolution", "mm"], "ieee", "tf32", "0"),
+        (["convolution", "mm"], "tf32", "tf32", "1"),
+    ],
+)
+def test_tf32_follows_torchs_two_settings(
+    ops: list[str], matmul: str, conv: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = SimpleNamespace(
+        cuda=SimpleNamespace(matmul=SimpleNamespace(fp32_precision=matmul)),
+        cudnn=SimpleNamespace(conv=SimpleNamespace(fp32_precision=conv), benchmark=False),
+    )
+    monkeypatch.setattr(torch, "backends", backends)
+    graph = torch.fx.Graph()
+    for name in ops:
+        graph.call_function(getattr(torch.ops.aten, name).default)
+    region = Region("ort", 1)
+    region.module = SimpleNamespace(graph=graph)  # type: ignore[assignment]
+    assert session._cuda_options(region, Stream(5, []), records=False)["use_tf32"] == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "deterministic", "search"),
+    [(False, False, "HEURISTIC"), (True, False, "EXHAUSTIVE"), (True, True, "HEURISTIC")],
+)
+def test_algorithms_are_searched_for_where_torch_does(
+    benchmark: bool, deterministic: bool, search: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        session = build_one(cuda)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cuda.options(session)["cudnn_conv_algo_search"] == search
+    assert session.settings.use_deterministic_compute == deterministic
+
+
+def test_a_provider_that_does_not_load_is_a_fallback(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("CUDA failure 35")
+
+    monkeypatch.setattr(Session, "without_kernel", fail)
+    monkeypatch.setattr(kernels, "cuda_provider_error", lambda: "libcudnn.so.9: cannot open shared object file")
+    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4))
+    (fallback,) = report.fallbacks
+    assert fallback.reason.type is ReasonType.DEVICE
+    assert "CUDAExecutionProvider does not load: libcudnn.so.9" in fallback.reason.text
+    assert not cuda.sessions
+
+
+def test_the_provider_of_the_cpu_computes_nothing_on_a_gpu(cuda: FakeCuda) -> None:
+    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4), providers=("CPUExecutionProvider",))
+    (fallback,) = report.fallbacks
+    assert fallback.reason.type is ReasonType.DEVICE
+
+
+UNSYNCHRONIZED = "disable_synchronize_execution_providers"
+TENSORRT = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
+
+
+def test_another_provider_than_cuda_has_streams_of_its_own(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: list(TENSORRT))
+    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4), providers=TENSORRT, cuda_graphs=True)
+    session = cuda.sessions[-1]
+    assert not report.fallbacks
+    assert dict(session.configured)["TensorrtExecutionProvider"] == {"device_id": "0"}
+    options = cuda.options(session)
+    assert "user_compute_stream" not in options
+    assert options["enable_cuda_graph"] == "0"
+    assert "use_tf32" in options  # the numbers are as torch's settings say all the same
+    (note,) = report.notes
+    assert note.reason.text == "TensorrtExecutionProvider records nothing"
+
+
+# runs
+
+
+def test_what_has_streams_of_its_own_waits_on_both_sides(cuda: FakeCuda) -> None:
+    region = Region("ort", 1)
+    session = SimpleNamespace(
+        get_inputs=list,
+        io_binding=lambda: SimpleNamespace(_iobinding=None),
+        _sess=SimpleNamespace(run_with_iobinding=lambda *args: cuda.log.append("run")),
+    )
+    bound = BoundSession(region, session, CUDA)  # type: ignore[arg-type]
+    assert list(bound()) == []
+    assert cuda.log == [(0, "is waited for"), "run"]
+    with pytest.raises(RuntimeError, match=UNSYNCHRONIZED):  # onnxruntime waits for its own streams
+        bound.run_options.get_run_config_entry(UNSYNCHRONIZED)
+    on_stream = BoundSession(region, session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
+    assert on_stream.run_options.get_run_config_entry(UNSYNCHRONIZED) == "1"
+
+
+def test_torch_waits_for_a_run_that_fails(cuda: FakeCuda) -> None:
+    def run() -> None:
+        raise RuntimeError("out of memory")
+
+    cuda.current = Stream(9, cuda.log)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        OrderedRun(run, CUDA, cuda.default)()  # type: ignore[arg-type]
+    assert cuda.log == [(0, "waits for", 9), (9, "waits for", 0)]
+
+
+def test_a_time_is_that_of_the_gpu_though_only_numbers_go_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", log.append)
+    with FakeTensorMode():
+        made = torch.empty(3, device="cuda")
+    timing.race({"a": lambda size: log.append("run") or [made]}, [3])  # type: ignore[func-returns-value]
+    assert log == ["run", CUDA]
+
+
+def ordered(cuda: FakeCuda) -> OrderedRun:
+    return OrderedRun(lambda: cuda.log.append("run"), CUDA, cuda.default)  # type: ignore[arg-type]
+
+
+def test_on_the_stream_of_the_session_nobody_waits(cuda: FakeCuda) -> None:
+    ordered(cuda)()
+    assert cuda.log == ["run"]
+
+
+def test_on_another_stream_both_sides_wait(cuda: FakeCuda) -> None:
+    run = ordered(cuda)
+    cuda.current = Stream(9, cuda.log)
+    run()
+    assert cuda.log == [(0, "waits for", 9), "run", (9, "waits for", 0)]
+
+
+def test_a_run_leaves_torchs_current_device(cuda: FakeCuda) -> None:
+    def run() -> None:
+        cuda.device = 0  # as onnxruntime does
+
+    cuda.device = 3
+    OrderedRun(run, CUDA, cuda.default)()  # type: ignore[arg-type]
+    assert cuda.device == 3
+
+
+# CUDA graphs
+
+
+def test_older_builds_and_pinning_threads_record_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_graphs.unsupported_reason(CUDA) is None
+    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: True)
+    assert "pins memory" in str(cuda_graphs.unsupported_reason(CUDA))
+    executor = OrtExecutor(ORTConfig(cuda_graphs=True), CUDA)
+    monkeypatch.setattr(cuda_graphs, "can_record", lambda region: True)
+    assert len(executor.variants(Region("ort", 1))) == 1
+    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: False)
+    assert len(executor.variants(Region("ort", 1))) == 2
+    monkeypatch.setattr(cuda_graphs, "installed_version", lambda: Version("1.19.2"))
+    assert "waits for the GPU after each replay" in str(cuda_graphs.unsupported_reason(CUDA))
+
+
+def test_a_recording_has_its_own_stream(cuda: FakeCuda) -> None:
+    build_one(cuda, cuda_graphs=True, intra_op_threads=1)
+    plain, recorded = map(cuda.options, cuda.sessions)
+    assert (plain["enable_cuda_graph"], plain["user_compute_stream"]) == ("0", "1")
+    assert (recorded["enable_cuda_graph"], recorded["user_compute_stream"]) == ("1", "77")
+
+
+# what is kept
+
+
+def test_times_are_those_of_a_gpu_its_driver_and_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = Cache(ORTConfig(cache_dir=None)).name("graph", ("ort",))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    names: list[str] = []
+    for gpus, matmul in ((("A", "1"), "ieee"), (("B", "1"), "ieee"), (("B", "2"), "ieee"), (("B", "2"), "tf32")):
+        monkeypatch.setattr(fingerprint, "_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
+        names.append(Cache(ORTConfig(cache_dir=None)).name("graph", ("ort",)))
+    assert len({name, *names}) == 5
+
+
+def test_plug_ins_are_providers_too(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(ep_name="PlugInExecutionProvider")
+    monkeypatch.setattr(kernels, "ep_devices", lambda: {"PlugInExecutionProvider": [device]})
+    assert kernels.available_providers()[-1] == "PlugInExecutionProvider"
+    kernels.check_config(ORTConfig(providers=("CPUExecutionProvider",)))
+    with pytest.raises(ValueError, match="PlugInExecutionProvider"):
+        kernels.check_config(ORTConfig(providers=("OtherExecutionProvider",)))
+    added: list[Any] = []
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda *args, **kwargs: args)
+    options = SimpleNamespace(add_provider_for_devices=lambda *args: added.append(args))
+    kernels.new_session(b"", options, ("PlugInExecutionProvider",), torch.device("cpu"))  # type: ignore[arg-type]
+    assert added == [([device], {})]
+
+
+# a model for prediction
+
+
+def test_a_predictor_binds_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    found = object.__new__(OnnxSession)
+    binding = SimpleNamespace(
+        bind_input=lambda *args: log.append(("input", *args[:3])),
+        bind_output=lambda *args: log.append(("output", *args[:3])),
+        get_outputs=lambda: [None],
+    )
+    found._session = SimpleNamespace(
+        io_binding=lambda: binding,
+        run_with_iobinding=lambda binding: log.append("run"),
+        get_provider_options=lambda: {"CUDAExecutionProvider": {"device_id": "0"}},
+    )
+    found.providers, found._structure, found._used = ("CUDAExecutionProvider",), "y", {"x"}
+    found.inputs = (Value("x", torch.float32, (2, 3)),)
+    found.outputs = (Value("y", torch.float32, (2, 3)),)
+    assert found._memory_for(torch.device("cuda", 1)) == torch.device("cpu")  # another GPU's
+    assert found._memory_for(torch.device("cpu")) == torch.device("cpu")
+    stream = SimpleNamespace(synchronize=lambda: log.append("torch is done"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with FakeTensorMode(), monkeypatch.context() as context:
+        context.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+        result = found({"x": torch.empty(2, 3, device="cuda")})
+    assert result.device == CUDA
+    assert log == [("input", "x", "cuda", 0), ("output", "y", "cuda", 0), "torch is done", "run"]
