@@ -42,7 +42,7 @@ class Search:
     Args:
         facts: Of the module and its data.
         limits: What the user insists on.
-        plain: Whether the user's own settings is stock Lightning in float32.
+        plain: Whether the user's own settings are stock Lightning in float32.
         runner: Runs candidates.
         deadline: When, by the runner's clock, all has to be done.
         listen: Called with what is done and the best so far.
