@@ -1,14 +1,15 @@
 """Bytes that a training step needs: predicted from one traced step, and measured in another.
 
 Parameters, gradients and optimizer states follow from shapes (:mod:`lightning_ort.optim.memory`). Activations are what
-autograd saves for the backward pass, each storage once. Gradients appear while activations go, so the peak is the
-largest sum on the way.
+autograd saves for the backward pass, each storage once; on a CPU, the work space of the kernels that take them in the
+backward pass is read from a profile. Gradients appear while activations go, so the peak is the largest sum on the way.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lightning_ort.optim.memory import predict
 
 _FORWARD_DONE = "lightning_ort: forward done"
+_TAKEN = "lightning_ort: backward takes "  # and the position of what was saved
 # what torch's own optimizers keep, in the names of lightning_ort.optim.memory
 _KNOWN = {"Adam": "adamw_torch_fused", "AdamW": "adamw_torch_fused"}
 
@@ -42,6 +44,7 @@ class Saved:
     activation: int = 0
     flowing: int = 0  # of the activation's own gradient, while the backward pass is there
     gradient: int = 0
+    work: int = 0  # work space of the kernels that take it in the backward pass
 
 
 @dataclass(frozen=True)
@@ -77,32 +80,63 @@ def peak_of(
     left, made = float(activations), gradients - sum(one.gradient for one in saved)
     for one in reversed(saved):
         # its own gradient, and that of what came before it
-        highest = max(highest, int((left + 2 * one.flowing) * scale) + made + one.gradient)
+        highest = max(highest, int((left + 2 * one.flowing + one.work) * scale) + made + one.gradient)
         left -= one.activation
         made += one.gradient
     return parameters + states + other + highest
 
 
 class SavedTensors:
-    """Records what autograd saves while it is entered."""
+    """Records what autograd saves while it is entered, and on a CPU the work space with which it is taken back.
 
-    def __init__(self, module: nn.Module, batch: Any) -> None:
+    Args:
+        module: Its parameters and buffers are no activations.
+        batch: Neither are the tensors of the batch.
+        profiled: Whether the kernels' work space is read, which needs :meth:`stop`.
+
+    """
+
+    def __init__(self, module: nn.Module, batch: Any, profiled: bool = False) -> None:
         self._parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
         others = [*module.buffers(), *tensors_in(batch)]
         self._known = {tensor.untyped_storage().data_ptr() for tensor in others}
         self.found: list[Saved] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._profile = _profile_of_memory() if profiled else None
 
     def __enter__(self) -> "SavedTensors":
+        if self._profile is not None:
+            self._profile.__enter__()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *args: object) -> None:
         self._hooks.__exit__(*args)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def stop(self) -> None:
+        """End the profile, after the backward pass, and note each work space."""
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        for position, work in _work_spaces(_events_of(self._profile)).items():
+            self.found[position] = replace(self.found[position], work=work)
+        self._profile = None
+
+    def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
+        tensor, position = packed
+        if position is not None and self._profile is not None:
+            with record_function(f"{_TAKEN}{position}"):
+                pass
+        return tensor
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         if tensor.layout is not torch.strided:
-            return tensor
+            return tensor, None
+        before = len(self.found)
+        self._record(tensor)
+        return tensor, before if len(self.found) > before else None
+
+    def _record(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if (address := storage.data_ptr()) not in self._known:
             self._known.add(address)
@@ -113,7 +147,43 @@ class SavedTensors:
                 self.found.append(Saved(storage.nbytes(), flowing))
             elif parameter.requires_grad:
                 self.found.append(Saved(gradient=parameter.nbytes))
-        return tensor
+
+
+def _profile_of_memory() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def _events_of(finished: profile) -> list[dict[str, Any]]:
+    """Return the events of a profile in the order of time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        finished.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
+
+
+def _level(event: dict[str, Any]) -> int | None:
+    return event["args"]["Total Allocated"] if event.get("name") == "[memory]" else None
+
+
+def _work_spaces(events: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Return, by position, the most that a kernel of the backward pass had allocated beyond its inputs and results."""
+    found: dict[int, int] = {}
+    position: int | None = None
+    end, level, before, highest = 0.0, 0, 0, 0  # of the operator, and of what is allocated
+    for event in [*events, {"ts": math.inf}]:
+        name = event.get("name", "")
+        if end and event["ts"] > end:  # the outermost operator is done
+            if position is not None:
+                found[position] = max(found.get(position, 0), highest - max(before, level))
+            end = 0.0
+        if (allocated := _level(event)) is not None:
+            level, highest = allocated, max(highest, allocated)
+        elif name.startswith(_TAKEN):
+            position = int(name.removeprefix(_TAKEN))
+        elif not end and name.startswith("aten::"):
+            end, before, highest = event["ts"] + event.get("dur", 0), level, level
+    return {at: work for at, work in found.items() if work > 0}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -168,7 +238,7 @@ class MeasuredStep:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
         elif self._device.type == "cpu":
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile = _profile_of_memory()
             self._profile.__enter__()
 
     def forward_done(self) -> None:
@@ -189,15 +259,9 @@ class MeasuredStep:
         if self._profile is None:
             return None
         self._profile.__exit__(None, None, None)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        events = _events_of(self._profile)
         done = min((event["ts"] for event in events if event.get("name") == _FORWARD_DONE), default=None)
-        levels = [
-            (event["ts"], event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]"
-        ]
-        levels.sort(key=lambda level: level[0])
+        levels = [(event["ts"], level) for event in events if (level := _level(event)) is not None]
         if done is None or not levels:
             return None
         forward = [level for ts, level in levels if ts <= done] or [0]

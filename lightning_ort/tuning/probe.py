@@ -17,11 +17,11 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
 from lightning_ort.callbacks.training_settings import BATCH_NORMS, repeated_blocks
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, SavedTensors, StepMemory, model_of, states_of
+from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, Saved, SavedTensors, StepMemory, model_of, states_of
 from lightning_ort.tuning.project import GIVEN, Project, train
 from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
 
-_STEPS = 3  # a first one that allocates, one that is traced, and one that is measured
+_MEASURED, _TRACED = 2, 3  # the steps after the first one, which allocates
 _PRODUCTS, _SIZE = 5, 512
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -50,7 +50,7 @@ class Facts:
     threads: int
     precision: str
     bfloat16: float  # how many times as fast a matrix product is as in float32
-    step_seconds: float  # of the last of three steps
+    step_seconds: float  # of the second step
     memory: MemoryModel | None  # None if nothing can be traced
     measured: StepMemory | None
     notes: list[str] = field(default_factory=list)
@@ -93,22 +93,25 @@ class _Probe:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._module = trainer, pl_module
         self._traced: SavedTensors | None = None
+        self._saved: list[Saved] | None = None
         self._memory: MemoryModel | None = None
         self._measured: StepMemory | None = None
         self._seconds = 0.0
         self._measuring: MeasuredStep | None = None
+        self._is_marked = False
+        self._levels: tuple[int, int, int] | None = None
         self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Trace the second step and measure the third."""
+        """Measure the second step and trace the third."""
         self._steps += 1
         self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
         self._batch = batch
         self._start = time.perf_counter()
-        if self._steps == _STEPS - 1 and self._is_traced:
-            self._traced = SavedTensors(pl_module, batch)
+        if self._steps == _TRACED and self._is_traced:
+            self._traced = SavedTensors(pl_module, batch, profiled=trainer.strategy.root_device.type == "cpu")
             self._traced.__enter__()
-        elif self._steps == _STEPS:
+        elif self._steps == _MEASURED:
             # Lightning zeroes gradients after the forward pass: those of the step before are there until then
             self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
             self._measuring = MeasuredStep(trainer.strategy.root_device)
@@ -127,34 +130,35 @@ class _Probe:
         self._forward_done()
 
     def _forward_done(self) -> None:
-        if self._steps == _STEPS - 1 and self._traced is not None and not self._memory:
+        if self._traced is not None and self._saved is None:
             self._traced.__exit__(None, None, None)
-            self._saved, self._traced = self._traced.found, None
-        elif self._steps == _STEPS and self._measuring is not None and not hasattr(self, "_marked"):
-            self._marked = True
+            self._saved = self._traced.found
+        elif self._steps == _MEASURED and self._measuring is not None and not self._is_marked:
+            self._is_marked = True
             self._measuring.forward_done()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End after the last step."""
-        self._seconds = time.perf_counter() - self._start
-        if self._traced is not None:  # manual optimization without a backward pass
-            self._traced.__exit__(None, None, None)
-            self._traced = None
-        if self._steps == _STEPS:
+        """Read what was measured, and end after the last step."""
+        if self._steps == _MEASURED and self._measuring is not None:
+            self._seconds = time.perf_counter() - self._start
+            self._levels = self._measuring.stop()
+        if self._steps == _TRACED:
             self._read_memory()
             trainer.should_stop = True
 
     def _read_memory(self) -> None:
-        assert self._measuring is not None
-        levels = self._measuring.stop()
-        if not hasattr(self, "_saved"):
+        if self._traced is not None:
+            if self._saved is None:  # manual optimization without a backward pass
+                self._traced.__exit__(None, None, None)
+            self._traced.stop()
+        if self._saved is None:
             return
         module, optimizers = self._module, self._trainer.optimizers
         size = _batch_size(self._trainer.train_dataloader)
         self._memory = model_of(module, optimizers, self._batch, size, self._saved)
-        if levels is None:
+        if self._levels is None:
             return
-        forward, forward_peak, later = levels
+        forward, forward_peak, later = self._levels
         step, states = self._memory.step, states_of(optimizers)
         trained = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
         peak = step.parameters + states + step.other + max(self._gradients + forward_peak, later)
