@@ -1,7 +1,8 @@
 """Make the pictures of the documentation again: ``make screenshots``.
 
-The page of a report at two widths and in two themes, and the console from the start of a fit to the verdict. Chromium
-takes the pictures: ``CHROMIUM`` names it, or it is on the ``PATH``. Look at them before you commit them.
+Pages at two widths and in two themes (a report, and the first and the benchmark page of the documentation), the console
+from the start of a fit to the verdict, and the plot of ``lightning-ort bench``. Chromium takes the pictures of pages:
+``CHROMIUM`` names it, or it is on the ``PATH``. Look at them before you commit them.
 """
 
 import io
@@ -24,6 +25,9 @@ from lightning_ort.compiler.report import CompileReport
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 HEIGHTS = {1280: 1750, 390: 2900}
+# page of the site -> name of its pictures
+PAGES = {"index.html": "index", "benchmarks/index.html": "benchmarks"}
+BENCH = ("benchmarks/zoo.py:SmallGPT", "--variants", "stock", "off", "ort", "--rounds", "5", "--accelerator", "cpu")
 COLUMNS = 100
 TRAIN = """
 import sys
@@ -69,7 +73,7 @@ def train(report: Path) -> str:
     return "\n".join(line for line in written if re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).strip())
 
 
-def picture(page: Path, width: int, theme: str) -> None:
+def picture(page: Path, name: str, width: int, theme: str) -> None:
     """Take a picture of a page; Chromium's windows have at least 500 pixels, so the page is in a frame of the width."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -78,7 +82,7 @@ def picture(page: Path, width: int, theme: str) -> None:
     style = f"border: 0; width: {width}px; height: {HEIGHTS[width]}px"
     scheme = f'<meta name="color-scheme" content="{theme}">'
     frame.write_text(f'{scheme}<body style="margin: 0"><iframe src="{page.name}" style="{style}"></iframe>')
-    output = IMAGES / f"report_{width}_{theme}.png"
+    output = IMAGES / f"{name}_{width}_{theme}.png"
     command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += [f"--blink-settings=preferredColorScheme={int(theme == 'light')}", f"--screenshot={output}"]
     command += [f"--window-size={max(width, 500)},{HEIGHTS[width]}", frame.as_uri()]
@@ -98,17 +102,29 @@ def crop(path: Path, width: int) -> None:
     image.crop((0, 0, width, min(image.height, bottom + 16))).quantize(64).save(path, optimize=True)
 
 
+def run(*command: str | Path) -> None:
+    """Run a command of the environment in the root of the repository."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment)
+
+
 def main() -> None:
     """Make all pictures."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        report = folder / "report.json"
         shown = train(report)
-        page = Path(folder) / "report.html"
         found = CompileReport.from_dict(json.loads(report.read_text(encoding="utf-8")))
-        page.write_text(render(found, report.name), encoding="utf-8")
-        for width in HEIGHTS:
-            for theme in ("light", "dark"):
-                picture(page, width, theme)
+        (folder / "report.html").write_text(render(found, report.name), encoding="utf-8")
+        run("mkdocs", "build", "--quiet", "--site-dir", folder / "site")
+        pages = {folder / "report.html": "report"} | {folder / "site" / page: name for page, name in PAGES.items()}
+        for page, name in pages.items():
+            for width in HEIGHTS:
+                for theme in ("light", "dark"):
+                    picture(page, name, width, theme)
+        run("lightning_ort", "bench", *BENCH, "--output", folder / "bench")
+        shutil.copy(folder / "bench" / "bench.png", IMAGES / "bench.png")
+        print("docs/images/bench.png")
     console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(shown))
     console.save_svg(os.fspath(IMAGES / "console.svg"), title="lightning-ort")

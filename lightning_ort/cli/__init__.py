@@ -27,7 +27,17 @@ _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
 # arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
 # switch, a short form, a list without brackets
 _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "bench": [(("module",), {"type": str | None, "nargs": "?", "help": _MODULE})],
+    "bench": [
+        (("module",), {"type": str | None, "nargs": "?", "help": _MODULE}),
+        (
+            ("--variants",),
+            {
+                "type": str,
+                "nargs": "+",
+                "help": "the variants to compare; by default stock, stock+auto, compile+auto, ort+keep and ort",
+            },
+        ),
+    ],
     "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
@@ -38,6 +48,11 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     ],
     "memory": [
         (
+            ("--optim",),
+            {"type": str, "nargs": "+", "help": "implementations of the optimizer; by default all of them"},
+        ),
+        (("--ranks",), {"type": int, "nargs": "+", "help": "numbers of processes to show ZeRO stage 1 for"}),
+        (
             ("--measure",),
             {
                 "type": bool,
@@ -46,7 +61,7 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
                 "default": False,
                 "help": "also run a step on the CPU, and measure",
             },
-        )
+        ),
     ],
     "report": [
         (("file",), {"type": Path, "help": "the JSON report that a run with ORTConfig(report=PATH) wrote"}),
@@ -104,7 +119,7 @@ def _run_command(summary_of_run: str) -> None:
         "report": report,
         "tune": tune,
     }
-    from lightning_ort.cli.parser import Parser, with_underscores
+    from lightning_ort.cli.parser import Parser, in_one_style
 
     description = "ONNX Runtime for PyTorch Lightning"
     parser = Parser(prog="lightning-ort", description=description, version=__version__)
@@ -116,5 +131,6 @@ def _run_command(summary_of_run: str) -> None:
         own.add_function_arguments(command, as_positional=True, skip=by_hand)
         subcommands.add_subcommand(name, own, help=summary)
     subcommands.add_subcommand("run", Parser(), help=summary_of_run)
-    arguments = parser.parse_args(with_underscores(sys.argv[1:]))
+    lists = {flags[0] for added in _BY_HAND.values() for flags, options in added if options.get("nargs") == "+"}
+    arguments = parser.parse_args(in_one_style(sys.argv[1:], lists))
     commands[arguments.subcommand](**arguments[arguments.subcommand])

@@ -1,7 +1,7 @@
 """Options and help of the commands in one style: hyphens in options, and help without types of Python."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -10,14 +10,33 @@ _TYPE = re.compile(r"\s+\((required,\s+)?type:[^()]*?(?:,\s+default:\s+([^()]*?)
 _OPTION = re.compile(r"--[a-z][\w.-]*")
 
 
-def with_underscores(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with options as jsonargparse knows them: ``--warm-up`` and ``--warm_up`` are the same."""
-    found = []
+def in_one_style(arguments: Sequence[str], lists: Collection[str] = ()) -> list[str]:
+    """Return the arguments as jsonargparse knows them.
+
+    ``--warm-up`` and ``--warm_up`` are the same, and so are ``--ranks 1 4``, ``--ranks=[1,4]`` and ``--ranks [1, 4]``
+    for an option of ``lists``.
+
+    """
+    found: list[str] = []
+    option = ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        known = f"--{name[2:].replace('-', '_')}" if _OPTION.fullmatch(name) else name
-        found.append(f"{known}{equals}{value}")
+        if _OPTION.fullmatch(name):
+            option = f"--{name[2:].replace('-', '_')}"
+            if equals and option in lists:
+                found += [option, *_elements(value)]
+            else:
+                found.append(f"{option}{equals}{value}")
+        else:
+            found += _elements(argument) if option in lists else [argument]
     return found
+
+
+def _elements(value: str) -> list[str]:
+    """Return the elements of a list in brackets; other text is one element."""
+    if not (value.startswith("[") and value.endswith("]")):
+        return [value]
+    return [element.strip(" \"'") for element in value[1:-1].split(",") if element.strip()]
 
 
 class Parser(ArgumentParser):

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ort import __version__
 from lightning_ort.cli import main
-from lightning_ort.cli.parser import with_underscores
+from lightning_ort.cli.parser import in_one_style
 
 COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
 
@@ -50,7 +50,25 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 def test_hyphens_and_underscores_are_the_same() -> None:
     given = ["--input-shape", "1", "--warm_up=3", "--args.my_width", "a-b", "-o", "x-y", "--data-args={'a-b': 1}"]
-    assert with_underscores(given) == [
+    assert in_one_style(given) == [
         *("--input_shape", "1", "--warm_up=3", "--args.my_width", "a-b", "-o", "x-y"),
         "--data_args={'a-b': 1}",
     ]
+
+
+@pytest.mark.parametrize("given", [["--ranks", "1", "4"], ["--ranks=[1,4]"], ["--ranks", "[1, '4']"]])
+def test_lists_are_written_in_two_ways(given: list[str]) -> None:
+    assert in_one_style([*given, "--measure", "[2]"], {"--ranks"}) == ["--ranks", "1", "4", "--measure", "[2]"]
+
+
+@pytest.mark.parametrize("given", [("4", "64"), ("[4,64]",)])
+def test_a_list_reaches_the_command(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["lightning-ort", "memory", "torch.nn:Transformer", "--optim", "adamw_torch_fused", "--ranks", *given]
+    monkeypatch.setattr(sys, "argv", arguments)
+    main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks" in shown
+    assert "64 ranks" in shown
+    assert "adamw_bnb_8bit" not in shown
