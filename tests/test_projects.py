@@ -69,11 +69,11 @@ def test_lines_that_only_ort_printed(projects: ModuleType) -> None:
     ("engine", "seconds", "note", "text"),
     [
         ("ort", 1.0, "", "ORT"),
-        ("torch", 1.0, "SLOWER", "torch as it is"),
+        ("torch", 1.0, "SLOWER", "PyTorch"),
         ("inductor", 1.0, "", "inductor"),
         ("", 0.0, "NOT_COMPILED", "nothing compiled"),
-        ("", 1.0, "BUDGET", "torch as it is"),
-        ("", 1.0, "NOT_COMPILED", "torch as it is"),  # a validation step was compiled
+        ("", 1.0, "BUDGET", "PyTorch"),
+        ("", 1.0, "NOT_COMPILED", "PyTorch"),  # a validation step was compiled
         ("", 1.0, "GRAPH_BREAK", "captured, not timed"),
     ],
 )

@@ -82,11 +82,11 @@ def kept(report: dict[str, Any]) -> str:
     """Say what the training step runs on at the end of the run."""
     engines = {step["name"]: step["engine"] for step in report["steps"]}
     if "training_step" in engines:
-        return {"ort": "ORT", "torch": "torch as it is"}.get(engines["training_step"], engines["training_step"])
+        return {"ort": "ORT", "torch": "PyTorch"}.get(engines["training_step"], engines["training_step"])
     if report["startup_seconds"] == 0:
         return "nothing compiled"
     choices = [note["reason"]["type"] for note in report["notes"] if note["where"] == "training_step"]
-    return "torch as it is" if {"BUDGET", "NOT_COMPILED"} & set(choices) else "captured, not timed"
+    return "PyTorch" if {"BUDGET", "NOT_COMPILED"} & set(choices) else "captured, not timed"
 
 
 def measure(row: Row, length: str, start: str, rounds: int) -> dict[str, Any]:
