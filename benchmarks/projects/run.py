@@ -89,13 +89,20 @@ def kept(report: dict[str, Any]) -> str:
     return "PyTorch" if {"BUDGET", "NOT_COMPILED"} & set(choices) else "captured, not timed"
 
 
-def measure(row: Row, length: str, start: str, rounds: int) -> dict[str, Any]:
-    """Train a row in turns, and compare."""
+def measure(row: Row, length: str, starts: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Train a row in turns, under stock and with each start, and compare."""
     steps = row.steps * LENGTHS[length]
-    fits: dict[str, list[Fit]] = {"stock": [], "ort": []}
+    fits: dict[str, list[Fit]] = {way: [] for way in ("stock", *starts)}
     for number in range(rounds):
-        for strategy in list(fits)[:: 1 if number % 2 == 0 else -1]:
-            fits[strategy].append(fit(row, strategy, steps, start))
+        for way in list(fits)[:: 1 if number % 2 == 0 else -1]:
+            strategy, start = ("stock", starts[0]) if way == "stock" else ("ort", way)
+            fits[way].append(fit(row, strategy, steps, start))
+    return [compared(row, length, start, {"stock": fits["stock"], "ort": fits[start]}) for start in starts]
+
+
+def compared(row: Row, length: str, start: str, fits: dict[str, list[Fit]]) -> dict[str, Any]:
+    """Return what the fits of a row say."""
+    steps = row.steps * LENGTHS[length]
     found: dict[str, Any] = {"row": row.name, "length": length, "start": start, "steps": steps}
     for strategy, made in fits.items():
         if error := next((one["error"] for one in made if one["error"]), ""):
@@ -135,11 +142,11 @@ def main() -> None:
     if args.json is not None and args.json.exists():
         results = json.loads(args.json.read_text(encoding="utf-8"))
     console = Console(soft_wrap=True)
-    for row, length, start in [(r, le, s) for r in rows for le in args.length for s in args.start]:
-        found = measure(row, length, start, args.rounds)
-        found["date"] = datetime.date.today().isoformat()
-        results[f"{row.name} {length} {start}"] = found
-        console.print(summary(found), markup=False)
+    for row, length in [(r, le) for r in rows for le in args.length]:
+        for found in measure(row, length, args.start, args.rounds):
+            found["date"] = datetime.date.today().isoformat()
+            results[f"{row.name} {length} {found['start']}"] = found
+            console.print(summary(found), markup=False)
         if args.json is not None:
             args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.page is not None:

@@ -128,6 +128,20 @@ def test_a_check_that_is_lost_takes_back_what_was_counted_as_saved(monkeypatch: 
     assert bench.left[0].startswith(f"timed again after {FIRST_CHECK} steps: 9 s captured, 6 s unchanged")
 
 
+def test_a_check_that_is_won_by_less_corrects_what_was_counted_as_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(engine: str, done: int) -> float:
+        return {"torch": 9.0 if done < 50 else 3.0, "ort": 1.0}[engine]  # another program ran during the first trial
+
+    bench = Bench(monkeypatch, ("ort", "torch"), seconds)
+    bench.run(30)
+    counted = bench.report.run.saved_seconds
+    assert counted > 8 * 10
+    bench.run(FIRST_CHECK)
+    steps = (counted / 8 + FIRST_CHECK) - 2 * 3  # outside of the trials
+    assert bench.trials.engine == "ort"
+    assert bench.report.run.saved_seconds == pytest.approx(2 * steps, rel=0.05)
+
+
 def test_a_check_that_is_won_costs_the_turns_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, ("ort", "torch"), lambda engine, done: {"ort": 1.0, "torch": 2.0}[engine])
     bench.run(30)

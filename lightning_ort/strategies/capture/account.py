@@ -125,9 +125,9 @@ class StepAccount:
         self.milliseconds = times
         if self.stage in ("all", *times):  # and not a later check of another engine
             self._found = times
-        self._saving = (times["torch"] - min(times.values())) / 1000
-        if self._saving == 0:  # nobody knows since when
-            run.saved_seconds -= self._saved
+        before, self._saving = self._saving, (times["torch"] - min(times.values())) / 1000
+        if self._saving < before:  # nobody knows since when
+            run.saved_seconds -= self._saved * (1 - self._saving / before)
             run.paid_after = run.paid_after if run.saved_seconds >= run.startup_seconds else None
         self._saved = 0.0
 
