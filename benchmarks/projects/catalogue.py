@@ -5,7 +5,7 @@ A group has an environment of its own: ``.projects/GROUP``, with the packages of
 
 from dataclasses import dataclass
 
-LENGTHS = {"short": 1, "medium": 15, "long": 60}  # times a row's steps
+LENGTHS = {"short": 1, "medium": 15, "long": 200}  # times a row's steps
 
 
 @dataclass(frozen=True)
