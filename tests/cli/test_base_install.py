@@ -37,6 +37,7 @@ main()
         ["report", "run.json"],
         ["memory", "torch.nn:Linear", "--args", '{"in_features": 4, "out_features": 4}'],
         ["cache", "clear", "--folder", "kept"],
+        ["doctor", "--json"],
     ],
     ids=lambda arguments: arguments[0],
 )
