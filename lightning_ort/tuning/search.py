@@ -71,7 +71,6 @@ class Search:
         """
         own = self._trial(Option(Candidate(), "what you have"), "yours")
         self._own = self._best = own
-        self._winners = [own]  # the last one is the best
         try:
             self._search(own)
         except KeyboardInterrupt:
@@ -174,7 +173,6 @@ class Search:
                 trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
             elif self._learns(trial, self._measurer.reserve()):
                 self._best = trial
-                self._winners.append(trial)
                 trial.verdict, trial.why = "won", f"{found.median:.2f}x of the best before, {before.candidate}"
         for trial in (*challengers, before):
             if trial not in (self._best, self._own):
@@ -293,13 +291,29 @@ class Search:
     def _confirm(self) -> None:
         """Compare the best with the user's own settings once more: the result is faster, and not only by chance.
 
-        If it is not, the winner before it is the best.
+        If it is not, what is the fastest of the rest is the best.
         """
         while self._best is not self._own and not self._is_confirmed(self._best):
             self._measurer.notes.append(f"{self._best.candidate} won, but not in the last rounds: {self._best.why}")
             self._measurer.stop(self._best.candidate)
-            self._winners.pop()
-            self._best = self._winners[-1]
+            self._best = self._next_best()
+
+    def _next_best(self) -> Trial:
+        """Return the fastest that is not refused: a winner of an earlier stage, or one that lost against a winner."""
+        must_change = self._must_change(self._own)
+        speeds = {}
+        for trial in self._measurer.trials:
+            found = speed(trial, self._own)
+            if trial.verdict not in ("measured", "won") or found is None or self._violation(trial):
+                continue
+            if must_change or (found.low > 1 and found.median >= _LEAST_GAIN):
+                # what lost by less than counts has nothing over the winner
+                speeds[id(trial)] = found.median * (_LEAST_GAIN if trial.verdict == "won" else 1.0)
+        left = [trial for trial in self._measurer.trials if id(trial) in speeds]
+        best = max(left, key=lambda trial: speeds[id(trial)], default=self._own)
+        if best.verdict == "measured" and best is not self._own:
+            best.verdict, best.why = "won", f"the fastest of what is left; {best.why}"
+        return best
 
     def _is_confirmed(self, best: Trial) -> bool:
         for _ in range(_FINAL_ROUNDS):

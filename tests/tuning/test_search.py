@@ -323,11 +323,11 @@ def test_who_has_not_been_asked_is_not_stopped() -> None:
     assert set(machine.running) == {Candidate(), Candidate(engine="auto")}
 
 
-def fail_in_the_end(machine: Machine, setting: tuple[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_the_end(machine: Machine, monkeypatch: pytest.MonkeyPatch, *settings: tuple[str, object]) -> None:
     confirm = Search._confirm
 
     def failing(self: Search) -> None:
-        machine.fails = {setting: "RuntimeError: late"}
+        machine.fails = dict.fromkeys(settings, "RuntimeError: late")
         confirm(self)
 
     monkeypatch.setattr(Search, "_confirm", failing)
@@ -335,18 +335,47 @@ def fail_in_the_end(machine: Machine, setting: tuple[str, object], monkeypatch: 
 
 def test_the_winner_before_is_what_is_left_if_the_last_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({("engine", "ort"): 1.5, ("engine", "auto"): 2.0})
-    fail_in_the_end(machine, ("engine", "auto"), monkeypatch)
+    fail_in_the_end(machine, monkeypatch, ("engine", "auto"))
     outcome = search(machine, seconds=600.0)
     assert outcome.best.candidate == Candidate(engine="ort")
     assert max(outcome.best.rounds) > max(tried(outcome, engine="auto").rounds)
     assert any("auto won, but not in the last rounds: RuntimeError: late" in one for one in outcome.notes)
 
 
+def test_who_lost_against_a_refused_winner_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The winner's loss departs late; the other one was nearly as fast, and much faster than the user's settings."""
+    gains = {("engine", "stock"): 1.55, ("engine", "ort"): 1.5, ("precision", "bf16-mixed"): 1.0}
+    machine = Machine(gains)
+    refuse = Search._learns
+
+    def late(self: Search, trial: Trial, reserve: float) -> bool:
+        if reserve == 0.0 and trial.candidate.engine == "stock":
+            self._refuse(trial, "its loss departs late")
+            return False
+        return refuse(self, trial, reserve)
+
+    monkeypatch.setattr(Search, "_learns", late)
+    outcome = search(machine)
+    assert outcome.best.candidate.engine == "ort"
+    assert outcome.best.verdict == "won"
+    assert outcome.best.why.startswith("the fastest of what is left; ")
+    assert outcome.best.loss_difference == 0
+    assert any("its loss departs late" in note for note in outcome.notes)
+
+
 def test_what_was_asked_for_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    fail_in_the_end(machine, ("batch_size", 32), monkeypatch)
+    fail_in_the_end(machine, monkeypatch, *(("batch_size", size) for size in (16, 32, 64, 128)))
     with pytest.raises(TuneError, match="the best has 32 examples .*not 128.*RuntimeError: late"):
         search(machine, effective_batch=128)
+
+
+def test_another_way_to_what_was_asked_for_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    fail_in_the_end(machine, monkeypatch, ("batch_size", 32))
+    outcome = search(machine, effective_batch=128)
+    assert outcome.best.effective_batch == 128
+    assert outcome.best.batch_size != 32
 
 
 def test_what_fits_may_be_many_times_as_slow() -> None:
