@@ -28,5 +28,7 @@ def suite(session: nox.Session, torch: str, onnxruntime: str) -> None:
     session.run("python", "-m", "pytest", *tests)
 
 
-for name, (python, *versions) in ROWS.items():
-    nox.session(partial(suite, torch=versions[0], onnxruntime=versions[1]), name=name, python=python)
+for name, (python, torch, onnxruntime) in ROWS.items():
+    row = partial(suite, torch=torch, onnxruntime=onnxruntime)
+    row.__doc__ = f"Python {python}, torch {torch}, {onnxruntime}"
+    nox.session(row, name=name, python=python)
