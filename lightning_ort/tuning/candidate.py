@@ -20,7 +20,7 @@ STRATEGIES = {
 SEVERAL_PROCESSES = ("ddp", "ort_ddp", "ort_zero1", "ort_zero1_native")
 MATMUL_PRECISIONS = ("high", "medium")
 _OF_STRATEGY = ("recompute", "host_memory")
-_OF_LOADER = ("whole_batches", "num_workers", "pin_memory", "persistent_workers")
+_OF_LOADER = ("whole_batches", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 _OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
 
 
@@ -46,6 +46,7 @@ class Candidate:
         num_workers: Processes that load data.
         pin_memory: Have the data in memory from which a GPU copies faster.
         persistent_workers: Keep the processes from epoch to epoch.
+        prefetch_factor: Batches that each of the processes has ready.
         channels_last: The memory layout of convolutions.
         threads: Threads of torch's operations.
         checkpoint_blocks: Recompute repeated blocks.
@@ -63,6 +64,7 @@ class Candidate:
     num_workers: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
+    prefetch_factor: int | None = None
     channels_last: bool | None = None
     threads: int | None = None
     checkpoint_blocks: bool | None = None

@@ -16,6 +16,7 @@ from lightning_ort.tuning.probe import Facts
 
 _EMULATED = 0.5  # times as fast as float32: a processor without instructions for bfloat16
 _HALVINGS = 3  # of the batch, at most
+_AHEAD = 8  # batches that a process loads ahead; torch's DataLoader has 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,8 @@ def _loading(best: Candidate, facts: Facts) -> Iterator[Option]:
     cores = os.cpu_count() or 1
     if facts.num_workers == 0:
         yield Option(more, "a process loads while this one computes")
+    else:
+        yield Option(best.but(prefetch_factor=_AHEAD), f"{_AHEAD} batches of each process ahead even out slow ones")
     wanted = min(cores, 4)
     shared = not facts.stream or facts.num_workers > 1  # or else each process loads all examples
     if shared and wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:

@@ -177,6 +177,13 @@ def test_a_stream_is_not_seen_several_times(workers: int, expected: set, monkeyp
     assert {one.processes for one in outcome.trials} == {1}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_loaded_ahead_where_processes_load(workers: int) -> None:
+    machine = Machine({("prefetch_factor", 8): 1.5})
+    outcome = search(machine, found={"num_workers": workers})
+    assert (outcome.best.candidate.prefetch_factor == 8) is (workers > 0)
+
+
 def test_numerics_are_kept() -> None:
     machine = Machine({("precision", "bf16-mixed"): 3.0, ("precision", "medium"): 3.0, ("engine", "ort"): 1.5})
     outcome = search(machine, keep_numerics=True)
