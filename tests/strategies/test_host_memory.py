@@ -39,6 +39,13 @@ class Hungry(Small):
         self.keeps = keeps_pages(self.by_default)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_retained_before() -> None:
+    """A test before in this process may have left a run without its end."""
+    while host_memory._users > 0:
+        host_memory.release()
+
+
 def faults_of_a_large_block() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(12 << 20)  # more than glibc ever takes from its heap by itself
