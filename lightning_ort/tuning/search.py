@@ -301,16 +301,15 @@ class Search:
     def _next_best(self) -> Trial:
         """Return the fastest that is not refused: a winner of an earlier stage, or one that lost against a winner."""
         must_change = self._must_change(self._own)
-        speeds = {}
+        best, highest = self._own, 0.0
         for trial in self._measurer.trials:
             found = speed(trial, self._own)
             if trial.verdict not in ("measured", "won") or found is None or self._violation(trial):
                 continue
-            if must_change or (found.low > 1 and found.median >= _LEAST_GAIN):
-                # what lost by less than counts has nothing over the winner
-                speeds[id(trial)] = found.median * (_LEAST_GAIN if trial.verdict == "won" else 1.0)
-        left = [trial for trial in self._measurer.trials if id(trial) in speeds]
-        best = max(left, key=lambda trial: speeds[id(trial)], default=self._own)
+            # what lost by less than counts has nothing over the winner
+            counted = found.median * (_LEAST_GAIN if trial.verdict == "won" else 1.0)
+            if counted > highest and (must_change or (found.low > 1 and found.median >= _LEAST_GAIN)):
+                best, highest = trial, counted
         if best.verdict == "measured" and best is not self._own:
             best.verdict, best.why = "won", f"the fastest of what is left; {best.why}"
         return best
