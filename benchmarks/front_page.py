@@ -14,6 +14,7 @@ IMAGES = ROOT / "docs" / "images"
 TITLE = re.compile(r"^ *(\w+): median of \d+ rounds of \d+ steps *$")
 ROW = re.compile(
     r"^│ (\S+)(?: \*)? +│ +([\d.,]+) │ +([\d.]+) │ +([\d.]+)x │ +([\d.]+)-([\d.]+) │ +(-?[\d.]+) │.*│ +([\d,]+) │"
+    r" +\S+ │ +(\d+%|-) │$"
 )
 NAMES = {
     "MLP": "MLP",
@@ -69,8 +70,10 @@ def read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
             module = title[1]
         elif row := ROW.match(line):
             names = ("ms", "steps", "speed", "slowest", "fastest", "start", "peak")
-            values = [float(value.replace(",", "")) for value in row.groups()[1:]]
-            found.setdefault(module, {})[row[1]] = dict(zip(names, values, strict=True))
+            *values, share = row.groups()[1:]
+            figures = dict(zip(names, (float(value.replace(",", "")) for value in values), strict=True))
+            figures["on_ort"] = math.nan if share == "-" else float(share.rstrip("%"))  # percent
+            found.setdefault(module, {})[row[1]] = figures
     return found
 
 
