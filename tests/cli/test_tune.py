@@ -263,6 +263,7 @@ def test_a_note_on_a_dataloader_that_is_passed() -> None:
 
 def test_notes_on_gpus_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # builds with CUDA go by the count
     own, best = (Trial(one, "", "", 4, 1, rounds={1: 1.0}) for one in (Candidate(), Candidate(engine="ort")))
     for config in ({"trainer": {"num_nodes": 2}}, {"trainer": {"devices": "auto", "accelerator": "gpu"}}):
         outcome = Outcome(own, best, [own, best])

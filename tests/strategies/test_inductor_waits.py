@@ -64,6 +64,7 @@ def script(monkeypatch: pytest.MonkeyPatch, compiled: list[int], regions_win: No
     def set_times(**ms: float) -> None:
         times = property(lambda self: {engine: ms[engine] for engine in self._samples})
         monkeypatch.setattr(StepAutotuner, "milliseconds", times)
+        monkeypatch.setattr(StepAutotuner, "saved_by", lambda self, engine: (ms["torch"] - ms[engine]) / SECOND)
 
     return set_times
 

@@ -128,6 +128,19 @@ def test_a_check_that_is_lost_takes_back_what_was_counted_as_saved(monkeypatch: 
     assert bench.left[0].startswith(f"timed again after {FIRST_CHECK} steps: 9 s captured, 6 s unchanged")
 
 
+def test_interruptions_of_the_unchanged_step_are_no_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(engine: str, done: int) -> float:
+        return {"torch": 1.5 if done % 4 == 2 else 9.0, "ort": 1.0}[engine]
+
+    bench = Bench(monkeypatch, ("ort", "torch"), seconds)
+    engines = bench.run(100)
+    (report,) = bench.report.steps
+    assert report.engine == "ort"
+    assert report.ms["torch"] > 4 * report.ms["ort"]
+    in_trial = len(engines) - engines[::-1].index("torch") + 1
+    assert bench.report.run.saved_seconds == pytest.approx(0.5 * (100 - in_trial), abs=1)
+
+
 def test_a_check_that_is_won_by_less_corrects_what_was_counted_as_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(engine: str, done: int) -> float:
         return {"torch": 9.0 if done < 50 else 3.0, "ort": 1.0}[engine]  # another program ran during the first trial

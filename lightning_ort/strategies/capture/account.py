@@ -116,8 +116,8 @@ class StepAccount:
         seconds = time.perf_counter() - self._call_start
         return self._module.budget.charged + seconds > STOP * self._allowed
 
-    def settle(self, times: dict[str, float], overhead: float) -> None:
-        """Count a trial: the time of the step on each engine in ms, and the seconds that it took."""
+    def settle(self, times: dict[str, float], overhead: float, saving: float) -> None:
+        """Count a trial: the time of the step on each engine in ms, the seconds that it took and that a step saves."""
         self._spend(overhead)
         run = self._module.backend.report.run
         run.trial_seconds += overhead
@@ -125,7 +125,7 @@ class StepAccount:
         self.milliseconds = times
         if self.stage in ("all", *times):  # and not a later check of another engine
             self._found = times
-        before, self._saving = self._saving, (times["torch"] - min(times.values())) / 1000
+        before, self._saving = self._saving, saving
         if self._saving < before:  # nobody knows since when
             run.saved_seconds -= self._saved * (1 - self._saving / before)
             run.paid_after = run.paid_after if run.saved_seconds >= run.startup_seconds else None

@@ -110,14 +110,14 @@ class StepTrials:
         checked, self.timer = self._checks.after, None
         times = self._agreed(timer.milliseconds)
         in_use = (checked or self._continues) and self.engine in timer.engines
-        self._account.settle(times, timer.overhead(self.engine if in_use else "torch"))
+        fastest = cast("Engine", min(times, key=times.__getitem__))
+        self._account.settle(times, timer.overhead(self.engine if in_use else "torch"), timer.saved_by(fastest))
         steps = self._module.backend.report.steps
         if (checked or self._continues) and self._report in steps:
             steps.remove(self._report)
         self._report = StepReport(self._name, times)
         steps.append(self._report)
         self._checks.schedule()
-        fastest = min(times, key=times.__getitem__)
         others = [cast("Engine", engine) for engine in times if engine not in (fastest, "torch")]
         if self._in_turn:
             self._out.update(others)  # what is tried next is tried against the winner
@@ -129,7 +129,7 @@ class StepTrials:
                 self._account.announce(text)
             self._leave(text)
             return
-        self.engine = cast("Engine", fastest)
+        self.engine = fastest
         if fastest in inductor.ENGINES and not checked:
             rival = "ort" if "ort" in times else "torch"
             text = f"{_took(rival, times[rival])}, {_took(fastest, times[fastest])}"
