@@ -3,21 +3,27 @@
 Real processes on this machine, connected over the loopback device, whose counters say how many bytes went through it:
 what gloo sent, whoever called it. The strategies take turns, in rounds. ``python benchmarks/distributed.py [--processes
 N] [--rounds N] [--steps N] [--width N]``
+
+With ``--captured`` the training step is captured and runs on ONNX Runtime: in graphs that end where DDP's buckets do, as
+two whole graphs, and as one graph. Under DDP, the all-reduce of a bucket overlaps with the backward pass that remains.
 """
 
 import argparse
+import functools
 import json
 import platform
 import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,6 +39,21 @@ STRATEGIES = {
     "ort_zero1": lambda: ORTZeRO1Strategy(config=OFF, start_method="fork"),
 }
 WARM_UP = 4
+
+
+def captured(step_graph: str, at_buckets: bool) -> Strategy:
+    """The strategy whose step is on ONNX Runtime; processes that are forked later inherit dynamo's setting."""
+    torch._dynamo.config.optimize_ddp = at_buckets
+    config = {"placement": "always", "step_graph": step_graph, "cache_dir": None}
+    return ORTDDPStrategy(config=config, start_method="fork")
+
+
+CAPTURED = {
+    "ddp (stock)": STRATEGIES["ddp (stock)"],
+    "graphs end at buckets": functools.partial(captured, "split", True),
+    "two graphs": functools.partial(captured, "split", False),
+    "one graph": functools.partial(captured, "joint", False),
+}
 
 
 def sent_bytes() -> int:
@@ -102,13 +123,13 @@ class Network(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def run(name: str, processes: int, width: int, steps: int) -> list[dict[str, float]]:
+def run(strategy: Strategy, processes: int, width: int, steps: int) -> list[dict[str, float]]:
     """Train by one strategy, and return what each rank saw."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "facts.json"
         data = DataLoader(TensorDataset(torch.randn(4 * (WARM_UP + steps), width)), batch_size=4)
         Trainer(
-            strategy=STRATEGIES[name](),
+            strategy=strategy,
             accelerator="cpu",
             devices=processes,
             max_epochs=1,
@@ -129,12 +150,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--captured", action="store_true")
     arguments = parser.parse_args()
+    strategies: dict[str, Callable[[], Strategy]] = CAPTURED if arguments.captured else STRATEGIES
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in STRATEGIES}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in strategies}
     for _ in range(arguments.rounds):
-        for name in STRATEGIES:
-            rounds[name] += run(name, arguments.processes, arguments.width, arguments.steps)
+        for name, strategy in strategies.items():
+            rounds[name] += run(strategy(), arguments.processes, arguments.width, arguments.steps)
     count = arguments.processes
     parameters = 8 * (arguments.width**2 + arguments.width)
     # a ring all-reduce is a reduce-scatter and an all-gather, in which each process sends (N-1)/N of the bytes
