@@ -4,8 +4,9 @@ Real processes on this machine, connected over the loopback device, whose counte
 what gloo sent, whoever called it. The strategies take turns, in rounds. ``python benchmarks/distributed.py [--processes
 N] [--rounds N] [--steps N] [--width N]``
 
-With ``--captured`` the training step is captured and runs on ONNX Runtime: in graphs that end where DDP's buckets do, as
-two whole graphs, and as one graph. Under DDP, the all-reduce of a bucket overlaps with the backward pass that remains.
+With ``--captured`` the training step is captured and runs on ONNX Runtime: in graphs that end where DDP's buckets do,
+as two whole graphs, and as one graph. Under DDP, the all-reduce of a bucket overlaps with the backward pass that
+remains.
 """
 
 import argparse

@@ -233,6 +233,7 @@ def test_what_onnxruntime_merges_into_something_else(name: str, tmp_path: Path) 
         torch.testing.assert_close(output, evaluated(module, x(rows)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not onnxruntime.__version__.startswith("1.19."), reason="needs a fault that 1.32 has not")
 def test_it_is_verified_as_other_programs_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "_keep_apart", lambda model: None)
     with pytest.raises(ExportFailed, match="differs from the module's"):
