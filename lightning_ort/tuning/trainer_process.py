@@ -4,6 +4,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -107,7 +108,7 @@ class TrainerProcess:
         self._log = folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
         _ours.add(self._connection)
-        self._process = context.Process(target=_serve, args=(fit, folder, self._log, theirs))
+        self._process = context.Process(target=_serve, args=(_WithCopies(fit), folder, self._log, theirs))
         pause_openmp()  # a pool of threads is not there after a fork, and waited for all the same
         self._process.start()
         theirs.close()
@@ -164,6 +165,22 @@ def start_method() -> str:
     # a forked process need not import everything again, but cannot use a GPU where the parent has looked for it
     on_cpu = torch.version.cuda is None and torch.version.hip is None
     return "fork" if sys.platform == "linux" and on_cpu else "spawn"
+
+
+class _WithCopies:
+    """A function that is pickled with copies of its tensors.
+
+    Torch has processes that are started by pickling share them: all would train the weights of one module.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (pickle.dumps(self._function),)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, connection: Connection) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler.report import CompileReport, GraphReport, RegionReport, StepReport
+from lightning_ort.tuning import trainer_process
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.probe import start_probe
 from lightning_ort.tuning.project import Project, given, start
@@ -71,6 +72,24 @@ def test_several_processes(engine: str, tmp_path: Path) -> None:
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < end, pids
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_each_process_has_weights_and_data_of_its_own(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "start_method", lambda: method)
+    module, batches = Shared(str(tmp_path)), DataLoader(torch.ones(64, 4), batch_size=4)
+    before = [parameter.clone() for parameter in module.parameters()]
+    project = Project(module=module, data=batches, accelerator="cpu")
+    processes = [start(project, Candidate(engine=engine), tmp_path / engine) for engine in ("stock", "ort")]
+    losses = [process.sample(8, LIMIT).losses for process in processes]
+    for process in processes:
+        process.stop()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    assert all(map(torch.equal, module.parameters(), before))
+    assert not any(tensor.is_shared() for tensor in (*module.parameters(), batches.dataset))
 
 
 def test_time_is_up(tmp_path: Path) -> None:
