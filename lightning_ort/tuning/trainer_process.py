@@ -24,9 +24,14 @@ from torch import Tensor
 from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
+from lightning_ort.tuning.candidate import TuneError
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
 _SECONDS_TO_END = 2.0  # of a process that was asked to
+_NOT_STARTED = (
+    "it could not import your program. In a script, put what runs under if __name__ == '__main__':, and what is trained"
+    " in a notebook into a file"
+)
 _MOST_LETTERS = 600  # of what LightningCLI's parser says
 _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 
@@ -153,8 +158,9 @@ class TrainerProcess:
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             self._end()
-            said = f": {said}" if (said := _last_error(self._log)) else ""
-            raise VariantFailed(f"its process ended with code {self._process.exitcode}{said}") from None
+            code = self._process.exitcode
+            said = _last_error(self._log) if self._log.exists() else _NOT_STARTED if code == 1 else ""
+            raise VariantFailed(f"its process ended with code {code}{said and f': {said}'}") from None
         if isinstance(answer, VariantFailed):
             raise answer
         return answer
@@ -177,7 +183,13 @@ class _WithCopies:
         self._function = function
 
     def __reduce__(self) -> Any:
-        return pickle.loads, (pickle.dumps(self._function),)
+        try:
+            return pickle.loads, (pickle.dumps(self._function),)
+        except Exception as error:  # pickle's own, AttributeError, TypeError, or what an object raises
+            raise TuneError(
+                "Processes are started anew here, so module and data have to be pickled, which fails:"
+                f" {error}. Define their classes and functions at the top level of a file."
+            ) from error
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
@@ -204,8 +216,6 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
 
 
 def _last_error(log: Path) -> str:
-    if not log.exists():
-        return ""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [number for number, line in enumerate(lines) if line.startswith("error:")]
     if not told:

@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler.report import CompileReport, GraphReport, RegionReport, StepReport
 from lightning_ort.tuning import trainer_process
-from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import start_probe
 from lightning_ort.tuning.project import Project, given, start
 from lightning_ort.tuning.trainer_process import (
@@ -90,6 +91,27 @@ def test_each_process_has_weights_and_data_of_its_own(
     assert losses[0][-1] < losses[0][0]
     assert all(map(torch.equal, module.parameters(), before))
     assert not any(tensor.is_shared() for tensor in (*module.parameters(), batches.dataset))
+
+
+def test_what_cannot_be_pickled_where_processes_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Shared):
+        pass
+
+    monkeypatch.setattr(trainer_process, "start_method", lambda: "spawn")
+    project = Project(module=Local(str(tmp_path)), accelerator="cpu")
+    with pytest.raises(TuneError, match="have to be pickled, which fails: .*Local.* at the top level of a file"):
+        start(project, Candidate(engine="stock"), tmp_path / "trial")
+
+
+def test_what_a_spawned_process_does_not_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a class of a notebook."""
+    gone = SimpleNamespace(Gone=type("Gone", (Shared,), {"__module__": "gone", "__qualname__": "Gone"}))
+    monkeypatch.setitem(sys.modules, "gone", gone)
+    monkeypatch.setattr(trainer_process, "start_method", lambda: "spawn")
+    project = Project(module=gone.Gone(str(tmp_path)), accelerator="cpu")
+    process = start(project, Candidate(engine="stock"), tmp_path / "trial")
+    with pytest.raises(VariantFailed, match="could not import your program.* and what is trained in a notebook"):
+        process.sample(2, LIMIT)
 
 
 def test_time_is_up(tmp_path: Path) -> None:
