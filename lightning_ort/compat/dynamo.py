@@ -51,12 +51,8 @@ def compilations_since(
 
     The second item is the reason for a frame of ``code``, the third for the rest of such a frame after a graph break.
     """
-    metrics = get_compilation_metrics()
-    start = next((index + 1 for index, entry in enumerate(metrics) if entry is marker), 0)
     recompiles, skipped, skipped_rest = 0, None, None
-    for entry in metrics[start:]:
-        if str(entry.compile_id) in ignored:
-            continue
+    for entry in _compilations_since(marker, ignored):
         recompiles += entry.recompile_reason is not None
         if code is None or entry.co_filename != code.co_filename or entry.fail_type not in ("Unsupported", "UserError"):
             continue
@@ -67,6 +63,17 @@ def compilations_since(
         elif (entry.co_name or "").startswith(f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{code.co_name}_at_"):
             skipped_rest = reason
     return recompiles, skipped, skipped_rest
+
+
+def failures_since(marker: Any, ignored: Collection[str]) -> list[str]:
+    """Return why frames stayed in Python, whichever they were, without these compile ids (torch 2.13)."""
+    return [entry.fail_reason for entry in _compilations_since(marker, ignored) if entry.fail_reason]
+
+
+def _compilations_since(marker: Any, ignored: Collection[str]) -> list[Any]:
+    metrics = get_compilation_metrics()
+    start = next((index + 1 for index, entry in enumerate(metrics) if entry is marker), 0)
+    return [entry for entry in metrics[start:] if str(entry.compile_id) not in ignored]
 
 
 def graph_breaks() -> list[str]:
@@ -83,7 +90,7 @@ def break_frames(start: int) -> list[tuple[str, list[tuple[str, int]]]]:
 
 
 def is_at_autograd_grad(graph_break: str) -> bool:
-    """Return whether a graph ended at a call of ``torch.autograd.grad`` (torch 2.13)."""
+    """Return whether a graph ended at a call of ``torch.autograd.grad`` (2.13), or was not made for one (2.15)."""
     return "`torch.autograd.grad`" in graph_break
 
 

@@ -75,7 +75,7 @@ def test_several_processes(engine: str, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", sorted({start_method(), "spawn"}))
 def test_each_process_has_weights_and_data_of_its_own(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,9 @@ class DynamoMonitor:
     def calls_autograd_grad(self) -> bool:
         """Return whether a graph of this call, compiled now or before, ended at ``torch.autograd.grad``."""
         current = [] if self._breaks_before is None else dynamo.graph_breaks()[self._breaks_before :]
-        return any(map(dynamo.is_at_autograd_grad, [*(reason for reason, _ in self._graph_breaks), *current]))
+        failures = dynamo.failures_since(self._last_compilation, self.other_threads)
+        reasons = [*(reason for reason, _ in self._graph_breaks), *current, *failures]
+        return any(map(dynamo.is_at_autograd_grad, reasons))
 
     def outcome(self, code: CodeType | None) -> Outcome:
         """Return what happened since the last time; ``code`` is the step's, to tell its frame from those it calls."""

@@ -300,11 +300,11 @@ class CapturedStep(AbstractContextManager[None]):
             if self._module.config.capture == "auto" and self._recompiled > _MAX_RECOMPILING_STEPS_IN_ALL:
                 text = f"{self._recompiled} steps compiled child modules again"
                 self._change_mode("off", ReasonType.RECOMPILING, text)
-        elif outcome.skipped is not None:
-            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(outcome.skipped))
         elif outcome.calls_autograd_grad:
             text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
             self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
+        elif outcome.skipped is not None:
+            self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(outcome.skipped))
         elif self._module.closure_seen:
             text = "an optimizer runs a closure, which no graph can hold"
             self._change_mode("modules", ReasonType.CAPTURE_FAILED, text)
