@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch._C._dynamo import eval_frame as c_eval_frame
 from torch._C._dynamo.eval_frame import reset_code
@@ -23,6 +24,8 @@ from torch.distributions import kl
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
+# before 2.13, guards miss that `requires_grad` of a parameter has changed, unless each tensor is looked at
+_LOOKS_AT_EACH_TENSOR = Version(torch.__version__) < Version("2.13")
 HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
 
 # what dynamo compiles
@@ -143,6 +146,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
         settings = {"ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls)}
     else:
         settings = {"recompile_limit": RECOMPILE_LIMIT}
+    if _LOOKS_AT_EACH_TENSOR:
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
     return dynamo_config.patch(
         settings
         | {

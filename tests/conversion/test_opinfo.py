@@ -30,6 +30,8 @@ def listed() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "where"), listed())
 def test_first_sample(name: str, where: str) -> None:
+    if name not in OPS:
+        pytest.skip(f"torch {torch.__version__} has no samples of it")
     op = OPS[name]
     case = case_of(op, next(samples(op, torch.float32, requires_grad=True)))
     assert case is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.imports import RequirementCache
 from small_modules import Small, batches
 from torch import Tensor
 
@@ -26,6 +27,9 @@ class Profiles(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.profiler.record_function("mine"):
             return self.loss(batch) * cached(batch_idx * 0)
+
+
+FAILS = pytest.mark.skipif(RequirementCache("torch>=2.15"), reason="this torch captures it")
 
 
 class KeyThatIsNoConstant(Small):
@@ -80,7 +84,7 @@ def fit(module: Small, make_trainer: Callable[..., Any], **config: Any) -> Compi
     ("kind", "line", "note"),
     [
         (Profiles, None, None),
-        (KeyThatIsNoConstant, "training_step runs in torch: capture failed: ", None),
+        pytest.param(KeyThatIsNoConstant, "training_step runs in torch: capture failed: ", None, marks=FAILS),
         (Items, None, "the value of a tensor decides what runs next (use torch.where)"),
         (Warns, None, "test_quiet_failure.py:"),
         (ScriptedChild, "it calls a TorchScript module, which no graph can hold", None),
@@ -138,6 +142,7 @@ def test_torch_speaks_again_after_the_run(make_trainer: Callable[..., Any], capl
     assert log.filter(logging.LogRecord(log.name, logging.WARNING, "", 0, "", (), None))
 
 
+@FAILS
 def test_what_torch_said_is_in_our_log_at_debug(
     make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -246,6 +246,7 @@ class CapturedModule:
 
     def forget_children(self) -> None:
         """Compile the children again, for module mode."""
+        dynamo.release_regions([*self._regions])  # before torch 2.12 what is compiled anew would not be looked up
         self._module_shims = {}
 
     def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
