@@ -132,12 +132,12 @@ class StepAutotuner:
     def saved_by(self, engine: Engine) -> float:
         """Return the seconds by which a step on an engine is faster than unchanged.
 
-        It is the lesser of what medians and fastest samples say, since interruptions of either are no saving.
+        It is the lesser of what medians and lower quartiles say, since interruptions of either are no saving.
         """
         if not {engine, "torch"} <= self._samples.keys():
             return 0.0
-        own, unchanged = self._samples[engine][1:], self._samples["torch"][1:]
-        return max(0.0, min(statistics.median(unchanged) - statistics.median(own), min(unchanged) - min(own)))
+        (low, median), (own_low, own_median) = (_quartiles(self._samples[each][1:]) for each in ("torch", engine))
+        return max(0.0, min(median - own_median, low - own_low))
 
     @property
     def done(self) -> bool:
@@ -161,3 +161,9 @@ class StepAutotuner:
     def milliseconds(self) -> dict[str, float]:
         """The median of each engine."""
         return {engine: 1000 * statistics.median(samples[1:]) for engine, samples in self._samples.items()}
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the second one, the median."""
+    low, median, _ = statistics.quantiles(samples, method="inclusive")
+    return low, median
