@@ -10,7 +10,6 @@ remains.
 """
 
 import argparse
-import functools
 import json
 import platform
 import resource
@@ -51,9 +50,9 @@ def captured(step_graph: str, at_buckets: bool) -> Strategy:
 
 CAPTURED = {
     "ddp (stock)": STRATEGIES["ddp (stock)"],
-    "graphs end at buckets": functools.partial(captured, "split", True),
-    "two graphs": functools.partial(captured, "split", False),
-    "one graph": functools.partial(captured, "joint", False),
+    "graphs end at buckets": lambda: captured("split", at_buckets=True),
+    "two graphs": lambda: captured("split", at_buckets=False),
+    "one graph": lambda: captured("joint", at_buckets=False),
 }
 
 

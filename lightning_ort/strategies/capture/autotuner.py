@@ -136,8 +136,8 @@ class StepAutotuner:
         """
         if not {engine, "torch"} <= self._samples.keys():
             return 0.0
-        (low, median), (own_low, own_median) = (_quartiles(self._samples[each][1:]) for each in ("torch", engine))
-        return max(0.0, min(median - own_median, low - own_low))
+        own, unchanged = (statistics.quantiles(self._samples[one][1:], method="inclusive") for one in (engine, "torch"))
+        return max(0.0, min(unchanged[quartile] - own[quartile] for quartile in (0, 1)))
 
     @property
     def done(self) -> bool:
@@ -161,9 +161,3 @@ class StepAutotuner:
     def milliseconds(self) -> dict[str, float]:
         """The median of each engine."""
         return {engine: 1000 * statistics.median(samples[1:]) for engine, samples in self._samples.items()}
-
-
-def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the second one, the median."""
-    low, median, _ = statistics.quantiles(samples, method="inclusive")
-    return low, median
