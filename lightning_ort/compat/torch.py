@@ -3,8 +3,10 @@
 Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch version that it was read in.
 """
 
+import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -74,6 +76,20 @@ def _set_python_kernels(kernels: Mapping[tuple[OpOverload, Any], Callable[..., A
         if kernel is not None:
             op.py_kernels[key] = kernel
         op._dispatch_cache.clear()
+
+
+def replace_kernel(op: str, key: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace torch's kernel of an op, such as ``aten::add.Tensor``, for a dispatch key; return what undoes it.
+
+    ``make`` takes the replaced kernel and returns the new one (torch 2.11 to 2.15).
+    """
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    kernel = torch.library.get_kernel(op, key)
+    library = torch.library.Library(op.partition("::")[0], "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a kernel already
+        library.impl(op.partition("::")[2], make(functools.partial(kernel.call_boxed, keys)), key)
+    return library._destroy
 
 
 def promoted_dtype(*operands: Any) -> torch.dtype:

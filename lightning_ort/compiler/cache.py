@@ -5,6 +5,7 @@
 - ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
 - ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
+- ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.mask_kernel`)
 
 The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
@@ -84,7 +85,7 @@ class Cache:
         self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
 
     @functools.cached_property
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """The folder if it exists or can be created, and no other user can write to it; checked when first used."""
         if self._config.cache_dir is None:
             return None
@@ -98,7 +99,7 @@ class Cache:
         self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
     ) -> dict[fx.Node, Support]:
         """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
-        if self._folder is None:
+        if self.folder is None:
             return check()
         options = (self._config.kernels, *sorted(self._config.torch_ops))
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
@@ -188,7 +189,7 @@ class Cache:
         self._write_json(name, dataclasses.asdict(startup))
 
     def _read_bytes(self, name: str) -> bytes:
-        return b"" if self._folder is None else cache_folder.read(self._folder / name)
+        return b"" if self.folder is None else cache_folder.read(self.folder / name)
 
     def _read(self, name: str, convert: Callable[[Any], _Content]) -> _Content | None:
         """Return the converted content of a JSON file, or ``None`` if it is absent or not what this version writes."""
@@ -208,13 +209,13 @@ class Cache:
         self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        if self._folder is None:
+        if self.folder is None:
             return
         try:
-            cache_folder.write(self._folder / name, content)
+            cache_folder.write(self.folder / name, content)
         except OSError as error:
-            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self._folder, error)
-            self._folder = None
+            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self.folder, error)
+            self.folder = None
 
 
 def _to_support(item: Any) -> Support:

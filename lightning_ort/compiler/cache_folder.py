@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # far more than is ever written: a model contains shapes and scalars, no weights
 MAX_BYTES = 64 << 20
-_NAME = r"(graphs?|op|region|start)-[0-9a-f]{64}\.(json|onnx)"
+_NAME = r"(graphs?|op|region|start|kernel)-[0-9a-f]{64}\.(json|onnx|so)"
 _ENTRY = re.compile(_NAME)
 # what killed writers leave; the second pattern is that of earlier versions
 _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp|tmp[a-z0-9_]{{8}}\.tmp")

@@ -1,9 +1,10 @@
 """Dropout masks with the same values as torch's, drawn faster, and for the next step while this one computes.
 
 On processors other than Intel's, torch's ``bernoulli`` takes two 32-bit numbers from its generator (mt19937) for each
-element, one element at a time: a sixth of a GPT's step (torch 2.13). Nearly half of that time is spent on comparing the
-numbers, which this module does for many at once. The generator itself still runs on one core, so
-:class:`MaskPrefetcher` draws the masks of the next step in another thread.
+element, one element at a time: a sixth of a GPT's step (torch 2.13). Where it has been compiled, a function in C
+(:mod:`~lightning_ort.compiler.mask_kernel`) draws them instead. Until then this module compares the numbers of many at
+once. The generator itself runs on one core in any case, so :class:`MaskPrefetcher` draws the masks of the next step in
+another thread.
 """
 
 import functools
@@ -15,15 +16,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from lightning_ort.compiler.mask_kernel import BITS, MIN_ELEMENTS, mask_kernel
+
 # elements drawn at a time: their 64-bit numbers fit into the second-level cache, and torch uses only one thread
 _CHUNK = 32768
-# for fewer elements torch's own function is as fast
-_MIN_ELEMENTS = 4096
-# at::uniform_real_distribution<double> uses this many bits of each 64-bit number
-_BITS = 53
 # fewer elements are drawn within half a millisecond
 _MIN_PREFETCHED_ELEMENTS = 2**17
-_generator_lock = threading.Lock()
+_generator_lock = threading.RLock()
+
+
+def draw_by_kernel(out: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
+    """Fill a tensor as torch's ``bernoulli_`` does, by the function in C; return whether it did."""
+    if out.numel() < MIN_ELEMENTS:
+        return False
+    if generator is not None and generator is not torch.default_generator:
+        return mask_kernel().draw(out, p, generator)
+    with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
+        return mask_kernel().draw(out, p, generator)
 
 
 def bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
@@ -98,7 +107,7 @@ def _thread() -> ThreadPoolExecutor:
 def _reset_after_fork() -> None:
     """Replace what belongs to the parent's threads, which do not exist in a forked process and release no lock."""
     global _generator_lock
-    _generator_lock = threading.Lock()
+    _generator_lock = threading.RLock()
     _thread.cache_clear()
 
 
@@ -107,14 +116,16 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _draw_mask(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-    return _fill(out, p, generator) if out.numel() >= _MIN_ELEMENTS else out.bernoulli_(p, generator=generator)
+    if out.numel() < MIN_ELEMENTS:
+        return out.bernoulli_(p, generator=generator)
+    return out if mask_kernel().draw(out, p, generator) else _fill(out, p, generator)
 
 
 def _fill(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
     flat, numbers = out.view(-1), torch.empty(min(out.numel(), _CHUNK), dtype=torch.int64)
-    threshold = math.ceil(p * 2**_BITS)  # exact: a double has 53 bits, which are only shifted
+    threshold = math.ceil(p * 2**BITS)  # exact: a double has 53 bits, which are only shifted
     for chunk in flat.split(_CHUNK):
-        drawn = numbers[: chunk.numel()].random_(generator=generator).bitwise_and_(2**_BITS - 1)
+        drawn = numbers[: chunk.numel()].random_(generator=generator).bitwise_and_(2**BITS - 1)
         torch.lt(drawn, threshold, out=chunk)
     return out
 
@@ -123,6 +134,6 @@ def _fill(out: torch.Tensor, p: float, generator: torch.Generator | None) -> tor
 def matches_torch() -> bool:
     """Return whether torch draws in the same way here; with MKL on Intel processors it uses another generator."""
     one, other = (torch.Generator().manual_seed(0) for _ in range(2))
-    expected = torch.empty(_MIN_ELEMENTS, dtype=torch.bool).bernoulli_(0.3, generator=one)
+    expected = torch.empty(MIN_ELEMENTS, dtype=torch.bool).bernoulli_(0.3, generator=one)
     drawn = _fill(torch.empty_like(expected), 0.3, other)
     return torch.equal(drawn, expected) and torch.equal(one.get_state(), other.get_state())

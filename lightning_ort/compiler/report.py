@@ -224,8 +224,8 @@ class CompileReport:
         graph_breaks: How often capture ended a graph early.
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
-        run: What a Trainer run adds; its lists are also at ``report.optimizers`` and ``report.steps``, and its line
-            about memory at ``report.host_memory``.
+        run: What a Trainer run adds; its lists are also at ``report.optimizers`` and ``report.steps``, and its lines
+            about memory and masks at ``report.host_memory`` and ``report.dropout_masks``.
 
     """
 
@@ -240,6 +240,7 @@ class CompileReport:
     optimizers = _of_run("optimizers")
     steps = _of_run("steps")
     host_memory = _of_run("host_memory")
+    dropout_masks = _of_run("dropout_masks")
 
     def record_choice(self, where: str, reason: Reason) -> bool:
         """Add a choice to the notes; return whether it is new."""

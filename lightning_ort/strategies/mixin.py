@@ -5,6 +5,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
 - :class:`~lightning_ort.strategies.capture.steps.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
+- :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused
@@ -28,6 +29,7 @@ from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for
 from lightning_ort.strategies.capture.capture import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
+from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.optimizers import OptimizerSettings, choose_swap, parse_optim, swap_optimizers
@@ -82,6 +84,7 @@ class ORTMixin(_Strategy):
         self.ort_config = self._environment.complete(config)
         self._swap = parse_optim(optim)
         self._capture = Capture(self.ort_config)
+        self._masks = DropoutMasks()
         self._run_report = RunReport(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
 
@@ -104,10 +107,13 @@ class ORTMixin(_Strategy):
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
+        self._masks.setup(self.root_device, lambda: self._capture.cache.folder)
 
     @override
     def teardown(self) -> None:
         self._memory.teardown()
+        self._masks.teardown()
+        self.report.dropout_masks = self._masks.text
         self._capture.teardown()
         self._run_report.teardown(self.report)
         super().teardown()
@@ -130,6 +136,7 @@ class ORTMixin(_Strategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._masks.begin_step()
         with self._capture.step("training_step"):
             return super().training_step(*args, **kwargs)
 
@@ -186,7 +193,7 @@ class ORTMixin(_Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        parts = ("_memory", "_capture", "_run_report")  # a copy of the strategy has its own
+        parts = ("_memory", "_masks", "_capture", "_run_report")  # a copy of the strategy has its own
         return {**state, **{name: copy.copy(state[name]) for name in parts}}
 
 

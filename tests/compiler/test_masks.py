@@ -1,6 +1,7 @@
 """Masks are torch's, to the bit, and leave its generator where torch would."""
 
 import contextlib
+import functools
 import os
 import threading
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from lightning_ort.compiler import mask_prefetcher as masks
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.mask_kernel import MaskKernel
 from lightning_ort.config import ORTConfig
 
 
@@ -20,6 +22,7 @@ def drawn_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.skip("torch draws otherwise on this processor")
     counts: list[int] = []
     fill = masks._fill
+    monkeypatch.setattr(masks, "mask_kernel", functools.cache(MaskKernel))  # none that another test has compiled
     monkeypatch.setattr(masks, "_fill", lambda out, *args: counts.append(out.numel()) or fill(out, *args))
     return counts
 

@@ -48,6 +48,7 @@ def report() -> CompileReport:
                 StepReport("validation_step", {"ort": 20.0, "torch": 10.0}),
             ],
             host_memory="retained",
+            dropout_masks="drawn by a compiled function",
             startup_seconds=8.5,
             trial_seconds=1.5,
             saved_seconds=20.0,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.torch import is_double_backward_error
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
@@ -31,6 +32,11 @@ class Capture:
         self._module: CapturedModule | None = None
         self._steps: dict[str, CapturedStep] = {}
         self._active = False
+
+    @property
+    def cache(self) -> Cache:
+        """What is kept between runs."""
+        return self.backend.cache if self.backend is not None else Cache(self.config)
 
     def setup(self, strategy: "Strategy") -> None:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""

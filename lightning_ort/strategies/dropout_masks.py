@@ -1,0 +1,94 @@
+"""Draw the masks of dropout on a CPU faster, with the same values: :class:`DropoutMasks`.
+
+While a run lasts, torch's CPU kernel of ``aten::bernoulli_.float(Tensor(a!) self, float p, *, Generator? generator)``
+is replaced, which all of torch's dropouts call, by one that leaves large tensors to
+:class:`~lightning_ort.compiler.mask_kernel.MaskKernel`.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ort.compat.torch import replace_kernel
+from lightning_ort.compiler.mask_kernel import MIN_ELEMENTS, mask_kernel
+from lightning_ort.compiler.mask_prefetcher import draw_by_kernel, matches_torch
+
+_OP = "aten::bernoulli_.float"
+# A call from C++ into Python takes some microseconds. Where this many have come and most were small, that is all there
+# is to gain.
+_CALLS = 64
+
+_lock = threading.Lock()  # runs may be in several threads
+_runs: "tuple[DropoutMasks, ...]" = ()
+_undo: Callable[[], None] | None = None
+
+
+class DropoutMasks:
+    """Has masks drawn by a function in C while a run on the CPU lasts; it is compiled when that pays."""
+
+    def __init__(self) -> None:
+        self.large, self.small = 0, 0  # calls in this run
+        self._drawn_before = 0  # elements
+
+    def setup(self, device: torch.device, folder: Callable[[], Path | None]) -> None:
+        """Begin a run.
+
+        Args:
+            device: Where it computes.
+            folder: Returns the folder of the cache, or ``None``; called when there is something to look for.
+
+        """
+        self.large = self.small = 0
+        self._drawn_before = mask_kernel().drawn
+        if device.type == "cpu" and matches_torch():
+            mask_kernel().use_cache(folder)
+            _set_runs(lambda runs: (*runs, self))
+
+    def begin_step(self) -> None:
+        """End it if there is nothing to gain."""
+        if self.small > _CALLS and self.small > self.large:
+            self.teardown()
+
+    def teardown(self) -> None:
+        """Undo :meth:`setup`; a second call does nothing."""
+        if self in _runs:
+            _set_runs(lambda runs: tuple(run for run in runs if run is not self))
+
+    @property
+    def text(self) -> str:
+        """What a report says about it; nothing if no mask was large."""
+        kernel = mask_kernel()
+        if kernel.drawn == self._drawn_before or not (kernel.is_ready or kernel.problem):
+            return ""
+        return "drawn by a compiled function" if kernel.is_ready else f"drawn by PyTorch: {kernel.problem}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(DropoutMasks())  # a copy is in no run
+
+
+def _set_runs(change: Callable[[tuple[DropoutMasks, ...]], tuple[DropoutMasks, ...]]) -> None:
+    """Replace torch's kernel if there is a run, and put it back if there is none."""
+    global _runs, _undo
+    with _lock:
+        _runs = change(_runs)
+        if _runs and _undo is None:
+            _undo = replace_kernel(_OP, "CPU", _kernel)
+        elif not _runs and _undo is not None:
+            _undo()
+            _undo = None
+
+
+def _kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bernoulli_(out: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+        large = out.numel() >= MIN_ELEMENTS
+        for run in _runs:
+            if large:
+                run.large += 1
+            else:
+                run.small += 1
+        return out if large and draw_by_kernel(out, p, generator) else original(out, p, generator=generator)
+
+    return bernoulli_

@@ -1,0 +1,187 @@
+"""The function in C draws what torch draws, to the bit; it is compiled when that pays, and never in the way."""
+
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ort.compiler import cache_folder, mask_kernel
+from lightning_ort.compiler.mask_kernel import MaskKernel
+from lightning_ort.compiler.mask_prefetcher import matches_torch
+
+pytestmark = pytest.mark.skipif(
+    bool(mask_kernel.unsupported_reason()) or not matches_torch(),
+    reason=mask_kernel.unsupported_reason() or "torch draws otherwise on this processor",
+)
+ENOUGH = torch.empty(5000)
+
+
+def used(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
+    """One that has drawn enough to be compiled, and is as far as it gets."""
+    monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", ENOUGH.numel())
+    kernel = MaskKernel()
+    kernel.use_cache(lambda: folder)
+    kernel.draw(ENOUGH, 0.5, torch.Generator())
+    if kernel._thread is not None:
+        kernel._thread.join()
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def compiled() -> MaskKernel:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernel = used(None, monkeypatch)
+    assert kernel.is_ready, kernel.problem
+    return kernel
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where anything is compiled."""
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled"))
+
+
+@pytest.mark.parametrize("dtype", mask_kernel._ONES)
+def test_draws_what_torch_draws(dtype: torch.dtype, compiled: MaskKernel) -> None:
+    numbers = random.Random(str(dtype))
+    sizes = [0, 1, 2, 311, 312, 313, 623, 624, 625, 1000, 32768, 100_003]
+    for seed in range(60):
+        count = numbers.choice(sizes)
+        p = numbers.choice([0.0, 1.0, 0.9, 0.5, 1e-9, 1 - 2**-53, numbers.random()])
+        torch.manual_seed(seed)
+        for _ in range(numbers.randrange(3)):
+            torch.rand(numbers.randrange(1, 700))  # an odd number of 32-bit numbers
+        torch.randn(numbers.randrange(3))  # a normal number is kept for the next draw
+        state = torch.get_rng_state()
+        expected = torch.empty(count, dtype=dtype).bernoulli_(p)
+        left, following = torch.get_rng_state(), (torch.rand(3), torch.randn(5))
+        torch.set_rng_state(state)
+        drawn = torch.empty(count, dtype=dtype)
+        assert compiled.draw(drawn, p, None)
+        assert torch.equal(drawn, expected)
+        assert torch.equal(torch.get_rng_state(), left)
+        torch.testing.assert_close((torch.rand(3), torch.randn(5)), following, rtol=0, atol=0)
+
+
+def test_a_generator_that_is_passed(compiled: MaskKernel) -> None:
+    one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    before, drawn = torch.get_rng_state(), torch.empty(5000)
+    assert compiled.draw(drawn, 0.3, one)
+    assert torch.equal(drawn, torch.empty(5000).bernoulli_(0.3, generator=other))
+    assert torch.equal(one.get_state(), other.get_state())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_channels_last(compiled: MaskKernel) -> None:
+    image = torch.empty(4, 16, 20, 20).to(memory_format=torch.channels_last)
+    torch.manual_seed(1)
+    expected = image.clone().bernoulli_(0.4)
+    torch.manual_seed(1)
+    assert compiled.draw(image, 0.4, None)
+    assert torch.equal(image, expected)
+
+
+@pytest.mark.parametrize(
+    ("out", "p"),
+    [
+        (torch.empty(100, 100).t(), 0.5),
+        (torch.empty(200, 200)[::2], 0.5),
+        (torch.empty(1, 100).expand(100, 100), 0.5),
+        (torch.empty(5000, dtype=torch.int64), 0.5),
+        (torch.empty(5000, dtype=torch.complex64), 0.5),
+        (torch.empty(5000), 1.5),
+        (torch.empty(5000), float("nan")),
+    ],
+)
+def test_what_is_left_to_torch(out: torch.Tensor, p: float, compiled: MaskKernel) -> None:
+    state = torch.get_rng_state()
+    assert not compiled.draw(out, p, None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_compiled_when_enough_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", 12_000)
+    kernel = MaskKernel()
+    for _ in range(2):
+        assert not kernel.draw(ENOUGH, 0.5, None)
+        assert kernel._thread is None
+    assert not kernel.draw(ENOUGH, 0.5, None)
+    kernel._thread.join()
+    assert kernel.is_ready
+    assert kernel.draw(ENOUGH, 0.5, None)
+
+
+def test_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert used(tmp_path, monkeypatch).is_ready
+    assert [path.suffix for path in cache_folder.entries(tmp_path)] == [".so"]
+    forbid(monkeypatch)
+    kernel = MaskKernel()
+    kernel.use_cache(lambda: tmp_path)
+    assert kernel.draw(ENOUGH, 0.5, None)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other", "empty"])
+def test_a_damaged_file_is_compiled_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used(tmp_path, monkeypatch)
+    (path,) = cache_folder.entries(tmp_path)
+    content = path.read_bytes()
+    damaged = {"shorter": content[:-100], "other": content[:4000] + b"x" + content[4001:], "empty": b""}[damage]
+    path.unlink()  # this process has mapped it
+    path.write_bytes(damaged)
+    assert used(tmp_path, monkeypatch).is_ready
+    assert path.read_bytes() == content
+
+
+def test_another_processor_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used(tmp_path, monkeypatch)
+    monkeypatch.setattr(mask_kernel, "_features", lambda: "flags: sse2")
+    used(tmp_path, monkeypatch)
+    assert len(cache_folder.entries(tmp_path)) == 2
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    kernel = used(None, monkeypatch)
+    assert not kernel.is_ready
+    assert kernel.problem == "no C compiler: no-such-compiler -O2 is not on the PATH"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("echo 'cannot do that' >&2; exit 1", "cannot do that"),
+        ("exit 0", "No such file"),
+        ('while [ "$1" != -o ]; do shift; done; echo no library > "$2"', "mask_kernel.so"),
+    ],
+)
+def test_a_compiler_that_fails(lines: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{lines}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    kernel = used(tmp_path, monkeypatch)
+    assert not kernel.is_ready
+    assert problem in kernel.problem
+    assert cache_folder.entries(tmp_path) == []
+    forbid(monkeypatch)
+    assert not kernel.draw(ENOUGH, 0.5, None)  # and it is not tried again
+
+
+def test_one_that_draws_other_masks_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = mask_kernel._SOURCE.read_text(encoding="utf-8")
+    wrong = tmp_path / "mask_kernel.c"
+    wrong.write_text(source.replace("y << 15", "y << 14"))
+    monkeypatch.setattr(mask_kernel, "_SOURCE", wrong)
+    kernel = used(tmp_path, monkeypatch)
+    assert not kernel.is_ready
+    assert kernel.problem == "it draws other masks than torch"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(cache_folder, "write", refuse)
+    assert used(tmp_path, monkeypatch).draw(ENOUGH, 0.5, None)
