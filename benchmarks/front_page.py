@@ -92,7 +92,7 @@ def draw(theme: str) -> Path:
     # letters as outlines, so that the picture is the same everywhere, and the same bytes for the same figures
     rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "lightning-ort", "font.size": 10})
     colours, path = THEMES[theme], newest("baseline")
-    rows, mixed = read(path), read(newest("precision"))
+    rows, mixed = read(path), read(newest("bf16"))
     modules = sorted(rows, key=lambda module: -rows[module]["auto"]["speed"])
     bars = [
         (place, height, colour, found[module][variant]["speed"])

@@ -12,8 +12,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import front_page  # noqa: E402
 
 ZOO = front_page.read(front_page.newest("zoo"))
-PRECISION = front_page.read(front_page.newest("precision"))
+PRECISION = front_page.read(front_page.newest("bf16"))
 BASELINE = front_page.read(front_page.newest("baseline"))
+# later runs found inductor's cache warm
+COLD = front_page.read(front_page.RESULTS / "2026-11-24-baseline.txt")
 
 
 def overall(variant: str, found: dict = ZOO) -> str:
@@ -42,7 +44,7 @@ SMALL = BASELINE["SmallGPT"]
 
 
 def starts(variant: str) -> str:
-    seconds = [rows[variant]["start"] for rows in BASELINE.values()]
+    seconds = [rows[variant]["start"] for rows in COLD.values()]
     return f"{min(seconds):.0f} to {max(seconds):.0f}"
 
 
@@ -108,7 +110,7 @@ def test_no_other_figure_is_claimed(page: str) -> None:
 
 def test_pages_name_the_newest_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for kind in ("baseline", "precision", "whole-fits"):
+    for kind in ("baseline", "bf16", "whole-fits"):
         assert f"](benchmarks/results/{front_page.newest(kind).name})" in text
 
 
@@ -152,4 +154,4 @@ def test_table_against_the_same_optimizer_and_memory() -> None:
         assert f"| {front_page.NAMES[module]} | {' | '.join(cells)} |" in text
     means = [overall(variant, BASELINE) for variant in variants]
     assert f"| geometric mean | {' | '.join(means)} |" in text
-    assert f"memory makes that {means[1]}, ONNX Runtime {means[2]}, and inductor {means[3]}" in " ".join(text.split())
+    assert f"function make that {means[1]}, ONNX Runtime {means[2]}, and inductor {means[3]}" in " ".join(text.split())
