@@ -30,6 +30,8 @@ from lightning_ort.compiler.cache import default_folder
 from lightning_ort.compiler.cache_folder import untrusted_reason
 from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
 from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.mask_kernel import unsupported_reason as mask_unsupported_reason
+from lightning_ort.compiler.mask_prefetcher import matches_torch
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
@@ -192,6 +194,13 @@ def _compiler() -> Iterator[Finding]:
     else:
         text = f"no {cpp_compiler_name()} on the PATH; inductor and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
+    if not matches_torch():
+        yield Finding("dropout masks", "ok", "PyTorch draws many numbers at a time on this processor")
+    elif reason := mask_unsupported_reason():
+        todo = "install gcc" if "C compiler" in reason else ""
+        yield Finding("dropout masks", "absent", f"PyTorch draws them: {reason}", todo)
+    else:
+        yield Finding("dropout masks", "ok", "large ones can be drawn by a compiled function")
 
 
 def _memory() -> Iterator[Finding]:

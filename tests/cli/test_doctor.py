@@ -110,10 +110,24 @@ def test_compromised_lightning(monkeypatch: pytest.MonkeyPatch, capsys: Any, dis
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     found, status = run(monkeypatch, capsys)
     assert status == 0
     assert found["C++ compiler"]["state"] == "absent"
     assert "inductor" in found["C++ compiler"]["text"]
+    if doctor_command.matches_torch() and sys.platform == "linux":
+        assert found["dropout masks"]["state"] == "absent"
+        assert "no C compiler: cc is not on the PATH" in found["dropout masks"]["text"]
+        assert found["dropout masks"]["todo"] == "install gcc"
+
+
+@pytest.mark.parametrize(("matches", "text"), [(False, "many numbers at a time"), (True, "by a compiled function")])
+def test_dropout_masks(monkeypatch: pytest.MonkeyPatch, capsys: Any, matches: bool, text: str) -> None:
+    monkeypatch.setattr(doctor_command, "matches_torch", lambda: matches)
+    monkeypatch.setattr(doctor_command, "mask_unsupported_reason", lambda: "")
+    found, _ = run(monkeypatch, capsys)
+    assert found["dropout masks"]["state"] == "ok"
+    assert text in found["dropout masks"]["text"]
 
 
 def test_no_deepspeed_and_a_broken_bitsandbytes(
