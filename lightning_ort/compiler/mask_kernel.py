@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ort.compiler import cache_folder
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.fingerprint import digest
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class MaskKernel:
         self.drawn = 0  # elements that could have been drawn by it
         self.problem = ""  # why there is none
         self._function: Any = None
-        self._folder_of_cache: Callable[[], Path | None] = lambda: None
+        self._cache: Cache | None = None
         self._folder: Path | None = None
         self._looked = False  # in the cache
         self._thread: threading.Thread | None = None
@@ -65,9 +65,9 @@ class MaskKernel:
         """Whether it draws."""
         return self._function is not None
 
-    def use_cache(self, folder: Callable[[], Path | None]) -> None:
-        """Take the function from the cache when it is needed; ``folder`` returns where that is, or ``None``."""
-        self._folder_of_cache = folder
+    def use_cache(self, cache: Cache) -> None:
+        """Take the function from a cache when it is needed, or put it there when it is compiled."""
+        self._cache = cache
 
     def draw(self, out: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
         """Fill a tensor as ``out.bernoulli_(p, generator=generator)`` does; return whether that was possible.
@@ -90,7 +90,7 @@ class MaskKernel:
     def _look_in_cache(self) -> None:
         self._looked = True
         self.problem = unsupported_reason()
-        self._folder = None if self.problem else self._folder_of_cache()
+        self._folder = None if self.problem or self._cache is None else self._cache.folder
         if self._folder is not None:
             content = cache_folder.read(self._folder / _name())
             if content and content[-32:] == _check(content[:-32]):

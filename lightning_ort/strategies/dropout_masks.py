@@ -7,12 +7,12 @@ is replaced, which all of torch's dropouts call, by one that leaves large tensor
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ort.compat.torch import replace_kernel
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MIN_ELEMENTS, mask_kernel
 from lightning_ort.compiler.mask_prefetcher import draw_by_kernel, matches_torch
 
@@ -33,18 +33,12 @@ class DropoutMasks:
         self.large, self.small = 0, 0  # calls in this run
         self._drawn_before = 0  # elements
 
-    def setup(self, device: torch.device, folder: Callable[[], Path | None]) -> None:
-        """Begin a run.
-
-        Args:
-            device: Where it computes.
-            folder: Returns the folder of the cache, or ``None``; called when there is something to look for.
-
-        """
+    def setup(self, device: torch.device, cache: Cache) -> None:
+        """Begin a run that computes on a device; ``cache`` is where the function is kept."""
         self.large = self.small = 0
         self._drawn_before = mask_kernel().drawn
         if device.type == "cpu" and matches_torch():
-            mask_kernel().use_cache(folder)
+            mask_kernel().use_cache(cache)
             _set_runs(lambda runs: (*runs, self))
 
     def begin_step(self) -> None:

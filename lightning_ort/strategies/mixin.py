@@ -107,7 +107,7 @@ class ORTMixin(_Strategy):
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
-        self._masks.setup(self.root_device, lambda: self._capture.cache.folder)
+        self._masks.setup(self.root_device, self._capture.cache)
 
     @override
     def teardown(self) -> None:

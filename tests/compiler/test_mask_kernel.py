@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lightning_ort.compiler import cache_folder, mask_kernel
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MaskKernel
 from lightning_ort.compiler.mask_prefetcher import matches_torch
+from lightning_ort.config import ORTConfig
 
 pytestmark = pytest.mark.skipif(
     bool(mask_kernel.unsupported_reason()) or not matches_torch(),
@@ -23,7 +25,7 @@ def used(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
     """One that has drawn enough to be compiled, and is as far as it gets."""
     monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", ENOUGH.numel())
     kernel = MaskKernel()
-    kernel.use_cache(lambda: folder)
+    kernel.use_cache(Cache(ORTConfig(cache_dir=folder and str(folder))))
     kernel.draw(ENOUGH, 0.5, torch.Generator())
     if kernel._thread is not None:
         kernel._thread.join()
@@ -118,7 +120,7 @@ def test_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [path.suffix for path in cache_folder.entries(tmp_path)] == [".so"]
     forbid(monkeypatch)
     kernel = MaskKernel()
-    kernel.use_cache(lambda: tmp_path)
+    kernel.use_cache(Cache(ORTConfig(cache_dir=str(tmp_path))))
     assert kernel.draw(ENOUGH, 0.5, None)
 
 

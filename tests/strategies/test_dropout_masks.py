@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import mask_kernel, mask_prefetcher
+from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MaskKernel
+from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import dropout_masks
 
+NO_CACHE = Cache(ORTConfig(cache_dir=None))
 needs_kernel = pytest.mark.skipif(
     bool(mask_kernel.unsupported_reason()) or not mask_prefetcher.matches_torch(),
     reason=mask_kernel.unsupported_reason() or "torch draws otherwise on this processor",
@@ -163,7 +166,7 @@ def test_errors_are_torchs(kernel: MaskKernel) -> None:
     ]
     expected = list(map(error, calls))
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cpu"), lambda: None)
+    masks.setup(torch.device("cpu"), NO_CACHE)
     try:
         assert is_replaced()
         assert list(map(error, calls)) == expected
@@ -177,8 +180,8 @@ def test_errors_are_torchs(kernel: MaskKernel) -> None:
 
 def test_two_runs_at_once() -> None:
     one, other = dropout_masks.DropoutMasks(), dropout_masks.DropoutMasks()
-    one.setup(torch.device("cpu"), lambda: None)
-    other.setup(torch.device("cpu"), lambda: None)
+    one.setup(torch.device("cpu"), NO_CACHE)
+    other.setup(torch.device("cpu"), NO_CACHE)
     expected = mask_prefetcher.matches_torch()
     one.teardown()
     one.teardown()
@@ -189,7 +192,7 @@ def test_two_runs_at_once() -> None:
 
 def test_not_on_a_gpu() -> None:
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cuda"), lambda: None)
+    masks.setup(torch.device("cuda"), NO_CACHE)
     assert not is_replaced()
 
 
@@ -197,7 +200,7 @@ def test_not_on_a_gpu() -> None:
 def test_several_threads_draw_from_one_generator(kernel: MaskKernel) -> None:
     """No number is drawn twice: together they have drawn what one would have."""
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cpu"), lambda: None)
+    masks.setup(torch.device("cpu"), NO_CACHE)
     drawn: list[Tensor] = []
     try:
         torch.empty(8192).bernoulli_(0.5)
