@@ -75,7 +75,7 @@ def doctor(json: bool = False) -> None:
 def examine() -> list[Finding]:
     """Look at everything, in the order in which one thing needs the other."""
     findings: list[Finding] = []
-    for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _memory, _settings, _advice):
+    for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _masks, _memory, _settings, _advice):
         try:
             findings += look()
         except Exception as error:  # a broken installation must not keep the rest from being looked at
@@ -194,6 +194,9 @@ def _compiler() -> Iterator[Finding]:
     else:
         text = f"no {cpp_compiler_name()} on the PATH; inductor and DeepSpeed's optimizers need one"
         yield Finding("C++ compiler", "absent", text, "install g++")
+
+
+def _masks() -> Iterator[Finding]:
     if not matches_torch():
         yield Finding("dropout masks", "ok", "PyTorch draws many numbers at a time on this processor")
     elif reason := mask_unsupported_reason():

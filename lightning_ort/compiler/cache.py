@@ -85,7 +85,7 @@ class Cache:
         self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
 
     @functools.cached_property
-    def folder(self) -> Path | None:
+    def _folder(self) -> Path | None:
         """The folder if it exists or can be created, and no other user can write to it; checked when first used."""
         if self._config.cache_dir is None:
             return None
@@ -99,7 +99,7 @@ class Cache:
         self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
     ) -> dict[fx.Node, Support]:
         """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
-        if self.folder is None:
+        if self._folder is None:
             return check()
         options = (self._config.kernels, *sorted(self._config.torch_ops))
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
@@ -152,6 +152,16 @@ class Cache:
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self._write_json(name, dataclasses.asdict(entry.timing))
 
+    def load_library(self, name: str) -> Path | None:
+        """Return the file of a shared library, or ``None``."""
+        content = self._read_bytes(f"{name}.so")
+        sealed = content.endswith(_seal(name, content[:-_SEAL_BYTES]))
+        return self._folder / f"{name}.so" if sealed and self._folder is not None else None
+
+    def store_library(self, name: str, content: bytes) -> None:
+        """Write a shared library; the loader ignores what follows it in its file."""
+        self._write(f"{name}.so", content + _seal(name, content))
+
     def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], one_graph: bool) -> str | None:
         """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it.
 
@@ -189,7 +199,7 @@ class Cache:
         self._write_json(name, dataclasses.asdict(startup))
 
     def _read_bytes(self, name: str) -> bytes:
-        return b"" if self.folder is None else cache_folder.read(self.folder / name)
+        return b"" if self._folder is None else cache_folder.read(self._folder / name)
 
     def _read(self, name: str, convert: Callable[[Any], _Content]) -> _Content | None:
         """Return the converted content of a JSON file, or ``None`` if it is absent or not what this version writes."""
@@ -209,13 +219,13 @@ class Cache:
         self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        if self.folder is None:
+        if self._folder is None:
             return
         try:
-            cache_folder.write(self.folder / name, content)
+            cache_folder.write(self._folder / name, content)
         except OSError as error:
-            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self.folder, error)
-            self.folder = None
+            log.warning("Nothing is kept between runs: %s cannot be written (%s)", self._folder, error)
+            self._folder = None
 
 
 def _to_support(item: Any) -> Support:

@@ -8,7 +8,6 @@ much time was spent on drawing as it would have saved, and is kept in the cache.
 
 import ctypes
 import functools
-import hashlib
 import logging
 import math
 import os
@@ -23,9 +22,9 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.fingerprint import digest
+from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ class MaskKernel:
         self.drawn = 0  # elements that could have been drawn by it
         self.problem = ""  # why there is none
         self._function: Any = None
-        self._cache: Cache | None = None
-        self._folder: Path | None = None
+        self._cache = Cache(ORTConfig(cache_dir=None))
         self._looked = False  # in the cache
         self._thread: threading.Thread | None = None
 
@@ -90,11 +88,8 @@ class MaskKernel:
     def _look_in_cache(self) -> None:
         self._looked = True
         self.problem = unsupported_reason()
-        self._folder = None if self.problem or self._cache is None else self._cache.folder
-        if self._folder is not None:
-            content = cache_folder.read(self._folder / _name())
-            if content and content[-32:] == _check(content[:-32]):
-                self._load(self._folder / _name())
+        if not self.problem and (path := self._cache.load_library(_name())) is not None:
+            self._load(path)
 
     @staticmethod
     def _draw(function: Any, out: torch.Tensor, p: float, generator: torch.Generator) -> None:
@@ -115,9 +110,8 @@ class MaskKernel:
                     self.problem = f"{command[0]} failed: {done.stderr.strip()[:200]}"
                     return
                 self._load(path)
-                if self.is_ready and self._folder is not None:
-                    content = path.read_bytes()
-                    cache_folder.write(self._folder / _name(), content + _check(content))
+                if self.is_ready:
+                    self._cache.store_library(_name(), path.read_bytes())
         except (OSError, subprocess.SubprocessError) as error:
             self.problem = str(error)
         finally:
@@ -177,7 +171,7 @@ def _compiler() -> list[str]:
 def _name() -> str:
     """Name the function for this compiler and processor: code for one may be illegal on another."""
     source = _SOURCE.read_text(encoding="utf-8")
-    return f"kernel-{digest(source, *_compiler(), *_FLAGS, *os.uname()[4:], _features())}.so"
+    return f"kernel-{digest(source, *_compiler(), *_FLAGS, *os.uname()[4:], _features())}"
 
 
 @functools.cache
@@ -189,10 +183,6 @@ def _features() -> str:
         return ""
     named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(named)}))
-
-
-def _check(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 def _is_dense(x: torch.Tensor) -> bool:

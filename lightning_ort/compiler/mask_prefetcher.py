@@ -27,8 +27,6 @@ _generator_lock = threading.RLock()
 
 def draw_by_kernel(out: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
     """Fill a tensor as torch's ``bernoulli_`` does, by the function in C; return whether it did."""
-    if out.numel() < MIN_ELEMENTS:
-        return False
     if generator is not None and generator is not torch.default_generator:
         return mask_kernel().draw(out, p, generator)
     with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
@@ -118,7 +116,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def _draw_mask(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
     if out.numel() < MIN_ELEMENTS:
         return out.bernoulli_(p, generator=generator)
-    return out if mask_kernel().draw(out, p, generator) else _fill(out, p, generator)
+    return out if draw_by_kernel(out, p, generator) else _fill(out, p, generator)
 
 
 def _fill(out: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:

@@ -197,7 +197,12 @@ def test_not_on_a_gpu() -> None:
 
 
 @needs_kernel
-def test_several_threads_draw_from_one_generator(kernel: MaskKernel) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.empty(8192).bernoulli_(0.5), lambda: mask_prefetcher.bernoulli(torch.empty(8192), 0.5)],
+    ids=["eager", "in a graph"],
+)
+def test_several_threads_draw_from_one_generator(draw: Callable[[], Tensor], kernel: MaskKernel) -> None:
     """No number is drawn twice: together they have drawn what one would have."""
     masks = dropout_masks.DropoutMasks()
     masks.setup(torch.device("cpu"), NO_CACHE)
@@ -205,10 +210,7 @@ def test_several_threads_draw_from_one_generator(kernel: MaskKernel) -> None:
     try:
         torch.empty(8192).bernoulli_(0.5)
         torch.manual_seed(4)
-        threads = [
-            threading.Thread(target=lambda: drawn.extend(torch.empty(8192).bernoulli_(0.5) for _ in range(20)))
-            for _ in range(3)
-        ]
+        threads = [threading.Thread(target=lambda: drawn.extend(draw() for _ in range(20))) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
