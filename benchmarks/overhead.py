@@ -1,7 +1,7 @@
 """What a compiled step costs beyond its kernels, against the number of parameters and of regions.
 
-Modules of tensors so small that their kernels cost next to nothing, forward and backward; eager and compiled steps
-alternate in rounds in one process. Slopes are least-squares lines through the medians.
+Modules of tensors so small that their kernels cost next to nothing, forward and backward; eager steps and those as two
+graphs and as one alternate in rounds in one process. Slopes are those of least-squares lines through the medians.
 ``python benchmarks/overhead.py [--rounds N] [--parameters N ...] [--regions N ...]``
 """
 
@@ -52,41 +52,51 @@ class Islands(nn.Module):
         return x
 
 
-def measure(module: nn.Module, x: Tensor) -> tuple[float, float, int]:
-    """Return the medians of eager and of compiled steps in microseconds, and the number of regions per step."""
+def measure(module: nn.Module, x: Tensor) -> tuple[list[float], list[int]]:
+    """Return the medians in microseconds of steps by eager, as two graphs and as one, and their regions per step."""
     torch._dynamo.reset()
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
-    compiled = torch.compile(module.forward, backend=backend)
-    times: dict[Callable[[Tensor], Tensor], list[float]] = {module.forward: [], compiled: []}
+    parameters = list(module.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        return module(x).sum()
+
+    times: dict[Callable[[Tensor], Tensor], list[float]] = {loss: []}
+    backends = []
+    for graphs in ("split", "joint"):
+        backend = ORTBackend(
+            ORTConfig(placement="always", min_region_nodes=1, step_graph=graphs, cache_dir=None)  # type: ignore[arg-type]
+        )
+        backend.writes_gradients = True  # as for a step of the strategy
+        backends.append(backend)
+        times[torch.compile(lambda x, way=graphs: loss(x), backend=backend)] = []  # type: ignore[misc]
     for number in range(WARM_UP + rounds):
         for call, values in times.items():
+            for parameter in parameters:
+                parameter.grad = None
             start = time.perf_counter()
-            call(x).sum().backward()
+            call(x).backward()
             if number >= WARM_UP:
                 values.append((time.perf_counter() - start) * 1e6)
-    regions = [region for graph in backend.report.graphs for region in graph.regions if region.executor == "ort"]
-    assert all(region.runs == WARM_UP + rounds for region in regions)
-    eager, ort = (statistics.median(values) for values in times.values())
-    return eager, ort, len(regions)
+    regions = []
+    for backend in backends:
+        ran = [region for graph in backend.report.graphs for region in graph.regions if region.executor == "ort"]
+        regions.append(sum(region.runs == WARM_UP + rounds for region in ran))
+    return [statistics.median(values) for values in times.values()], regions
 
 
 def table_of(title: str, column: str, counts: list[int], make: Callable[[int], nn.Module], x: Tensor) -> Table:
     """Measure for each count."""
     table = Table(title=title)
-    for name in (column, "regions a step", "eager us", "ort us", "ort - eager us", "ort / eager"):
+    for name in (column, "regions a step", "eager us", "two graphs us", "one graph us", "two / eager", "one / eager"):
         table.add_column(name, justify="right")
     found = []
     for count in counts:
-        eager, ort, regions = measure(make(count), x)
-        found.append((count, regions, eager, ort))
-        table.add_row(
-            f"{count:,}", f"{regions}", f"{eager:.0f}", f"{ort:.0f}", f"{ort - eager:+.0f}", f"{ort / eager:.2f}"
-        )
-    by = np.array([row[0] for row in found], dtype=float)
-    eager_slope, ort_slope = (np.polyfit(by, np.array([row[index] for row in found]), 1)[0] for index in (2, 3))
-    ort_line = np.polyfit(by, np.array([row[3] for row in found]), 1)
-    fit = np.corrcoef(np.polyval(ort_line, by), np.array([row[3] for row in found]))[0, 1] ** 2
-    table.caption = f"per {column[:-1]}: eager {eager_slope:.2f} us, ort {ort_slope:.2f} us (R2 of the line {fit:.4f})"
+        medians, regions = measure(make(count), x)
+        found.append(medians)
+        ratios = [f"{median / medians[0]:.2f}" for median in medians[1:]]
+        table.add_row(f"{count:,}", "{}, {}".format(*regions), *(f"{median:.0f}" for median in medians), *ratios)
+    slopes = [np.polyfit(np.array(counts, dtype=float), np.array(values), 1)[0] for values in zip(*found, strict=True)]
+    table.caption = "per {}: eager {:.1f} us, two graphs {:.1f} us, one graph {:.1f} us".format(column[:-1], *slopes)
     return table
 
 
@@ -103,6 +113,6 @@ console.print(
     f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
 )
 console.print(
-    table_of("parameters, one region forward and one backward", "parameters", args.parameters, Products, torch.ones(8))
+    table_of("parameters, one region for each graph", "parameters", args.parameters, Products, torch.ones(8))
 )
 console.print(table_of("layers, each a region", "layers", args.regions, Islands, torch.ones(1, 8)))
