@@ -112,7 +112,5 @@ console.print(
     f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
     f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
 )
-console.print(
-    table_of("parameters, one region for each graph", "parameters", args.parameters, Products, torch.ones(8))
-)
+console.print(table_of("parameters, one region for each graph", "parameters", args.parameters, Products, torch.ones(8)))
 console.print(table_of("layers, each a region", "layers", args.regions, Islands, torch.ones(1, 8)))

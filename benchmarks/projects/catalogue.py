@@ -5,7 +5,7 @@ A group has an environment of its own: ``.projects/GROUP``, with the packages of
 
 from dataclasses import dataclass
 
-LENGTHS = {"short": 1, "medium": 15, "long": 60, "longest": 200}  # times the steps of a row, which take about two seconds
+LENGTHS = {"short": 1, "medium": 15, "long": 60, "longest": 200}  # times the steps of a row
 
 
 @dataclass(frozen=True)
