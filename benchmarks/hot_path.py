@@ -108,7 +108,7 @@ kept: list[object] = []
 def sessions_alone() -> None:
     """Run both sessions as :func:`regions_alone` bound them, which has to come right before."""
     for bound, _ in regions:
-        bound._run(bound._bound.parts[0], bound.run_options)
+        bound._run(next(bound._bindings.turns)[0], bound.run_options)
 
 
 def regions_alone() -> None:

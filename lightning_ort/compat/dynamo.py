@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
+from torch._guards import TracingContext
 from torch.distributions import kl
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
@@ -269,6 +270,12 @@ def is_last_graph(gm: Any) -> bool:
     """Whether a captured graph ends where its function returns, and not at a graph break (torch 2.13)."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and not reason.graph_break
+
+
+def reads_gradients() -> bool:
+    """Whether the function that is being traced reads ``.grad`` of anything, as far as its guards tell (torch 2.13)."""
+    context = TracingContext.try_get()
+    return context is None or any(re.search(r"\.grad\b", guard.name) for guard in context.guards_context.dynamo_guards)
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:

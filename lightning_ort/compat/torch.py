@@ -115,6 +115,14 @@ empty_strided_cpu: Callable[..., torch.Tensor] | None = getattr(
     getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None
 )
 
+# how many tensors, and others, refer to a storage, from its address; torch 2.13
+storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """The address of a storage itself, not of its memory (torch 2.13)."""
+    return storage._cdata
+
 
 def is_zero_tensor(x: torch.Tensor) -> bool:
     """Whether a tensor is known to be zero and has no memory, as in forward-mode derivatives (torch 2.13)."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.dynamo import aot_backend, is_last_graph
+from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
@@ -53,6 +53,7 @@ class ORTBackend:
         leave: Called for each graph; returns whether to leave it to torch.
         one_graph: Whether a captured graph with a loss is run as one graph under ``step_graph="auto"``.
         writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
+        drop_gradients: Called before a step as one graph that returns large gradients, to drop those of the last step.
         misfit: Why a step that was run as one graph needs separate passes, once that has happened.
         cache: What is kept between runs.
 
@@ -89,6 +90,7 @@ class ORTBackend:
         self.logs_graphs = True  # a line for each; a strategy that announces its steps needs none
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
         self.leave: Callable[[], bool] | None = None
+        self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
         self._calls = 0
@@ -145,10 +147,15 @@ class ORTBackend:
             guard.leave()
             self.misfit = why
 
+        def drop() -> None:
+            if self.drop_gradients is not None:
+                self.drop_gradients()
+
+        reads = reads_gradients()  # a step that passes one on does so after its graph
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
         if source is None or source.run is None:
             return GuardedGraph(run, eager, monitor, give_up)
-        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients)
+        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients, None if reads else drop)
         guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
         return guard
 

@@ -48,6 +48,8 @@ ANY_BYTE = "any_byte"
 VARIANT = "variant"
 # meta key of a node that sets parts of a gradient to 0: if a NaN is in these parts, there are NaN elsewhere too
 MIXED = "mixed"
+# meta key of the output of a graph that returns gradients: from which result on
+GRADIENTS_FROM = "gradients_from"
 _NO_COMPUTE = VIEWS | _ALLOCATIONS | _SIZES | _CHECKS
 
 
@@ -70,6 +72,14 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
     return node.op == "call_function" and node.target in VIEWS
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The tensor that a node is a view of, or a view of a view, or the node itself."""
+    # no list has all views, such as those of complex numbers
+    while (is_view(node) or getattr(node.target, "is_view", False)) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def is_random(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from lightning_ort.compat.autograd import (
     without_autocast,
 )
 from lightning_ort.compiler.fallbacks import CHANGED, GradientsOnce, RunState, gradients_of, leaves, versions_of
+from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
 
@@ -72,6 +73,8 @@ class GraphSource:
         return gm
 
 
+LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
+
 _Expected = tuple[float, torch.Tensor]
 _TWICE = (
     "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward through the"
@@ -101,6 +104,7 @@ class StepGraph:
         misfit: Called with the reason if the step turns out to need passes of its own; it is not to be used again.
         direct: Returns whether gradients may be written to parameters without the autograd engine: whether
             ``loss.backward()`` runs, and nothing but the hooks of tensors observes it.
+        drop: Called before each run if the gradients are large; drops those of the last one where that is possible.
 
     """
 
@@ -110,6 +114,7 @@ class StepGraph:
         eager: Callable[..., Any],
         misfit: Callable[[str], None],
         direct: Callable[[], bool],
+        drop: Callable[[], None] | None,
     ) -> None:
         assert source.facts is not None
         assert source.gm is not None
@@ -124,6 +129,9 @@ class StepGraph:
         *inputs, tangent = source.gm.graph.find_nodes(op="placeholder")
         self._start = len(results) - len(inputs)  # of the gradients
         self._targets = [index for index in range(len(inputs)) if results[self._start + index] is not None]
+        sizes = [results[self._start + index].meta["val"] for index in self._targets]
+        is_large = sum(int_hint(val.numel()) * val.element_size() for val in sizes) >= LARGE_BYTES
+        self._drop = drop if is_large else None
         self._draws = any(is_random(node) for node in source.gm.graph.nodes)
         self._expected: _Expected | None = None
         if not any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes):
@@ -144,6 +152,8 @@ class StepGraph:
         casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         state = RunState(args) if several and (self._draws or casts) else None
         expected = self._expected
+        if self._drop is not None:
+            self._drop()
         with torch.no_grad(), without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
             outputs = self._run([*args, expected[1]])
             for index, new in zip(self._written, outputs, strict=False):

@@ -9,7 +9,7 @@ from torch import fx
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
 from lightning_ort.compat.torch import half_of, is_contiguous_or_false
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import insert_call, is_static, is_view
+from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static
 
 aten = torch.ops.aten
 
@@ -168,12 +168,12 @@ def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
     output = gm.graph.output_node()
     results = _results(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
-    taken = {_base(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
+    taken = {base_of(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
     for index in range(num_fwd_outputs, len(results)):
         node, of = results[index], inputs[index - num_fwd_outputs]
         if not isinstance(node, fx.Node):
             continue
-        base, value, like = _base(node), node.meta["val"], of.meta["val"]
+        base, value, like = base_of(node), node.meta["val"], of.meta["val"]
         owned = base.op == "call_function" and base not in taken and (base is node or _is_whole(node, base))
         taken.add(base)
         if owned and str(value.stride()) == str(like.stride()):
@@ -185,18 +185,12 @@ def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
             if not contiguous:
                 results[index] = insert_call(gm, IN_ORDER, copy, memory_order(like))
     output.args = (results,)
+    output.meta[GRADIENTS_FROM] = num_fwd_outputs
 
 
 def _is_whole(view: fx.Node, base: fx.Node) -> bool:
     val = base.meta["val"]
     return isinstance(val, torch.Tensor) and str(val.numel()) == str(view.meta["val"].numel())
-
-
-def _base(node: fx.Node) -> fx.Node:
-    # no list has all views, such as those of complex numbers
-    while (is_view(node) or getattr(node.target, "is_view", False)) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _results(gm: fx.GraphModule) -> list[Any]:

@@ -1,6 +1,8 @@
-"""Whether ``loss.backward()`` may write gradients to the parameters itself: :func:`may_write_gradients`."""
+"""What a step as one graph may do to ``.grad`` itself: :func:`may_write_gradients`, :func:`may_drop_gradients`."""
 
 from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
 
@@ -26,6 +28,24 @@ def may_write_gradients(strategy: "Strategy", namespace: LightningNamespace) -> 
         and _keeps(module, base, "on_before_backward")
         and all(_keeps(one, callback, "on_before_backward") for one in trainer.callbacks)
         and _keeps(strategy.precision_plugin, precision, "backward")
+    )
+
+
+def may_drop_gradients(strategy: "Strategy", namespace: LightningNamespace) -> bool:
+    """Return whether nobody sees the last gradients between a training step and ``zero_grad()``, which follows it.
+
+    Then they may go before the new ones are computed, and never take memory beside these.
+    """
+    if not may_write_gradients(strategy, namespace) or len(strategy.optimizers) != 1:
+        return False
+    base = namespace.submodule("core.module").LightningModule
+    callback = namespace.submodule("callbacks.callback").Callback
+    trainer: Any = strategy.lightning_module.trainer  # type: ignore[union-attr]
+    return (
+        _keeps(strategy.lightning_module, base, "on_before_zero_grad")
+        and _keeps(strategy.lightning_module, base, "optimizer_zero_grad")
+        and all(_keeps(one, callback, "on_before_zero_grad") for one in trainer.callbacks)
+        and _keeps(strategy.optimizers[0], Optimizer, "zero_grad")
     )
 
 

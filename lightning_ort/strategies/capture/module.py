@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_ort._imports import namespace_of
+from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.executors import inductor
@@ -20,7 +20,7 @@ from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.announcements import is_announced
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
-from lightning_ort.strategies.capture.direct_gradients import may_write_gradients
+from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.engines import engines_for, setting_for, stages_for
 from lightning_ort.strategies.capture.gate import Stage, StartGate, is_amortized
@@ -63,6 +63,7 @@ class CapturedModule:
         self._strategy = strategy
         self._optimizers: Any = None
         self._writes_gradients: bool | None = None
+        self._drops_gradients: bool | None = None
         self._is_recorded = False  # whether the last step is a recording of inductor's
         self._module_shims: dict[Engine, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
@@ -74,7 +75,7 @@ class CapturedModule:
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
-        self._optimizers = self._writes_gradients = None
+        self._optimizers = self._writes_gradients = self._drops_gradients = None
         self._is_recorded = False
         self.budget, self._first_batch = CompileBudget(self.config.compile_budget), None
         self.amortized = is_amortized(self.config)
@@ -90,10 +91,11 @@ class CapturedModule:
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         self.backend.leave = lambda: self.monitor.calls_autograd_grad() or self._stops_compiling()
+        self.backend.drop_gradients = self.drop_gradients
 
     def stop(self) -> None:
         """End a run of the Trainer."""
-        self.backend.leave = None
+        self.backend.leave = self.backend.drop_gradients = None
         self.monitor.remove()
 
     def refresh(self) -> None:
@@ -101,7 +103,7 @@ class CapturedModule:
         optimizers = lightning_optimizers(self._strategy)
         if self._optimizers is optimizers and self.shims.are_current():
             return
-        self._optimizers = optimizers
+        self._optimizers, self._drops_gradients = optimizers, None
         # only a strategy that wraps the module in something with hooks has any
         wrapper_hooks: Iterable[RemovableHandle] = getattr(self._strategy, "wrapper_hooks", tuple)()
         manual = [] if self.module.automatic_optimization else optimizers
@@ -183,9 +185,7 @@ class CapturedModule:
 
     def outlook(self, name: str, done: int) -> Outlook:
         """Return what is known about the rest of the run, after so many steps of this name."""
-        namespace = namespace_of(type(self._strategy))
-        assert namespace is not None
-        return outlook_of(self.module.trainer, namespace, name, done, self._first_batch or 0)
+        return outlook_of(self.module.trainer, self._namespace, name, done, self._first_batch or 0)
 
     def begin_step(self, engine: Engine) -> None:
         """Note which engine runs the next step."""
@@ -200,9 +200,7 @@ class CapturedModule:
         Those of a recording are copied at its end: people read them in the next step, or add to them.
         """
         if self._writes_gradients is None:
-            namespace = namespace_of(type(self._strategy))
-            assert namespace is not None
-            self._writes_gradients = may_write_gradients(self._strategy, namespace)
+            self._writes_gradients = may_write_gradients(self._strategy, self._namespace)
         # the engine looks for the operation that makes a NaN
         self.backend.writes_gradients = self._writes_gradients and not torch.is_anomaly_enabled()
         new = [p for p in self.module.parameters() if p.grad is None] if self._is_recorded else []
@@ -211,6 +209,19 @@ class CapturedModule:
         finally:
             self.backend.writes_gradients = False
         inductor.own_gradients(new)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the last step now, and not right after this one, where nobody sees the difference."""
+        if self._drops_gradients is None:
+            self._drops_gradients = may_drop_gradients(self._strategy, self._namespace)
+        if self._drops_gradients and self.at_window_start():
+            self._strategy.optimizers[0].zero_grad()
+
+    @property
+    def _namespace(self) -> LightningNamespace:
+        namespace = namespace_of(type(self._strategy))
+        assert namespace is not None
+        return namespace
 
     def _stops_compiling(self) -> bool:
         return self.account is not None and self.account.stops_compiling()

@@ -4,6 +4,8 @@ A call compares addresses, binds the tensors that moved, allocates the outputs a
 most of the time activations, keep their addresses, so that in steady state little is bound again.
 """
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_functio
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
+from lightning_ort.compiler.executors.ort.kept_outputs import KeptOutputs, Spec, kept_outputs_of
 from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
@@ -28,16 +31,26 @@ if TYPE_CHECKING:
 _EMPTY = torch.zeros(1)
 
 
-class _Binding(threading.local):
-    """A session's binding, one for each thread: during a run other threads continue, and bind their own tensors."""
+class _Bindings(threading.local):
+    """A session's bindings, of each thread: during a run other threads continue, and bind their own tensors.
+
+    There are two, which take turns, if outputs have memory that stays.
+    """
 
     def __init__(
-        self, session: "onnxruntime.InferenceSession", counts: tuple[int, int], numbers: dict[int, torch.dtype]
+        self,
+        session: "onnxruntime.InferenceSession",
+        counts: tuple[int, int],
+        numbers: dict[int, torch.dtype],
+        make_outputs: Callable[[], KeptOutputs] | None,
     ) -> None:
-        bound: list[list[Any]] = [[None] * count for count in counts]  # of inputs and of outputs
-        tensors = {index: torch.zeros((), dtype=dtype) for index, dtype in numbers.items()}
+        parts = []
+        for _ in range(1 if make_outputs is None else 2):
+            bound: list[list[Any]] = [[None] * count for count in counts]  # of inputs and of outputs
+            tensors = {index: torch.zeros((), dtype=dtype) for index, dtype in numbers.items()}
+            parts.append((new_binding(session), *bound, tensors, None if make_outputs is None else make_outputs()))
         # one attribute, because each access to a thread-local one takes time
-        self.parts = new_binding(session), *bound, tensors
+        self.turns = itertools.cycle(parts)
 
 
 class BoundSession:
@@ -66,7 +79,6 @@ class BoundSession:
             self._run = OrderedRun(self._run, device, stream)
         elif device.type == "cuda":
             self._run = WaitingRun(self._run, device)
-        self._bound = _Binding(session, (len(region.inputs), len(region.outputs)), numbers)
         self._pause_openmp = pause_openmp
         self._memory, host = memory_of(device), memory_of(torch.device("cpu"))
         # onnxruntime drops inputs that no node reads
@@ -78,6 +90,9 @@ class BoundSession:
             memory = host if is_number[index] or value.device.type == "cpu" else self._memory
             self._inputs.append((name, memory, element_type(input_dtype(node))))
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
+        kept = kept_outputs_of(region) if device.type == "cpu" else None
+        make_outputs = functools.partial(KeptOutputs, _specs(region.outputs), kept) if kept else None
+        self._bindings = _Bindings(session, (len(region.inputs), len(region.outputs)), numbers, make_outputs)
         self._allocate = _allocator(region.outputs, device)
         # outputs that later nodes expect in another memory layout, such as channels_last
         orders = enumerate(memory_order(node.meta["val"]) for node in region.outputs)
@@ -90,7 +105,7 @@ class BoundSession:
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region on its inputs, tensors or integers for symbolic sizes, and return new outputs."""
         kept: Any = None  # what has to live until the run is over
-        binding, bound, bound_outputs, numbers = self._bound.parts
+        binding, bound, bound_outputs, numbers, own = next(self._bindings.turns)
         if self._static_sizes is not None:
             sizes = self._static_sizes
             for index, tensor in enumerate(args):
@@ -113,7 +128,7 @@ class BoundSession:
                 if place != bound[index]:
                     self._bind_input(binding, index, tuple(tensor.shape), place[0])
                     bound[index] = place
-        outputs = self._allocate(sizes)
+        outputs = self._allocate(sizes) if own is None else own.allocate()
         for index, tensor in enumerate(outputs):
             size, address = sizes[index], tensor.data_ptr()
             if (address, size) != bound_outputs[index]:
@@ -162,13 +177,18 @@ def run_options(stream: torch.cuda.Stream | None, recording: int | None = None) 
 
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:
     """Return a function from sizes to new contiguous tensors."""
-    vals = [node.meta["val"] for node in outputs]
-    dtypes = [val.dtype for val in vals]
     # a quarter of the time of torch.empty, which matters for small regions
     if device.type == "cpu" and (fast := empty_strided_cpu) is not None and all(map(is_static, outputs)):
-        strides = [torch.empty(val.shape, device="meta").stride() for val in vals]
-        specs = list(zip((tuple(val.shape) for val in vals), strides, dtypes, strict=True))
+        specs = _specs(outputs)
         return lambda sizes: [fast(*spec) for spec in specs]
+    dtypes = [node.meta["val"].dtype for node in outputs]
     return lambda sizes: [
         torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)
     ]
+
+
+def _specs(outputs: Sequence[fx.Node]) -> list[Spec]:
+    """The forms of contiguous outputs of static sizes."""
+    vals = [node.meta["val"] for node in outputs]
+    strides = [torch.empty(val.shape, device="meta").stride() for val in vals]
+    return list(zip((tuple(val.shape) for val in vals), strides, (val.dtype for val in vals), strict=True))

@@ -1,0 +1,85 @@
+"""Small gradients of a step as one graph, in memory that stays: :class:`KeptOutputs`.
+
+A session is bound to the addresses of its outputs, which takes three times as long as to allocate them, and four times
+as long as a small kernel. A gradient lives until the next step but one, so its memory moves from step to step. Here it
+stays, in two sets that take turns: the Trainer runs a step before it drops the gradients of the last one.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.torch import empty_strided_cpu, storage_address, storage_use_count
+from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, is_static
+from lightning_ort.compiler.regions import Region
+
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides and dtype of a tensor
+
+# to bind a larger one takes little time beside computing it, and its memory is better given back
+MAX_BYTES = 65_536
+
+
+def kept_outputs_of(region: Region) -> frozenset[int]:
+    """Return which outputs of a region on the CPU are small gradients of a step as one graph."""
+    if storage_use_count is None or empty_strided_cpu is None or not all(map(is_static, region.outputs)):
+        return frozenset()
+    gradients = _gradients(region.outputs[0].graph) if region.outputs else frozenset()
+    values = {index: node.meta["val"] for index, node in enumerate(region.outputs) if node in gradients}
+    return frozenset(index for index, val in values.items() if 0 < val.numel() * val.element_size() <= MAX_BYTES)
+
+
+def _gradients(graph: fx.Graph) -> frozenset[fx.Node]:
+    output = graph.output_node()
+    if GRADIENTS_FROM not in output.meta:
+        return frozenset()
+    results: Sequence[fx.Node | None] = output.args[0]  # type: ignore[assignment]
+    return frozenset(base_of(node) for node in results[output.meta[GRADIENTS_FROM] :] if node is not None)
+
+
+class KeptOutputs:
+    """Allocates the outputs of a session, some of them in memory that stays.
+
+    Args:
+        specs: The form of each output.
+        kept: Which of them stay.
+
+    """
+
+    def __init__(self, specs: Iterable[Spec], kept: frozenset[int]) -> None:
+        self._specs = [(spec, index in kept) for index, spec in enumerate(specs)]
+        self._memory: list[_Memory | None] = [None] * len(self._specs)
+
+    def allocate(self) -> list[torch.Tensor]:
+        """Return a new tensor for each output; the memory of some was used before, if nobody refers to it any more."""
+        assert empty_strided_cpu is not None
+        outputs = []
+        for index, (spec, stays) in enumerate(self._specs):
+            if not stays:
+                outputs.append(empty_strided_cpu(*spec))
+                continue
+            memory = self._memory[index]
+            if memory is None or not memory.is_free():
+                memory = self._memory[index] = _Memory(empty_strided_cpu(*spec))
+            # another tensor each time: what the last user did to sizes, hooks or attributes of theirs has no effect
+            outputs.append(memory.tensor.data)
+        return outputs
+
+
+class _Memory:
+    """The memory of an output, with a tensor that nobody else gets."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self._address = storage_address(self._storage)
+        self._free_state = self._state()
+
+    def is_free(self) -> bool:
+        """Whether no tensor, array or storage but ours refers to it, and it is where it was, such as not shared."""
+        return self._state() == self._free_state
+
+    def _state(self) -> tuple[int, int, int]:
+        assert storage_use_count is not None
+        return self.tensor.data_ptr(), storage_use_count(self._address), sys.getrefcount(self._storage)
