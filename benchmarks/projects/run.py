@@ -96,7 +96,7 @@ def kept(report: dict[str, Any]) -> str:
     return "PyTorch" if {"BUDGET", "NOT_COMPILED"} & set(choices) else "captured, not timed"
 
 
-def measure(row: Row, length: str, starts: list[str], rounds: int) -> list[dict[str, Any]]:
+def measure(row: Row, length: str, starts: list[str], rounds: int, float64: bool) -> list[dict[str, Any]]:
     """Train a row in turns, under stock and with each start, and compare."""
     steps = row.steps * LENGTHS[length]
     fits: dict[str, list[Fit]] = {way: [] for way in ("stock", *starts)}
@@ -104,10 +104,10 @@ def measure(row: Row, length: str, starts: list[str], rounds: int) -> list[dict[
         for way in list(fits)[:: 1 if number % 2 == 0 else -1]:
             strategy, start = ("stock", starts[0]) if way == "stock" else ("ort", way)
             fits[way].append(fit(row, strategy, steps, start))
-    return [compared(row, length, start, {"stock": fits["stock"], "ort": fits[start]}) for start in starts]
+    return [compared(row, length, start, {"stock": fits["stock"], "ort": fits[start]}, float64) for start in starts]
 
 
-def compared(row: Row, length: str, start: str, fits: dict[str, list[Fit]]) -> dict[str, Any]:
+def compared(row: Row, length: str, start: str, fits: dict[str, list[Fit]], float64: bool) -> dict[str, Any]:
     """Return what the fits of a row say."""
     steps = row.steps * LENGTHS[length]
     found: dict[str, Any] = {"row": row.name, "length": length, "start": start, "steps": steps}
@@ -121,7 +121,7 @@ def compared(row: Row, length: str, start: str, fits: dict[str, list[Fit]]) -> d
         found[f"{strategy}_seconds"] = statistics.median(one["seconds"] for one in made)
         found[f"{strategy}_processor_seconds"] = statistics.median(one["processor_seconds"] for one in made)
     found |= {"kept": kept(ort["report"]), "difference": difference(stock, ort), "losses": len(ort["losses"])}
-    if found["difference"] > TOLERANCE:
+    if float64 and found["difference"] > TOLERANCE:
         double = double_fit(row, steps)
         found["double_error"] = double["error"]
         if not double["error"]:
@@ -136,6 +136,9 @@ def main() -> None:
     parser.add_argument("--length", choices=LENGTHS, nargs="+", default=["short"])
     parser.add_argument("--start", choices=["now", "amortized"], nargs="+", default=["amortized"])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--float64", action=argparse.BooleanOptionalAction, default=True, help="the third fit where losses differ"
+    )
     parser.add_argument("--json", type=Path, help="adds to it, or takes the place of what it has of a row")
     parser.add_argument("--page", type=Path, help="writes the table of all that is in the JSON file")
     args = parser.parse_args()
@@ -150,7 +153,7 @@ def main() -> None:
         results = json.loads(args.json.read_text(encoding="utf-8"))
     console = Console(soft_wrap=True)
     for row, length in [(r, le) for r in rows for le in args.length]:
-        for found in measure(row, length, args.start, args.rounds):
+        for found in measure(row, length, args.start, args.rounds, args.float64):
             found["date"] = datetime.date.today().isoformat()
             results[f"{row.name} {length} {found['start']}"] = found
             console.print(summary(found), markup=False)

@@ -147,15 +147,11 @@ class ORTBackend:
             guard.leave()
             self.misfit = why
 
-        def drop() -> None:
-            if self.drop_gradients is not None:
-                self.drop_gradients()
-
-        reads = reads_gradients()  # a step that passes one on does so after its graph
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
         if source is None or source.run is None:
             return GuardedGraph(run, eager, monitor, give_up)
-        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients, None if reads else drop)
+        drop = None if reads_gradients() else self._drop_gradients
+        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients, drop)
         guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
         return guard
 
@@ -254,6 +250,11 @@ class ORTBackend:
         if self.config.fallback == "raise":
             raise ORTFallbackError(f"{where} cannot run on ONNX Runtime: {reason}")
         log.warning("%s runs in torch: %s", where, reason)
+
+    def _drop_gradients(self) -> None:
+        # not of a step that reads one: if it hands the old gradient on, it does so after its graph
+        if self.drop_gradients is not None:
+            self.drop_gradients()
 
     def _give_up(self, where: str, graphs: Sequence[GraphReport], error: Exception) -> None:
         """Report that a captured graph failed while it ran, and is left to eager."""

@@ -70,16 +70,21 @@ class KeptOutputs:
 class _Memory:
     """The memory of an output, with a tensor that nobody else gets."""
 
+    __slots__ = ("_address", "_place", "_references", "_storage", "_users", "tensor")
+
     def __init__(self, tensor: torch.Tensor) -> None:
+        assert storage_use_count is not None
         self.tensor = tensor
         self._storage = tensor.untyped_storage()
         self._address = storage_address(self._storage)
-        self._free_state = self._state()
+        self._place = tensor.data_ptr()
+        self._users = storage_use_count(self._address)
+        self._references = sys.getrefcount(self._storage)
 
     def is_free(self) -> bool:
         """Whether no tensor, array or storage but ours refers to it, and it is where it was, such as not shared."""
-        return self._state() == self._free_state
-
-    def _state(self) -> tuple[int, int, int]:
-        assert storage_use_count is not None
-        return self.tensor.data_ptr(), storage_use_count(self._address), sys.getrefcount(self._storage)
+        return (
+            storage_use_count(self._address) == self._users  # type: ignore[misc]
+            and sys.getrefcount(self._storage) == self._references
+            and self.tensor.data_ptr() == self._place
+        )
