@@ -33,6 +33,7 @@ _PLAIN: tuple[tuple[str, str, str], ...] = (
     (r"torch\.compiler\.disable", "it calls a function that is marked with `torch.compiler.disable`", ""),
     (r"torch\.jit\.", "it calls a TorchScript module, which no graph can hold", "use the module it was made from"),
     (r"`([\w.]+)`'s output shape depends", "the size of the result of `{0}` depends on values", ""),
+    (r"builtin `[\w.]*pybind11", "it calls a function of a C++ extension, which no graph can hold", ""),
     (r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`", "it calls `{0}`, which no graph can hold", ""),
     (r"builtin operator `(\w+)`", "it calls `{0}` in a way that no graph can hold", ""),
     (r"the function `([^`]+)`.*? should not be traced", "it calls `{0}`, which no graph can hold", ""),

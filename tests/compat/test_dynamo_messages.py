@@ -73,6 +73,11 @@ def test_plain_reason_of_what_torch_says_today(function: object, text: str) -> N
             " that the function `stack` in file `/usr/inspect.py` should not be traced.\n  Hint: none",
             "it calls `stack`, which no graph can hold",
         ),
+        (
+            "Attempted to call function marked as skipped\n  Explanation: Dynamo does not know how to trace the builtin"
+            " `torch._C.pybind11_detail_function_record_v1_abi_1.call_boxed.` This function is a builtin.",
+            "it calls a function of a C++ extension, which no graph can hold",
+        ),
         ("x\n Explanation: Dynamo does not know this. Ask somebody.", "torch.compile does not know this."),
         ("Something broke. This is a bug - please create an issue", "Something broke."),
         ("x" * 500, "x" * 197 + "..."),

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_ort.strategies.capture.budget import (
     FIRST,
+    MARGIN,
     CompileBudget,
     Outlook,
     StartDecision,
@@ -80,6 +81,20 @@ def test_a_run_that_does_not_pay_or_has_no_budget_never_starts(cost: float, frac
     first.decision.done, first.now = FIRST, first.now + FIRST * STEP
     assert not first.decision.decide(STEP, fraction, cost, first.outlook(1000 + FIRST, None))
     assert str(first.decision.estimate) == why
+
+
+def test_a_guessed_cost_needs_a_margin() -> None:
+    def decide(total: int) -> tuple[bool, str]:
+        run = Run()
+        run.budget.begin()
+        run.decision.done, run.now = FIRST, run.now + FIRST * STEP
+        starts = run.decision.decide(STEP, 0.1, 4.0, run.outlook(total + FIRST, None), margin=MARGIN)
+        return starts, str(run.decision.estimate)
+
+    starts, why = decide(1000)
+    assert not starts
+    assert why == "10.0 s expected to be saved, about 4.0 s to compile or up to 6.0 s, compile_budget allows 5.0 s"
+    assert decide(1200)[0]
 
 
 def test_a_run_of_unknown_length_doubles() -> None:

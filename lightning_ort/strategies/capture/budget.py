@@ -13,6 +13,7 @@ Agree = Callable[[str, dict[str, float]], dict[str, float]]
 FIRST = 3  # steps before the first decision: the first is slower than others, two are a median
 GROWTH = 1.5  # from one decision to the next
 GRACE = 1.5  # a compilation that ends with a bit more than what is allowed is not thrown away: its trial is cheap
+MARGIN = 1.5  # times a guessed cost have to be allowed: where graphs break it takes more
 STOP = 2.0  # with this many times what is allowed, nothing more is compiled, not even in the same call
 
 _DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
@@ -53,21 +54,26 @@ class Estimate:
         saving: Over the steps that are to come.
         cost: Of compiling and trying it.
         allowed: What the budget of the run has left.
+        margin: How many times the cost have to be allowed.
 
     """
 
     saving: float
     cost: float
     allowed: float
+    margin: float = 1.0
 
     @property
     def pays(self) -> bool:
         """Whether to start."""
-        return self.saving > self.cost <= self.allowed
+        return self.saving > self.cost and self.margin * self.cost <= self.allowed
 
     def __str__(self) -> str:
         text = f"{seconds_text(self.saving)} expected to be saved, about {seconds_text(self.cost)} to compile"
-        return text if self.saving <= self.cost else f"{text}, compile_budget allows {seconds_text(self.allowed)}"
+        if self.saving <= self.cost:
+            return text
+        more = f" or up to {seconds_text(self.margin * self.cost)}" if self.cost <= self.allowed else ""
+        return f"{text}{more}, compile_budget allows {seconds_text(self.allowed)}"
 
 
 class CompileBudget:
@@ -149,7 +155,13 @@ class StartDecision:
         return self.done >= self.next
 
     def decide(
-        self, step_seconds: float, fraction: float, cost: float, outlook: Outlook, agree: Agree | None = None
+        self,
+        step_seconds: float,
+        fraction: float,
+        cost: float,
+        outlook: Outlook,
+        agree: Agree | None = None,
+        margin: float = 1.0,
     ) -> bool:
         """Return whether to start now.
 
@@ -159,11 +171,12 @@ class StartDecision:
             cost: Expected seconds of compiling and trying.
             outlook: What is known about the rest of the run.
             agree: Takes a key and what was found here; returns what all processes of the run use.
+            margin: How many times the cost have to be allowed.
 
         """
         self.next = max(self.done + 1, math.ceil(GROWTH * self.done))
         saving = fraction * step_seconds * self._budget.steps_left(self.done, outlook)
-        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.charged)
+        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.charged, margin)
         if self.estimate is None or estimate.saving > self.estimate.saving:
             self.estimate = estimate
         starts = estimate.pays

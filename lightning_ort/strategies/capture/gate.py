@@ -105,7 +105,7 @@ class StartGate:
                 fraction = budget.INDUCTOR_SAVED if stage == "inductor" else budget.prior_fraction(seconds)
             cost = history.cost(module)
             more = max(0.0, fraction - gained)
-            if decision.decide(seconds, more, cost, view, module.backend.agree):
+            if decision.decide(seconds, more, cost, view, module.backend.agree, history.margin):
                 run.waiting = ""
                 return stage
         if run.startup_seconds == 0 and (self._name == outlook.TRAINING or outlook.TRAINING not in run.waiting):
@@ -166,6 +166,11 @@ class History:
         if self.startup is None or self.fraction != 0:
             return None
         return ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.startup.ms.items())
+
+    @property
+    def margin(self) -> float:
+        """How many times the expected cost have to be allowed; inductor's is estimated high."""
+        return budget.MARGIN if self.startup is None and self.stage != "inductor" else 1.0
 
     def cost(self, module: "CapturedModule") -> float:
         """Return the seconds that starting is expected to take."""

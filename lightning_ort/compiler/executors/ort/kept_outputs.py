@@ -19,6 +19,7 @@ Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides an
 
 # to bind a larger one takes little time beside computing it, and its memory is better given back
 MAX_BYTES = 65_536
+MAX_BYTES_IN_ALL = 4 * 2**20  # of a set
 
 
 def kept_outputs_of(region: Region) -> frozenset[int]:
@@ -27,7 +28,12 @@ def kept_outputs_of(region: Region) -> frozenset[int]:
         return frozenset()
     gradients = _gradients(region.outputs[0].graph) if region.outputs else frozenset()
     values = {index: node.meta["val"] for index, node in enumerate(region.outputs) if node in gradients}
-    return frozenset(index for index, val in values.items() if 0 < val.numel() * val.element_size() <= MAX_BYTES)
+    kept, in_all = [], 0
+    for size, index in sorted((val.numel() * val.element_size(), index) for index, val in values.items()):
+        in_all += size
+        if 0 < size <= MAX_BYTES and in_all <= MAX_BYTES_IN_ALL:
+            kept.append(index)
+    return frozenset(kept)
 
 
 def _gradients(graph: fx.Graph) -> frozenset[fx.Node]:
