@@ -20,8 +20,8 @@ contain all compiling. {measured}
 - **start-up:** seconds that compiling and trying took, as the [report](report.md) has them.
 - **breaks, recompiles:** how often a graph ended early, and how often a frame was compiled again.
 - **losses:** the largest relative difference between the two, over the losses of all steps and the metrics at the end.
-  Where it is over 1e-4, the distances of both from the same fit in float64 stand beside it: where stock is as far from
-  it as `ort`, the difference comes from rounding, which training enlarges from step to step.
+  Where it is over 1e-4 in short and medium fits, the distances of both from the same fit in float64 stand beside it:
+  where stock is as far from it as `ort`, the difference comes from rounding, which training enlarges from step to step.
 - **lines:** how many lines `ort` printed that stock did not.
 """
 
