@@ -13,7 +13,6 @@ Agree = Callable[[str, dict[str, float]], dict[str, float]]
 FIRST = 3  # steps before the first decision: the first is slower than others, two are a median
 GROWTH = 1.5  # from one decision to the next
 GRACE = 1.5  # a compilation that ends with a bit more than what is allowed is not thrown away: its trial is cheap
-MARGIN = 1.5  # times a guessed cost have to be allowed: where graphs break it takes more
 STOP = 2.0  # with this many times what is allowed, nothing more is compiled, not even in the same call
 
 _DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
@@ -54,26 +53,21 @@ class Estimate:
         saving: Over the steps that are to come.
         cost: Of compiling and trying it.
         allowed: What the budget of the run has left.
-        margin: How many times the cost have to be allowed.
 
     """
 
     saving: float
     cost: float
     allowed: float
-    margin: float = 1.0
 
     @property
     def pays(self) -> bool:
         """Whether to start."""
-        return self.saving > self.cost and self.margin * self.cost <= self.allowed
+        return self.saving > self.cost <= self.allowed
 
     def __str__(self) -> str:
         text = f"{seconds_text(self.saving)} expected to be saved, about {seconds_text(self.cost)} to compile"
-        if self.saving <= self.cost:
-            return text
-        more = f" or up to {seconds_text(self.margin * self.cost)}" if self.cost <= self.allowed else ""
-        return f"{text}{more}, compile_budget allows {seconds_text(self.allowed)}"
+        return text if self.saving <= self.cost else f"{text}, compile_budget allows {seconds_text(self.allowed)}"
 
 
 class CompileBudget:
@@ -91,11 +85,17 @@ class CompileBudget:
         self.exempt = 0.0  # of these seconds, those that nobody is blamed for
         self._share = share
         self._start: float | None = None
+        self._first: float | None = None  # seconds of the first batch, which takes longer than others
 
     def begin(self) -> None:
         """Start the clock at the first step of the run; a second call changes nothing."""
         if self._start is None:
             self._start = self.clock()
+
+    def end_first_batch(self) -> None:
+        """Note that the first batch of the run is done; a second call changes nothing."""
+        if self._first is None:
+            self._first = self._working
 
     def spend(self, seconds: float) -> None:
         """Add what was spent."""
@@ -130,7 +130,10 @@ class CompileBudget:
     def _seconds_left(self, outlook: Outlook) -> float | None:
         known = [] if outlook.seconds is None else [outlook.seconds]
         if outlook.batches is not None and outlook.batches_done > 0:
-            known.append(outlook.batches * self._working / outlook.batches_done)
+            done, working = outlook.batches_done, self._working
+            if done > 1 and self._first is not None:
+                done, working = done - 1, working - self._first
+            known.append(outlook.batches * working / done)
         return max(0.0, min(known)) if known else None
 
 
@@ -155,13 +158,7 @@ class StartDecision:
         return self.done >= self.next
 
     def decide(
-        self,
-        step_seconds: float,
-        fraction: float,
-        cost: float,
-        outlook: Outlook,
-        agree: Agree | None = None,
-        margin: float = 1.0,
+        self, step_seconds: float, fraction: float, cost: float, outlook: Outlook, agree: Agree | None = None
     ) -> bool:
         """Return whether to start now.
 
@@ -171,12 +168,11 @@ class StartDecision:
             cost: Expected seconds of compiling and trying.
             outlook: What is known about the rest of the run.
             agree: Takes a key and what was found here; returns what all processes of the run use.
-            margin: How many times the cost have to be allowed.
 
         """
         self.next = max(self.done + 1, math.ceil(GROWTH * self.done))
         saving = fraction * step_seconds * self._budget.steps_left(self.done, outlook)
-        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.charged, margin)
+        estimate = Estimate(saving, cost, self._budget.allowed(outlook) - self._budget.charged)
         if self.estimate is None or estimate.saving > self.estimate.saving:
             self.estimate = estimate
         starts = estimate.pays

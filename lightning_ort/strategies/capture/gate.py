@@ -79,6 +79,8 @@ class StartGate:
         if trainer.sanity_checking:
             return None
         self._module.begin_run()
+        if self.done == 1:
+            self._module.budget.end_first_batch()
         opened = None
         if self.done >= self._next and not busy and outlook.at_window_start(trainer):
             if (opened := self._decide(batch, ms)) is not None:
@@ -105,7 +107,7 @@ class StartGate:
                 fraction = budget.INDUCTOR_SAVED if stage == "inductor" else budget.prior_fraction(seconds)
             cost = history.cost(module)
             more = max(0.0, fraction - gained)
-            if decision.decide(seconds, more, cost, view, module.backend.agree, history.margin):
+            if decision.decide(seconds, more, cost, view, module.backend.agree):
                 run.waiting = ""
                 return stage
         if run.startup_seconds == 0 and (self._name == outlook.TRAINING or outlook.TRAINING not in run.waiting):
@@ -166,11 +168,6 @@ class History:
         if self.startup is None or self.fraction != 0:
             return None
         return ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.startup.ms.items())
-
-    @property
-    def margin(self) -> float:
-        """How many times the expected cost have to be allowed; inductor's is estimated high."""
-        return budget.MARGIN if self.startup is None and self.stage != "inductor" else 1.0
 
     def cost(self, module: "CapturedModule") -> float:
         """Return the seconds that starting is expected to take."""
