@@ -1,6 +1,7 @@
 """When compiling starts, and when it ends: decisions with a simulated clock."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_ort.strategies.capture.budget import (
     prior_fraction,
     seconds_text,
 )
+from lightning_ort.strategies.capture.gate import StartGate
 
 STEP = 0.1  # seconds
 
@@ -93,6 +95,22 @@ def test_a_slow_first_batch_is_no_measure_of_the_others() -> None:
     assert run.budget.allowed(Outlook(997, 3, 997)) == pytest.approx(0.05 * (2.2 + 997 * STEP))
     run.decision.done = 3
     assert not run.decision.decide(STEP, 0.1, 6.0, Outlook(997, 3, 997))
+
+
+@pytest.mark.parametrize(("batches_done", "expected"), [(1, 1), (400, 0)])
+def test_a_late_validation_ends_no_first_batch(batches_done: int, expected: int) -> None:
+    """As in a later fit, whose training step an earlier one has captured: only the validation step waits there."""
+    ended: list[bool] = []
+    module: Any = SimpleNamespace(
+        module=SimpleNamespace(trainer=SimpleNamespace(sanity_checking=False)),
+        begin_run=lambda: None,
+        budget=SimpleNamespace(end_first_batch=lambda: ended.append(True)),
+        outlook=lambda name, done: Outlook(10, batches_done, 10),
+    )
+    gate = StartGate(module, "validation_step", (), lambda: None)
+    for _ in range(2):
+        assert gate.opens((), {}, busy=False) is None
+    assert len(ended) == expected
 
 
 def test_a_run_of_unknown_length_doubles() -> None:

@@ -79,7 +79,7 @@ class StartGate:
         if trainer.sanity_checking:
             return None
         self._module.begin_run()
-        if self.done == 1:
+        if self.done == 1 and self._module.outlook(self._name, 1).batches_done == 1:  # not one of a late validation
             self._module.budget.end_first_batch()
         opened = None
         if self.done >= self._next and not busy and outlook.at_window_start(trainer):
