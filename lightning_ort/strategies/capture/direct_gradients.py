@@ -20,13 +20,10 @@ def may_write_gradients(strategy: "Strategy", namespace: LightningNamespace) -> 
     if module is None or strategy.model is not module or not module.automatic_optimization:
         return False
     base = namespace.submodule("core.module").LightningModule
-    callback = namespace.submodule("callbacks.callback").Callback
     precision = namespace.submodule("plugins.precision.precision").Precision
-    trainer: Any = module.trainer
     return (
         _keeps(module, base, "backward")
-        and _keeps(module, base, "on_before_backward")
-        and all(_keeps(one, callback, "on_before_backward") for one in trainer.callbacks)
+        and _keeps_hook(strategy, namespace, "on_before_backward")
         and _keeps(strategy.precision_plugin, precision, "backward")
     )
 
@@ -39,14 +36,19 @@ def may_drop_gradients(strategy: "Strategy", namespace: LightningNamespace) -> b
     if not may_write_gradients(strategy, namespace) or len(strategy.optimizers) != 1:
         return False
     base = namespace.submodule("core.module").LightningModule
-    callback = namespace.submodule("callbacks.callback").Callback
-    trainer: Any = strategy.lightning_module.trainer  # type: ignore[union-attr]
     return (
-        _keeps(strategy.lightning_module, base, "on_before_zero_grad")
-        and _keeps(strategy.lightning_module, base, "optimizer_zero_grad")
-        and all(_keeps(one, callback, "on_before_zero_grad") for one in trainer.callbacks)
+        _keeps(strategy.lightning_module, base, "optimizer_zero_grad")
+        and _keeps_hook(strategy, namespace, "on_before_zero_grad")
         and _keeps(strategy.optimizers[0], Optimizer, "zero_grad")
     )
+
+
+def _keeps_hook(strategy: "Strategy", namespace: LightningNamespace, hook: str) -> bool:
+    """Whether neither the module nor a callback has a hook of its own."""
+    module: Any = strategy.lightning_module
+    base = namespace.submodule("core.module").LightningModule
+    callback = namespace.submodule("callbacks.callback").Callback
+    return _keeps(module, base, hook) and all(_keeps(one, callback, hook) for one in module.trainer.callbacks)
 
 
 def _keeps(instance: Any, base: type, method: str) -> bool:
