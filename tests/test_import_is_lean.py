@@ -49,3 +49,37 @@ def test_onnxruntime_comes_without_ortmodule() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()  # DeepSpeed, which the last import brings, has something to say before it
     assert [*lines[:2], lines[-1]] == ["", "torch.utils.checkpoint", "onnxruntime.training.artifacts"]
+
+
+SHORT_FIT = """
+import sys
+import torch
+import lightning_ort
+from lightning.pytorch import LightningModule, Trainer
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), 4)
+quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+trainer = Trainer(strategy="ort", accelerator="cpu", devices=1, max_epochs=1, **quiet)
+trainer.fit(Module(), data)
+assert trainer.global_step == 4
+assert not trainer.strategy.report.graphs
+compilers = ("onnx", "onnx_ir", "networkx", "torch._functorch.partitioners")
+print(",".join(name for name in compilers if name in sys.modules))
+"""
+
+
+def test_a_fit_that_compiles_nothing_loads_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT_FIT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""

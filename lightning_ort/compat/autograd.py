@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
@@ -21,7 +20,9 @@ def without_autocast() -> AbstractContextManager[None]:
 
 def is_recomputed(node: fx.Node) -> bool:
     """Whether activation checkpointing wants a node of a joint graph to be computed again (torch 2.13)."""
-    return partitioners.must_recompute(node)
+    from torch._functorch.partitioners import must_recompute  # not loaded with torch: 0.2 s
+
+    return must_recompute(node)
 
 
 def is_higher_order(node: fx.Node) -> bool:

@@ -16,7 +16,6 @@ from torch._C._dynamo import eval_frame as c_eval_frame
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc, trace_rules
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
@@ -280,4 +279,6 @@ def reads_gradients() -> bool:
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
     """Return a backend that compiles ATen graphs, forward and backward, with these compilers (torch 2.13)."""
+    from torch._dynamo.backends.common import aot_autograd  # not loaded with torch: 0.2 s
+
     return aot_autograd(**options)

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions
 from torch._functorch import config as functorch_config
-from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 from torch._ops import OpOverload  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
@@ -210,6 +208,8 @@ def split_joint_graph(
     joint: fx.GraphModule, inputs: Sequence[Any], min_cut: Mapping[str, Any] | None, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph, without recomputation or by a min-cut with these settings (torch 2.13)."""
+    from torch._functorch import partitioners  # not loaded with torch: 0.2 s
+
     if min_cut is None:
         return partitioners.default_partition(joint, inputs, **kwargs)
     with functorch_config.patch(dict(min_cut)):
@@ -274,6 +274,8 @@ def allow_retain_graph() -> None:
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """A function of one list of arguments, marked as such for AOTAutograd (torch 2.13)."""
+    from functorch.compile import make_boxed_func  # not loaded with torch: 0.2 s
+
     return make_boxed_func(function)
 
 

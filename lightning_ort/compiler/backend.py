@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -24,17 +24,18 @@ from lightning_ort.compat.torch import (
 )
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.placer import Placer, region_report
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.config import ORTConfig
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,6 @@ class ORTBackend:
         self.misfit: str | None = None
         self._calls = 0
         self.cache = Cache(self.config)
-        self._placer = Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
         reason = kernels.unavailable()
         self.available = reason is None
         if reason is not None:
@@ -160,6 +160,13 @@ class ORTBackend:
         """Return whether any backend has compiled a graph in this process, so that what is done once has been done."""
         return ORTBackend._num_compiled > 0
 
+    @functools.cached_property
+    def _placer(self) -> "Placer":
+        # not at the top: it loads onnx and the converters, and short runs compile nothing
+        from lightning_ort.compiler.placer import Placer
+
+        return Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
+
     def _step_source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""
         wanted = self.config.step_graph == "joint" or (self.config.step_graph == "auto" and self.one_graph)
@@ -200,7 +207,7 @@ class ORTBackend:
                 return boxed(backward.forward)
             return compiler("backward")(backward, inputs)
 
-        whole = frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
+        whole = self._placer.whole_ops()
         keep_joint = None if source is None else source.keep_joint
         options: dict[str, Any] = {"recompute": self.config.recompute, "converted": whole, "keep_joint": keep_joint}
         return aot_backend(
@@ -232,7 +239,7 @@ class ORTBackend:
             except Exception as error:  # a bug of ours must not end the run
                 log.debug("compiling %s failed", name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                graph.regions = [region_report(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
+                graph.regions = [Region(TORCH, 0, list(gm.graph.nodes)).report(reason=reason)]
                 self.fall_back(name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start

@@ -77,6 +77,11 @@ class Placer:
     _reported_ops: set[str] = field(default_factory=set)
     _answers: dict[tuple[str, ...], Support] = field(default_factory=dict)  # a transformer's layers have the same nodes
 
+    @staticmethod
+    def whole_ops() -> frozenset[OpOverload]:
+        """Return the ops that executors run whole, so that they are not decomposed."""
+        return frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
+
     def place(self, gm: fx.GraphModule, device: torch.device, name: str) -> PlacedGraph:
         """Cut a lowered graph and build its regions."""
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
@@ -235,8 +240,7 @@ class RegionBuilder:
             text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
             raise RegionRejected(ReasonType.SLOWER, text, times)
         model = artifact if self._executor.artifact_is_onnx else None
-        report = region_report(
-            self._region,
+        report = self._region.report(
             ms=dict(times.ms),
             cached=cached,
             reproducer=Reproducer.of(self._region.module.graph, model),
@@ -298,13 +302,6 @@ class RegionBuilder:
         self._placer.record_choice(self._where, rejection.reason)
 
 
-def region_report(region: Region, **fields: Any) -> RegionReport:
-    """Return the report of a region with what is known from its nodes."""
-    compute = region.compute_nodes
-    ops = Counter(str(node.target) for node in compute)
-    return RegionReport(region.name, region.executor, len(compute), dict(ops), **fields)
-
-
 def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mapping[Any, Timing]) -> RegionReport:
     """Report why a region runs in torch: the commonest reason, and one for each op."""
     own_reasons = [(node, reasons[node]) for node in region.compute_nodes if node in reasons]
@@ -312,8 +309,7 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     for (_, *nodes), times in lost.items():
         if set(region.nodes).issuperset(nodes):
             ms.update(times.ms)
-    return region_report(
-        region,
+    return region.report(
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,
         node_reasons={str(node.target): reason for node, reason in own_reasons},
         ms=dict(ms),
