@@ -277,8 +277,28 @@ def reads_gradients() -> bool:
     return context is None or any(re.search(r"\.grad\b", guard.name) for guard in context.guards_context.dynamo_guards)
 
 
-def aot_backend(**options: Any) -> Callable[..., Any]:
-    """Return a backend that compiles ATen graphs, forward and backward, with these compilers (torch 2.13)."""
-    from torch._dynamo.backends.common import aot_autograd  # not loaded with torch: 0.2 s
+def aot_backend(**compilers: Any) -> Callable[..., Any]:
+    """Return a backend that compiles ATen graphs, forward and backward, with these compilers (torch 2.13).
 
-    return aot_autograd(**options)
+    It does what torch's own :func:`aot_autograd` does, which loads all of inductor to find out that nobody debugs it.
+    """
+
+    def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
+        # not loaded with torch: 0.2 s
+        if os.environ.get("TORCH_COMPILE_DEBUG") == "1" or any(isinstance(one, (list, tuple, dict)) for one in inputs):
+            from torch._dynamo.backends.common import aot_autograd
+
+            return aot_autograd(**compilers)(gm, inputs)
+        from torch._functorch.aot_autograd import aot_module_simplified
+
+        return _not_traced(aot_module_simplified(gm, inputs, **compilers | {"bw_compiler": compile_backward}))
+
+    @_not_traced
+    def compile_backward(*args: Any) -> Callable[..., Any]:
+        return _not_traced(compilers["bw_compiler"](*args))
+
+    return backend
+
+
+def _not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function, reason="part of a compiler")

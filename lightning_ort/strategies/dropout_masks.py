@@ -76,6 +76,8 @@ def _set_runs(change: Callable[[tuple[DropoutMasks, ...]], tuple[DropoutMasks, .
 
 
 def _kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    # dynamo sees this call where a frame that it leaves to Python draws a mask
+    @torch.compiler.disable
     def bernoulli_(out: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
         large = out.numel() >= MIN_ELEMENTS
         for run in _runs:

@@ -1,6 +1,7 @@
 """Masks of dropout are drawn by a function in C while a run lasts, with torch's values."""
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compat import dynamo
 from lightning_ort.compiler import mask_kernel, mask_prefetcher
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MaskKernel
@@ -105,6 +107,32 @@ def test_a_run_draws_what_stock_draws(capture: str, kernel: MaskKernel, make_tra
     assert "dropout masks: drawn by a compiled function" in report.to_text()
     assert (report.ort_runs > 0) == (capture == "auto")
     assert not is_replaced()
+
+
+class Broken(Dropping):
+    """Has a graph break in a loop, so that dynamo leaves the whole frame to Python and looks at those that it calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        total: Any = 0
+        for _ in range(2):
+            gc.isenabled()
+            total = total + F.dropout(self.net(batch), 0.3).square().mean()
+        return total
+
+
+@needs_kernel
+def test_no_part_of_it_is_traced(kernel: MaskKernel, make_trainer: Callable[..., Any]) -> None:
+    stock, _ = fit(make_trainer, "auto", Broken)
+    ours, trainer = fit(make_trainer, ORTStrategy(config={"placement": "always"}), Broken)
+    assert kernel.is_ready
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+    report = trainer.strategy.report
+    assert report.ort_runs > 0
+    breaks = [note for note in report.to_text().splitlines() if "graph ends early" in note]
+    assert all("gc.isenabled" in note for note in breaks), breaks
+    traced = [code.co_filename for code in dynamo._living(dynamo.convert_frame.input_codes)]
+    assert __file__ in traced
+    assert dropout_masks.__file__ not in traced
 
 
 def test_left_in_place_after_no_run(make_trainer: Callable[..., Any]) -> None:
