@@ -1,11 +1,9 @@
 """The private and undocumented parts of onnxruntime that the package uses, one function for each."""
 
 import ctypes
-import functools
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,21 +51,31 @@ def memory_of(device: torch.device) -> Any:
     return OrtDevice(kind, OrtDevice.default_memory(), device.index or 0)
 
 
-@functools.cache
-def share_cpu_arena() -> None:
-    """Register one arena for the CPU sessions that set ``session.use_env_allocators`` (onnxruntime 1.19).
+def share_cpu_memory(*, in_arena: bool) -> bool:
+    """Register where the CPU sessions that set ``session.use_env_allocators`` take memory (onnxruntime 1.19).
 
     Otherwise each session has its own arena, which grows by powers of two: a GPT's two sessions took 1,179 MB, with a
     shared arena 950 MB, and eager 855 MB. Sessions run one after the other, so they can reuse each other's memory.
+
+    Args:
+        in_arena: From an arena, which keeps what it once took; otherwise from malloc, where torch takes it too.
+
+    Returns:
+        Whether it is registered; not if the program has registered something itself, which will do.
+
     """
     from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
-    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    kind = ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR if in_arena else ort.OrtAllocatorType.ORT_DEVICE_ALLOCATOR
+    memory = ort.OrtMemoryInfo("Cpu", kind, 0, ort.OrtMemType.DEFAULT)
     same_as_requested = ort.OrtArenaCfg(
         {"max_mem": 0, "arena_extend_strategy": 1, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
     )
-    with suppress(RuntimeError):  # the program has registered an arena itself, which will do
-        ort.create_and_register_allocator(memory, same_as_requested)
+    try:
+        ort.create_and_register_allocator(memory, same_as_requested if in_arena else None)
+    except RuntimeError:
+        return False
+    return True
 
 
 def installed_version() -> Version:

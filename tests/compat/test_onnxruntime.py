@@ -54,9 +54,10 @@ def test_memory_of(device: str, kind: int, index: int) -> None:
     assert (native.OrtDevice.cpu(), native.OrtDevice.cuda()) == (0, 1)
 
 
-def test_share_cpu_arena() -> None:
-    compat.share_cpu_arena()
-    compat.share_cpu_arena.__wrapped__()  # there is one already, as if the program had registered it
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_share_cpu_memory(in_arena: bool) -> None:
+    compat.share_cpu_memory(in_arena=True)
+    assert not compat.share_cpu_memory(in_arena=in_arena)  # there is one, as if the program had registered it
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.use_env_allocators", "1")
     session = session_of(options)

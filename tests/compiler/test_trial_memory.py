@@ -1,6 +1,7 @@
 """Trials take no second copy of a large module's parameters, and give back the memory that they took."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,48 @@ def test_trials_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, given_back = after_trial
     assert kept - before > 150 * MB  # the trial itself, without which nothing is tested
     assert given_back - before < 64 * MB
+
+
+SESSION_MEMORY = """
+import ctypes, sys
+import torch
+from lightning_ort import ORTConfig
+from lightning_ort.compiler import malloc
+from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.executors.ort import session
+
+def in_use():
+    counts = malloc.glibc().mallinfo2()
+    return counts.uordblks + counts.hblkhd
+
+malloc._counts(malloc.glibc(), ctypes.CDLL(None))  # declares what mallinfo2 returns
+if sys.argv[1] == "retained":
+    malloc.retain()
+x, w = torch.randn(4096, 8), torch.randn(8, 4096)
+squares = lambda x, w: torch.stack([((x * scale) @ w).square().sum() for scale in (1.0, 2.0, 3.0, 4.0)])
+backend = ORTBackend(ORTConfig(placement="always", cache_dir=None))
+compiled = torch.compile(squares, backend=backend)
+before = in_use()
+with torch.no_grad():
+    torch.testing.assert_close(compiled(x, w), squares(x, w), rtol=1e-4, atol=0)
+kept = in_use() - before
+session.release_cpu_memory()
+print(backend.report.ort_runs, session._cpu_arena(), kept >> 20, in_use() - before >> 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(malloc.glibc(), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.parametrize("choice", ["retained", "default"])
+def test_where_sessions_take_memory(choice: str) -> None:
+    """Where malloc keeps what is freed, a session keeps nothing itself."""
+    command = [sys.executable, "-c", SESSION_MEMORY, choice]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs, in_arena, kept, kept_after = done.stdout.split()
+    assert int(runs) > 0
+    assert in_arena == str(choice == "default")
+    assert (int(kept) >= 64) == (choice == "default")
+    assert int(kept_after) < 48
 
 
 class Large(nn.Module):

@@ -108,15 +108,15 @@ def test_another_malloc(make_trainer, monkeypatch):
 def test_two_runs_at_once_and_a_copy():
     """The last one to end restores, whichever it is."""
     by_default = faults_of_a_large_block()
-    host_memory.retain()
-    host_memory.retain()
-    host_memory.release()
+    malloc.retain()
+    malloc.retain()
+    malloc.release()
     assert keeps_pages(by_default)
     running = ORTStrategy(accelerator=CPUAccelerator())
     running._memory.is_retained = True
     copy.deepcopy(running).teardown()
     assert keeps_pages(by_default)
-    host_memory.release()
+    malloc.release()
     assert faults_of_a_large_block() > by_default / 2
 
 

@@ -13,7 +13,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
 
 from lightning_ort import ORTStrategy
-from lightning_ort.strategies import host_memory
+from lightning_ort.compiler import malloc
 
 
 class Twin(Small):
@@ -52,7 +52,7 @@ def process_state() -> dict[str, Any]:
         "settings": {name: getattr(dynamo_config, name) for name in names},
         "callbacks": len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks),
         "filters": [len(logging.getLogger(f"torch._dynamo.{name}").filters) for name in ("convert_frame", "exc")],
-        "memory": host_memory._users,
+        "memory": malloc._users,
         "threads": {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"},  # torch's, and it stays
         "SIGTERM": signal.getsignal(signal.SIGTERM),
         "grad": torch.is_grad_enabled(),

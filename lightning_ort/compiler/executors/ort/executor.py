@@ -9,7 +9,6 @@ from torch import fx
 from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
-from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
@@ -129,8 +128,7 @@ class OrtExecutor(Executor):
     @override
     def release_memory(self) -> None:
         if self.device.type == "cpu":
-            session.shrink_cpu_arena()
-            malloc.trim()
+            session.release_cpu_memory()
 
     def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
         """The stream of a session: torch's current one, on which neither waits for the other, or a recording's.
