@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ort.compiler import malloc
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture.account import StepAccount
@@ -76,6 +77,17 @@ def test_work_that_alternates_meets_each_engine(work: tuple[float, ...], monkeyp
     (step,) = bench.report.steps
     assert step.engine == "ort"
     assert step.ms["torch"] / step.ms["ort"] == pytest.approx(1.25)
+
+
+def test_each_verdict_gives_the_memory_of_the_trial_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(malloc, "trim", lambda: trimmed.append(bench.done))
+    bench = Bench(monkeypatch, ("ort", "torch"), lambda engine, done: {"ort": 1.0, "torch": 2.0}[engine])
+    bench.run(FIRST_CHECK)
+    (first,) = trimmed
+    assert 4 <= first < FIRST_CHECK
+    bench.run(FIRST_CHECK)  # with a check
+    assert len(trimmed) == 2
 
 
 def test_equal_engines_are_equal_where_work_alternates(monkeypatch: pytest.MonkeyPatch) -> None:

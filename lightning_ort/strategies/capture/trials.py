@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from lightning_ort._text import duration
+from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType, StepReport
 from lightning_ort.strategies.capture.account import StepAccount
@@ -118,6 +119,7 @@ class StepTrials:
         self._report = StepReport(self._name, times)
         steps.append(self._report)
         self._checks.schedule()
+        malloc.trim()  # the ways that were tried have left holes in the heap, 20 to 40 MB for a small GPT or ViT
         others = [cast("Engine", engine) for engine in times if engine not in (fastest, "torch")]
         if self._in_turn:
             self._out.update(others)  # what is tried next is tried against the winner
