@@ -369,6 +369,16 @@ def hooks_of(module: nn.Module) -> set[int]:
     return found.union(*(getattr(torch.nn.modules.module, f"_global{name}") for name in names))
 
 
+def without_torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes tensors of any class as plain ones (torch 2.13)."""
+
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return run
+
+
 def is_double_backward_error(error: BaseException) -> bool:
     """Whether AOTAutograd says that its graphs have no gradient of a gradient (torch 2.13)."""
     return "does not currently support double backward" in str(error)

@@ -21,11 +21,12 @@ from lightning_ort.compat.torch import (
     boxed,
     traced_graph_facts,
     without_fake_tensors,
+    without_torch_function,
 )
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.fallbacks import GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.fallbacks import PASSES, SECOND_GRADIENT, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
@@ -56,6 +57,7 @@ class ORTBackend:
         writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
         drop_gradients: Called before a step as one graph that returns large gradients, to drop those of the last step.
         misfit: Why a step that was run as one graph needs separate passes, once that has happened.
+        differentiated_twice: Labels under which graphs were compiled whose gradients are differentiated.
         cache: What is kept between runs.
 
     Raises:
@@ -94,6 +96,7 @@ class ORTBackend:
         self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
+        self.differentiated_twice: set[str] = set()
         self._calls = 0
         self.cache = Cache(self.config)
         reason = kernels.unavailable()
@@ -118,6 +121,10 @@ class ORTBackend:
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
+            if (kind := _tensor_class_of(example_inputs)) is not None:
+                text = f"an input is a {kind.__qualname__}, a class of tensors with functions of its own"
+                self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+                return without_torch_function(gm.forward)
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             source = self._step_source(gm, len(example_inputs))
@@ -147,12 +154,18 @@ class ORTBackend:
             guard.leave()
             self.misfit = why
 
+        label = self.label
         give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
+        second = functools.partial(self._leave_twice_differentiated, f"{prefix}graph_{number}", graphs, label)
         if source is None or source.run is None:
-            return GuardedGraph(run, eager, monitor, give_up)
+            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways
+            once = self.one_graph and is_last_graph(gm)
+            return GuardedGraph(run, eager, monitor, give_up, second, 1 if once else PASSES)
         drop = None if reads_gradients() else self._drop_gradients
-        step = StepGraph(source, eager, misfit, lambda: self.writes_gradients, drop)
-        guard = GuardedGraph(step, eager, monitor, give_up, has_backward=False)
+        step = StepGraph(
+            source, eager, misfit, lambda: guard.saw_second_gradient(), lambda: self.writes_gradients, drop
+        )
+        guard = GuardedGraph(step, eager, monitor, give_up, second, passes=0)
         return guard
 
     @staticmethod
@@ -270,6 +283,14 @@ class ORTBackend:
             region.executor, region.reason = TORCH, reason
         self.fall_back(where, reason)
 
+    def _leave_twice_differentiated(self, where: str, graphs: Sequence[GraphReport], label: str) -> None:
+        self.differentiated_twice.add(label)
+        reason = Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
+        for region in (region for graph in graphs for region in graph.regions):
+            region.executor, region.reason = TORCH, reason
+        if not label:  # what captures a step speaks of the whole step
+            self._record_choice(where, reason)
+
     def _record_choice(self, where: str, reason: Reason) -> None:
         """Report, once, a choice that differs from what the config asks for."""
         if self.report.record_choice(where, reason):
@@ -277,6 +298,19 @@ class ORTBackend:
 
     def _agree(self, fingerprint: str, measured: dict[str, Any]) -> dict[str, Any]:
         return measured if self.agree is None else self.agree(digest(fingerprint), measured)
+
+
+def _tensor_class_of(inputs: Sequence[Any]) -> type[torch.Tensor] | None:
+    """Return the first class with a ``__torch_function__`` of its own, but no ``__torch_dispatch__``, among inputs.
+
+    Dynamo traces into that function. The graph has its results already, and must not call it.
+    """
+    for value in inputs:
+        kind = type(value)
+        is_plain = not isinstance(value, torch.Tensor) or not torch.overrides.has_torch_function((value,))
+        if not is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            return kind
+    return None
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

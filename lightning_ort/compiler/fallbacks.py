@@ -4,13 +4,14 @@ If the forward pass fails, the graph as dynamo captured it runs instead, on the 
 torch's generators. A compiled graph has no side effects before its end, so nothing happens twice. If eager raises too,
 the error is in the user's program or data, and the user gets it.
 
-If the backward pass fails, the forward pass is long over. So until the first backward pass of a graph has succeeded,
+If the backward pass fails, the forward pass is long over. So until the first backward passes of a graph have succeeded,
 each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
-graph writes to.
+graph writes to. The same serves backward passes with ``create_graph=True``, as of networks for differential equations,
+force fields and penalties of gradients: compiled graphs have no gradients of gradients, and eager has.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +22,10 @@ from lightning_ort.compat.autograd import version_of
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+SECOND_GRADIENT = "its gradients are differentiated (`create_graph=True`), and those of compiled graphs cannot be"
 _FAILED = "_lightning_ort_pass"
+# backward passes that eager could still do: a step may take a plain gradient first, or penalize it every 16th time only
+PASSES = 32
 # calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
 
@@ -65,8 +69,9 @@ class PassMonitor:
 class GuardedGraph:
     """A compiled graph that is replaced by eager, the graph as captured, once one of its passes has failed.
 
-    ``give_up`` gets what the pass failed with and may raise to refuse eager. Without ``has_backward`` gradients need no
-    compiled pass.
+    ``give_up`` gets what the pass failed with and may raise to refuse eager. ``on_second_gradient`` is called if its
+    gradients are to be differentiated, which eager does then. Eager can do so for the first ``passes`` backward passes;
+    0 if gradients need no compiled pass.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class GuardedGraph:
         eager: Callable[..., Any],
         monitor: PassMonitor,
         give_up: Callable[[Exception], None],
-        has_backward: bool = True,
+        on_second_gradient: Callable[[], None],
+        passes: int = PASSES,
     ) -> None:
         self.run = compiled
-        self._has_backward = has_backward
+        self._passes = passes  # that are left
+        self._on_second_gradient = on_second_gradient
         self.eager = eager
         self.monitor = monitor
         self._give_up = give_up
@@ -108,15 +115,26 @@ class GuardedGraph:
     def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if self._has_backward and backward and self.monitor.separate and self._calls <= _PATIENCE:
+        if self._passes and backward and self.monitor.separate and self._calls <= _PATIENCE:
             return _FirstBackward.apply(self, state, *args)
         outputs = self.run(*args)
         self.trusted = True
         return outputs
 
+    def passed(self) -> None:
+        """Count a backward pass that has succeeded."""
+        self._passes = max(self._passes - 1, 0)
+        self.trusted = self.trusted or not self._passes
+
     def leave(self) -> None:
         """Go on in eager from now on, although nothing has failed."""
         self.run, self.trusted = self.eager, True
+
+    def saw_second_gradient(self) -> None:
+        """Go on in eager, as its gradients are differentiated."""
+        if self.run is not self.eager:
+            self.leave()
+            self._on_second_gradient()
 
     def give_up(self, error: Exception) -> None:
         """Go on in eager from now on."""
@@ -176,8 +194,14 @@ class _FirstBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         guard: GuardedGraph = ctx.guard
+        written = ctx.written
+        if torch.is_grad_enabled() and not any(ctx.args[index].requires_grad for index in written):
+            _check_versions(ctx)
+            found = differentiable_gradients(guard.eager, ctx.args, written, ctx.state, gradients)
+            guard.saw_second_gradient()
+            return None, None, *found
         inner, outputs, ctx.inner, ctx.outputs = ctx.inner, ctx.outputs, None, None
-        failure = None
+        failure: Exception | None = None
         if outputs is not None:
             try:
                 found = gradients_of(outputs, inner, gradients)
@@ -186,19 +210,44 @@ class _FirstBackward(torch.autograd.Function):
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
-            pairs = enumerate(zip(ctx.versions, versions_of(ctx.args), strict=True))
-            if any(before != now for index, (before, now) in pairs if index not in ctx.written):
-                raise failure or RuntimeError(CHANGED)
-            inner = leaves([ctx.written.get(index, arg) for index, arg in enumerate(ctx.args)])
+            _check_versions(ctx, failure)
+            inner = leaves([written.get(index, arg) for index, arg in enumerate(ctx.args)])
             with ctx.state.again():
                 outputs = guard.eager(*inner)
             found = gradients_of(outputs, inner, gradients)
         if failure is not None:
             guard.give_up(failure)
-        guard.trusted = True
+        guard.passed()
         if torch.is_grad_enabled():  # `create_graph=True`
             found = GradientsOnce.apply(len(found), *found, *ctx.args)
         return None, None, *found
+
+
+def _check_versions(ctx: Any, failure: Exception | None = None) -> None:
+    pairs = enumerate(zip(ctx.versions, versions_of(ctx.args), strict=True))
+    if any(before != now for index, (before, now) in pairs if index not in ctx.written):
+        raise failure or RuntimeError(CHANGED)
+
+
+def differentiable_gradients(
+    eager: Callable[..., Any],
+    args: Sequence[Any],
+    written: Mapping[int, torch.Tensor],
+    state: "RunState | None",
+    gradients: Sequence[Any],
+) -> list[Any]:
+    """The gradient of each input as a function of inputs and ``gradients``: eager does the forward pass again.
+
+    ``written`` has the values that inputs had, by index, which the pass writes to.
+    """
+    with state.again() if state is not None else torch.enable_grad():
+        # views, so that hooks of the inputs themselves do not run twice
+        inner = [written.get(index, _view(arg)) for index, arg in enumerate(args)]
+        return gradients_of(eager(*inner), inner, gradients, create_graph=True)
+
+
+def _view(arg: Any) -> Any:
+    return arg.view_as(arg) if isinstance(arg, torch.Tensor) and arg.requires_grad else arg
 
 
 class GradientsOnce(torch.autograd.Function):
@@ -231,15 +280,17 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def gradients_of(outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def gradients_of(
+    outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any], create_graph: bool = False
+) -> list[Any]:
     """The gradient of each input; ``None`` for one that has none."""
     pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     wanted = [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
     found = torch.autograd.grad(
         [out for out, _ in pairs],
         [inputs[index] for index in wanted],
-        [gradient.detach() for _, gradient in pairs],
-        create_graph=False,
+        [gradient if create_graph else gradient.detach() for _, gradient in pairs],
+        create_graph=create_graph,
         allow_unused=True,
     )
     by_index = dict(zip(wanted, found, strict=True))

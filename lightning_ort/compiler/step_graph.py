@@ -23,7 +23,15 @@ from lightning_ort.compat.autograd import (
     keeps_graph,
     without_autocast,
 )
-from lightning_ort.compiler.fallbacks import CHANGED, GradientsOnce, RunState, gradients_of, leaves, versions_of
+from lightning_ort.compiler.fallbacks import (
+    CHANGED,
+    GradientsOnce,
+    RunState,
+    differentiable_gradients,
+    gradients_of,
+    leaves,
+    versions_of,
+)
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.nodes import is_random
@@ -37,6 +45,7 @@ class GraphSource:
         facts: What AOTAutograd found out about it.
         gm: The step as one graph.
         run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
+        can_repeat: Whether the step can be done again from what its buffers are afterwards.
 
     """
 
@@ -47,6 +56,7 @@ class GraphSource:
         self.facts: JointFacts | None = None
         self.gm: fx.GraphModule | None = None
         self.run: Callable[[list[Any]], Sequence[Any]] | None = None
+        self.can_repeat = False
 
     def keep_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
         """Keep a copy of the joint graph, which is split next."""
@@ -67,8 +77,9 @@ class GraphSource:
             return None
         inputs = gm.graph.find_nodes(op="placeholder")
         results = set(range(len(facts.written), num_fwd_outputs))
-        if len(facts.differentiable) > 1 and any(reaches_outputs(gm, inputs[i], results) for i in facts.written):
-            return None  # the step could not be done again from what the buffer is afterwards
+        self.can_repeat = not any(reaches_outputs(gm, inputs[i], results) for i in facts.written)
+        if len(facts.differentiable) > 1 and not self.can_repeat:
+            return None
         self.gm = gm
         return gm
 
@@ -102,6 +113,7 @@ class StepGraph:
         source: Its parts.
         eager: The graph as captured.
         misfit: Called with the reason if the step turns out to need passes of its own; it is not to be used again.
+        on_second_gradient: Called if its gradients are differentiated; it is not to be used again.
         direct: Returns whether gradients may be written to parameters without the autograd engine: whether
             ``loss.backward()`` runs, and nothing but the hooks of tensors observes it.
         drop: Called before each run if the gradients are large; drops those of the last one where that is possible.
@@ -113,6 +125,7 @@ class StepGraph:
         source: GraphSource,
         eager: Callable[..., Any],
         misfit: Callable[[str], None],
+        on_second_gradient: Callable[[], None],
         direct: Callable[[], bool],
         drop: Callable[[], None] | None,
     ) -> None:
@@ -122,12 +135,14 @@ class StepGraph:
         self._run = source.run
         self._eager = eager
         self._misfit = misfit
+        self._on_second_gradient = on_second_gradient
         self._direct = direct
         self._written, self._differentiable = source.facts.written, source.facts.differentiable
         self._loss = self._differentiable.index(source.loss)
         results: Sequence[Any] = source.gm.graph.output_node().args[0]  # type: ignore[assignment]
         *inputs, tangent = source.gm.graph.find_nodes(op="placeholder")
         self._start = len(results) - len(inputs)  # of the gradients
+        self._num_results = self._start - len(self._written)
         self._targets = [index for index in range(len(inputs)) if results[self._start + index] is not None]
         sizes = [results[self._start + index].meta["val"] for index in self._targets]
         is_large = sum(int_hint(val.numel()) * val.element_size() for val in sizes) >= LARGE_BYTES
@@ -138,6 +153,9 @@ class StepGraph:
             like = tangent.meta["val"]
             self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
         self._waits = False  # for a backward pass
+        # what it takes to repeat the step is kept for others than the loss, and until a first gradient has been plain
+        self._several = len(self._differentiable) > 1
+        self._keeps = self._several or source.can_repeat
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; its gradients wait for the backward pass."""
@@ -148,9 +166,9 @@ class StepGraph:
             eager = self._eager(*args)
             eager[self._differentiable[self._loss]].register_hook(self._expect)
             return eager
-        several = len(self._differentiable) > 1
+        keeps = self._keeps
         casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        state = RunState(args) if several and (self._draws or casts) else None
+        state = RunState(args) if keeps and (self._draws or casts) else None
         expected = self._expected
         if self._drop is not None:
             self._drop()
@@ -164,7 +182,7 @@ class StepGraph:
         one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
         if all(value.is_leaf for value in inputs):
             one.parameters = inputs
-        if several:
+        if keeps:
             one.args, one.state, one.versions = args, state, versions_of(args)
         for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs), strict=True):
             results[index] = result
@@ -175,6 +193,10 @@ class StepGraph:
         """Return the gradients of a run for those of its results."""
         self._waits = False
         tangent = tangents[self._loss]
+        if torch.is_grad_enabled() and one.args:  # `create_graph=True`
+            self._on_second_gradient()
+            return self._again(one, tangents)
+        self._keeps = self._several
         if any(other is not None for index, other in enumerate(tangents) if index != self._loss):
             self._misfit("a result beside its loss is differentiated")
             found = self._again(one, tangents)
@@ -188,7 +210,7 @@ class StepGraph:
             if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
                 return [None] * len(gradients)
             found = [*gradients]
-        if torch.is_grad_enabled():  # `create_graph=True`
+        if torch.is_grad_enabled():
             found = GradientsOnce.apply(len(found), *found, *one.parameters, tangent)
         return found
 
@@ -221,17 +243,22 @@ class StepGraph:
             self._expected = (value, new)
 
     def _again(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of several results: eager does the step again."""
+        """The gradients of several results, or such as can be differentiated: eager does the step again."""
         if not one.args:
             raise RuntimeError(_TWICE)
         if one.versions != versions_of(one.args):
             raise RuntimeError(CHANGED)
-        inner = leaves([arg.clone() if index in self._written else arg for index, arg in enumerate(one.args)])
         assert one.state is not None or not self._draws
-        with one.state.again() if one.state is not None else torch.enable_grad():
-            outputs = self._eager(*inner)
+        written = {index: one.args[index].clone() for index in self._written}
         by_index = dict(zip(self._differentiable, tangents, strict=True))
-        found = gradients_of(outputs, inner, [by_index.get(index) for index in range(len(outputs))])
+        gradients = [by_index.get(index) for index in range(self._num_results)]
+        if torch.is_grad_enabled():
+            found = differentiable_gradients(self._eager, one.args, written, one.state, gradients)
+        else:
+            inner = leaves([written.get(index, arg) for index, arg in enumerate(one.args)])
+            with one.state.again() if one.state is not None else torch.enable_grad():
+                outputs = self._eager(*inner)
+            found = gradients_of(outputs, inner, gradients)
         return [found[index] for index in self._targets]
 
 

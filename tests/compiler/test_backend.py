@@ -566,3 +566,38 @@ def test_log_records_hold_no_session(caplog: pytest.LogCaptureFixture) -> None:
     graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.linking"]
     assert len(graphs) == 2
     assert all(type(arg) is str for record in graphs for arg in record.args)
+
+
+class Shifted(torch.Tensor):
+    """Adds one to each product, which dynamo traces."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return torch.Tensor.add(out.as_subclass(torch.Tensor), 1).as_subclass(cls) if func is torch.mul else out
+
+
+@pytest.mark.parametrize("options", [{"placement": "always", "min_region_nodes": 1}, {"torch_ops": ("aten.mul",)}])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_class_of_tensors_with_functions_of_its_own(options, needs_gradient):
+    """The graph has the results of its function already: torch's own eager backend calls it once more (2.13)."""
+
+    def step(x, w):
+        y = w * w
+        torch._dynamo.graph_break()
+        return torch.mul(x, y).square().mean()
+
+    backend = ORTBackend(ORTConfig(cache_dir=None, **options))
+    found = []
+    for call in (step, torch.compile(step, backend=backend)):
+        torch.manual_seed(0)
+        x = torch.randn(4, 4).as_subclass(Shifted).requires_grad_(needs_gradient)
+        w = torch.randn(4, 4, requires_grad=True)
+        loss = call(x, w)
+        loss.backward()
+        found.append((type(loss), loss.as_subclass(torch.Tensor).detach(), w.grad, x.grad))
+    assert found[0][0] is found[1][0] is Shifted
+    torch.testing.assert_close(found[1][1:], found[0][1:])
+    assert "an input is a Shifted, a class of tensors with functions of its own" in backend.report.to_text()
+    assert (backend.report.ort_runs > 0) == ("placement" in options)
+    assert not backend.report.fallbacks

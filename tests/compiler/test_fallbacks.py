@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from lightning_ort import ORTConfig
+from lightning_ort.compiler import backend as backend_module
+from lightning_ort.compiler import fallbacks
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.report import ReasonType
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
@@ -152,13 +154,56 @@ def test_what_fails_around_the_passes(caplog):
     assert fallback.reason.type is ReasonType.RUN_FAILED
 
 
-def test_a_second_gradient_is_refused_and_not_left_out():
+@pytest.mark.parametrize("plain", [0, 1, fallbacks.PASSES - 1])
+def test_gradients_of_gradients_are_eagers(plain):
+    """As in penalties of gradients, also after so many steps without one."""
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        module = Net()
+        call, backend = compiled(module) if ours else (module, None)
+        weight, seen = module.layers[0].weight, []
+        weight.register_hook(lambda g, seen=seen: seen.append(g.clone()))
+        optimizer = torch.optim.SGD(module.parameters(), 0.05)
+        torch.manual_seed(1)
+        for step in range(plain + 3):
+            x = torch.randn(16, 6, requires_grad=True)
+            out = call(x)
+            loss = out.square().mean()
+            if step >= plain:
+                first, second = torch.autograd.grad(out.tanh().sum(), [x, weight], create_graph=True)
+                loss = loss + 0.1 * (first.square().mean() + second.square().mean())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        results.append(({key: value.clone() for key, value in module.state_dict().items()}, seen, x.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert backend.report.ort_runs > 0
+    (note,) = backend.report.notes
+    assert note.reason.type is ReasonType.SECOND_GRADIENT
+    assert not backend.report.fallbacks
+    assert not any(region.executor == "ort" for graph in backend.report.graphs for region in graph.regions)
+
+
+def test_a_late_second_gradient_is_refused_and_not_left_out(monkeypatch):
+    monkeypatch.setattr(backend_module, "PASSES", 1)
     call, backend = compiled(lambda x: x.sin().exp() * 2)
-    for _ in range(2):  # of a graph that has not been through a backward pass, and of one that has
-        x = torch.randn(5, requires_grad=True)
-        (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="does not currently support double backward"):
-            gradient.square().sum().backward()
+    call(torch.randn(5, requires_grad=True)).sum().backward()
+    x = torch.randn(5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gradient.square().sum().backward()
+    assert backend.report.ort_runs > 0
+
+
+def test_what_changed_before_a_second_gradient_is_an_error():
+    call, backend = compiled(lambda x: x.sin().exp() * 2)
+    x = torch.randn(5, requires_grad=True)
+    out = call(x)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
     assert backend.report.ort_runs > 0
 
 

@@ -172,8 +172,29 @@ def test_gradients_asked_for_without_accumulating():
     pair.run(lambda loss, module: loss.backward(inputs=[module.scale]))
 
 
-def test_gradients_of_gradients_are_refused():
+def curvature(loss, module):
+    """As optimizers that look at curvature do."""
+    loss.backward(create_graph=True)
+    parameters = [p for p in module.parameters() if p.grad is not None and p.grad.requires_grad]
+    assert parameters
+    gradients = [p.grad for p in parameters]
+    products = torch.autograd.grad(gradients, parameters, [gradient.detach().sign() for gradient in gradients])
+    for parameter, product in zip(parameters, products, strict=True):
+        parameter.grad = product
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_of_gradients(direct):
+    pair = Pair(direct=direct)
+    for seed in range(3):
+        pair.run(curvature, seed=seed)
+        for module in (pair.module, pair.eager):
+            module.zero_grad()
+
+
+def test_gradients_of_gradients_are_refused_after_plain_ones():
     pair = Pair()
+    pair.run()
     loss = pair._compiled(pair.module, *batch())
     (gradient,) = torch.autograd.grad(loss, [pair.module.scale], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):

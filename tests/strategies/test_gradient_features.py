@@ -1,5 +1,6 @@
 """What gradients go through: under ``ort`` each gives what it gives under the stock strategy."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compiler import backend
+from lightning_ort.compiler.report import ReasonType
 
 
 def _checkpointed(reentrant: bool) -> None:
@@ -226,15 +229,57 @@ def test_feature(name: str, tmp_path: Path) -> None:
     check_feature(name, tmp_path)
 
 
-def test_gradient_of_a_gradient_in_module_mode_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    class Penalty(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x = batch[0].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-            return gradient.square().sum()
+class HiddenPenalty(Small):
+    """Takes a gradient of a gradient where dynamo does not see it: frames with a break in a loop are Python's."""
 
+    first = 0  # step with a penalty
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        for _ in range(1):
+            gc.isenabled()
+            if self.global_step >= self.first:
+                x = batch[0].clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+                loss = loss + 0.1 * gradient.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("capture", ["auto", "modules"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_hidden_gradient_of_a_gradient(capture: str, first: int, tmp_path: Path) -> None:
+    losses = []
+    strategy = ORTStrategy(config={"placement": "always", "capture": capture})
+    for chosen in ("auto", strategy):
+        module = HiddenPenalty()
+        module.first = first
+        Trainer(**{**QUIET, "strategy": chosen, "default_root_dir": tmp_path, "max_epochs": 2}).fit(module)
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert strategy.report.ort_runs > 0
+    assert not [each for each in strategy.report.fallbacks if each.reason.type is ReasonType.RUN_FAILED]
+    notes = [note for note in strategy.report.notes if note.reason.type is ReasonType.SECOND_GRADIENT]
+    assert [note.where for note in notes] == ["training_step"]
+    assert "the step stays in PyTorch" in notes[0].reason.text
+
+
+@pytest.mark.parametrize("where", ["in the step", "in the backward pass"])
+def test_a_late_gradient_of_a_gradient_is_an_error_that_says_what_to_do(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            if self.global_step >= 3:
+                (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
+                loss = loss + gradient.square().sum()
+                if where == "in the step":
+                    torch.autograd.grad(loss, self.net[0].weight, retain_graph=True)
+            return loss
+
+    monkeypatch.setattr(backend, "PASSES", 1)
     strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
-    trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path})
+    trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path, "max_epochs": 2})
     with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
-        trainer.fit(Penalty())
+        trainer.fit(Late())
     assert strategy.report.ort_runs > 0

@@ -11,7 +11,7 @@ from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.steps import CapturedStep
+from lightning_ort.strategies.capture.steps import LATE_SECOND_GRADIENT, CapturedStep
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -93,11 +93,7 @@ class Capture:
             except RuntimeError as error:
                 if not is_double_backward_error(error):
                     raise
-                raise RuntimeError(
-                    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or"
-                    " another torch.compile backend has none. Pass ORTConfig(capture='off') to the strategy, or put"
-                    " @torch.compiler.disable in front of the method that computes what is differentiated twice."
-                ) from error
+                raise RuntimeError(LATE_SECOND_GRADIENT) from error
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones

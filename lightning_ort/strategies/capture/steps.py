@@ -29,7 +29,9 @@ from typing_extensions import override
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
+from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.capture.account import StepAccount
@@ -48,6 +50,12 @@ _MAX_RECOMPILING_STEPS = 3
 # In all, as many as dynamo by default allows a frame: a partial last batch, a first epoch and a few counters stay below
 # it, and what does not costs a compilation each time that a new case comes up, however long that takes.
 _MAX_RECOMPILING_STEPS_IN_ALL = 8
+LATE_SECOND_GRADIENT = (
+    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
+    " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
+    " gradients before. Pass ORTConfig(capture='off') to the strategy, or put @torch.compiler.disable in front of the"
+    " method that computes what is differentiated twice."
+)
 _CHOICE = {
     "step": "the step is captured as two graphs",
     "modules": "its child modules are captured instead",
@@ -176,6 +184,10 @@ class CapturedStep(AbstractContextManager[None]):
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
             self._one_graph = False
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
+        if self._name in (twice := self._module.backend.differentiated_twice):
+            twice.discard(self._name)
+            if self._mode != "off":
+                self._change_mode("off", ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._stop_compiling(account.stage, account.exceeded)
         if self._hooks.found_new() and self._mode != "off":
@@ -258,6 +270,8 @@ class CapturedStep(AbstractContextManager[None]):
             logger.discard()
             if monitor.saw_compile:
                 self._count_compiles()
+            if is_double_backward_error(error):
+                raise RuntimeError(LATE_SECOND_GRADIENT) from error
             raise
         logger.replay()
         if monitor.saw_compile:
