@@ -61,7 +61,8 @@ def share_cpu_memory(*, in_arena: bool) -> bool:
         in_arena: From an arena, which keeps what it once took; otherwise from malloc, where torch takes it too.
 
     Returns:
-        Whether it is registered; not if the program has registered something itself, which will do.
+        Whether it is registered; not if the program has registered something itself, which will do, and which
+        onnxruntime 1.32 replaces.
 
     """
     from onnxruntime.capi import onnxruntime_pybind11_state as ort

@@ -146,27 +146,7 @@ class ORTBackend:
                 self.cache.store_graphs(name, graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
 
-        def eager(*args: Any) -> Any:
-            _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
-            return gm.forward(*args)
-
-        def misfit(why: str) -> None:
-            guard.leave()
-            self.misfit = why
-
-        label = self.label
-        give_up = functools.partial(self._give_up, f"{prefix}graph_{number}", graphs)
-        second = functools.partial(self._leave_twice_differentiated, f"{prefix}graph_{number}", graphs, label)
-        if source is None or source.run is None:
-            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways
-            once = self.one_graph and is_last_graph(gm)
-            return GuardedGraph(run, eager, monitor, give_up, second, 1 if once else PASSES)
-        drop = None if reads_gradients() else self._drop_gradients
-        step = StepGraph(
-            source, eager, misfit, lambda: guard.saw_second_gradient(), lambda: self.writes_gradients, drop
-        )
-        guard = GuardedGraph(step, eager, monitor, give_up, second, passes=0)
-        return guard
+        return self._guarded(gm, run, source, monitor, graphs, f"{prefix}graph_{number}")
 
     @staticmethod
     def compiled_in_process() -> bool:
@@ -179,6 +159,39 @@ class ORTBackend:
         from lightning_ort.compiler.placer import Placer
 
         return Placer(self.config, self.cache, self.fall_back, self._record_choice, self._agree)
+
+    def _guarded(
+        self,
+        gm: fx.GraphModule,
+        run: Callable[..., Any],
+        source: GraphSource | None,
+        monitor: PassMonitor,
+        graphs: Sequence[GraphReport],
+        name: str,
+    ) -> GuardedGraph:
+        """Return what runs a compiled graph, or eager where it cannot."""
+
+        def eager(*args: Any) -> Any:
+            _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
+            return gm.forward(*args)
+
+        def misfit(why: str) -> None:
+            guard.leave()
+            self.misfit = why
+
+        give_up = functools.partial(self._give_up, name, graphs)
+        second = functools.partial(self._leave_twice_differentiated, name, graphs, self.label)
+        if source is None or source.run is None:
+            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways. Recordings
+            # read parameters in place, which the guard of these passes hides
+            once = (self.one_graph and is_last_graph(gm)) or self.config.cuda_graphs
+            return GuardedGraph(run, eager, monitor, give_up, second, 1 if once else PASSES)
+        drop = None if reads_gradients() else self._drop_gradients
+        step = StepGraph(
+            source, eager, misfit, lambda: guard.saw_second_gradient(), lambda: self.writes_gradients, drop
+        )
+        guard = GuardedGraph(step, eager, monitor, give_up, second, passes=0)
+        return guard
 
     def _step_source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""

@@ -24,8 +24,8 @@ from lightning_ort.compat.torch import GraphFacts, mark_boxed
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SECOND_GRADIENT = "its gradients are differentiated (`create_graph=True`), and those of compiled graphs cannot be"
 _FAILED = "_lightning_ort_pass"
-# backward passes that eager could still do: a step may take a plain gradient first, or penalize it every 16th time only
-PASSES = 32
+# backward passes that eager could still do: a step may take a plain gradient first, and one to be differentiated next
+PASSES = 4
 # calls without a backward pass after which a graph no longer prepares for a failure of one
 _PATIENCE = 100
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
+from packaging.version import Version
 
 from lightning_ort.compat import onnxruntime as compat
 
@@ -54,10 +55,11 @@ def test_memory_of(device: str, kind: int, index: int) -> None:
     assert (native.OrtDevice.cpu(), native.OrtDevice.cuda()) == (0, 1)
 
 
-@pytest.mark.parametrize("in_arena", [True, False])
-def test_share_cpu_memory(in_arena: bool) -> None:
+def test_share_cpu_memory() -> None:
     compat.share_cpu_memory(in_arena=True)
-    assert not compat.share_cpu_memory(in_arena=in_arena)  # there is one, as if the program had registered it
+    # there is one, as if the program had registered it: refused by onnxruntime 1.19, replaced by 1.32
+    replaced = Version(onnxruntime.__version__) >= Version("1.32")
+    assert compat.share_cpu_memory(in_arena=True) == replaced
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.use_env_allocators", "1")
     session = session_of(options)
