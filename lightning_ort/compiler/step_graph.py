@@ -153,6 +153,8 @@ class StepGraph:
             like = tangent.meta["val"]
             self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
         self._waits = False  # for a backward pass
+        # inputs on which other results than the loss may depend; the first run shows which need a gradient
+        self._others: list[int] | None = None
         # what it takes to repeat the step is kept for others than the loss, and until a first gradient has been plain
         self._several = len(self._differentiable) > 1
         self._keeps = self._several or source.can_repeat
@@ -180,11 +182,14 @@ class StepGraph:
         gradients = [outputs[self._start + index] for index in self._targets]
         inputs = [args[index] for index in self._targets]
         one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
+        if self._several and self._others is None:
+            self._others = [index for index, arg in enumerate(args) if index not in self._targets and _is_needed(arg)]
+        others = [args[index] for index in self._others or ()]
         if all(value.is_leaf for value in inputs):
             one.parameters = inputs
         if keeps:
             one.args, one.state, one.versions = args, state, versions_of(args)
-        for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs), strict=True):
+        for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs, *others), strict=True):
             results[index] = result
         self._waits = True
         return tuple(results)
@@ -259,7 +264,7 @@ class StepGraph:
             with one.state.again() if one.state is not None else torch.enable_grad():
                 outputs = self._eager(*inner)
             found = gradients_of(outputs, inner, gradients)
-        return [found[index] for index in self._targets]
+        return [found[index] for index in (*self._targets, *(self._others or ()))]
 
 
 class _Results(torch.autograd.Function):
@@ -274,7 +279,8 @@ class _Results(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-        return None, None, *ctx.graph.backward(ctx.one, tangents)
+        found = ctx.graph.backward(ctx.one, tangents)
+        return None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found))
 
 
 def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
@@ -300,6 +306,10 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
             if parameter.grad is None:
                 parameter.grad = gradient
     return True
+
+
+def _is_needed(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.requires_grad
 
 
 def _is_half(value: Any) -> bool:

@@ -268,6 +268,32 @@ def test_another_result_that_is_differentiated_after_all():
     pair.run(both, seed=3)  # in eager
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("uses", ["the loss", "both", "the other"])
+def test_a_result_that_depends_on_more_than_the_loss(uses, direct):
+    """As the layers of a normalizing flow, which return what they computed and a sum of their scales."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+            self.first = nn.Linear(6, 6)
+
+    def step(module, x, y):
+        z = module.first(x)
+        torch._dynamo.graph_break()
+        return (z - module.shift) * torch.exp(-module.scale), -module.scale.sum()
+
+    def use(results, module):
+        z, log_det = results
+        total = {"the loss": log_det, "the other": z.square().mean(), "both": z.square().mean() + log_det}[uses]
+        total.backward()
+
+    pair = Pair(step, Scale(), direct)
+    for seed in range(3):
+        pair.run(use, seed=seed)
+
+
 def test_a_loss_that_nobody_differentiates():
     pair = Pair()
     pair.run(lambda loss, module: loss.detach())
