@@ -271,6 +271,15 @@ def is_last_graph(gm: Any) -> bool:
     return reason is not None and not reason.graph_break
 
 
+def hooks_a_result(gm: Any) -> bool:
+    """Whether a captured graph registers a hook of the gradient of one of its results (torch 2.13).
+
+    AOTAutograd runs the hook inside the backward graph, so that the result's own gradient, as ``retain_grad`` keeps it,
+    is the one before the hook.
+    """
+    return any(str(node.target) == "register_hook" for node in gm.graph.output_node().all_input_nodes)
+
+
 def reads_gradients() -> bool:
     """Whether the function that is being traced reads ``.grad`` of anything, as far as its guards tell (torch 2.13)."""
     context = TracingContext.try_get()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
+from lightning_ort.compat.dynamo import aot_backend, hooks_a_result, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
@@ -57,7 +57,7 @@ class ORTBackend:
         writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
         drop_gradients: Called before a step as one graph that returns large gradients, to drop those of the last step.
         misfit: Why a step that was run as one graph needs separate passes, once that has happened.
-        differentiated_twice: Labels under which graphs were compiled whose gradients are differentiated.
+        refused: Why something in a step is for eager alone, by the label under which its graphs are compiled.
         cache: What is kept between runs.
 
     Raises:
@@ -96,7 +96,7 @@ class ORTBackend:
         self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
-        self.differentiated_twice: set[str] = set()
+        self.refused: dict[str, Reason] = {}
         self._calls = 0
         self.cache = Cache(self.config)
         reason = kernels.unavailable()
@@ -125,6 +125,11 @@ class ORTBackend:
                 text = f"an input is a {kind.__qualname__}, a class of tensors with functions of its own"
                 self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
                 return without_torch_function(gm.forward)
+            if hooks_a_result(gm):
+                # nor for inductor, which gives the result another gradient too
+                reason = Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
+                self._refuse(f"{prefix}graph_{number}", self.label, reason)
+                return gm.forward
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             source = self._step_source(gm, len(example_inputs))
@@ -297,10 +302,13 @@ class ORTBackend:
         self.fall_back(where, reason)
 
     def _leave_twice_differentiated(self, where: str, graphs: Sequence[GraphReport], label: str) -> None:
-        self.differentiated_twice.add(label)
         reason = Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
         for region in (region for graph in graphs for region in graph.regions):
             region.executor, region.reason = TORCH, reason
+        self._refuse(where, label, reason)
+
+    def _refuse(self, where: str, label: str, reason: Reason) -> None:
+        self.refused[label] = reason
         if not label:  # what captures a step speaks of the whole step
             self._record_choice(where, reason)
 

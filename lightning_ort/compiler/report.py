@@ -69,6 +69,7 @@ class ReasonType(enum.Enum):
     INDUCTOR_WON = "compiled by inductor"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
+    HOOKED_RESULT = "a result has a hook of its gradient"
     NOT_TIMED = "could not be timed"
     NOT_RECORDED = "not recorded as a CUDA graph"
     ADVICE = "unused"

@@ -601,3 +601,30 @@ def test_a_class_of_tensors_with_functions_of_its_own(options, needs_gradient):
     assert "an input is a Shifted, a class of tensors with functions of its own" in backend.report.to_text()
     assert (backend.report.ort_runs > 0) == ("placement" in options)
     assert not backend.report.fallbacks
+
+
+def test_a_result_whose_gradient_has_a_hook():
+    """Compiled graphs run it inside, so that the gradient that the result keeps would be the one before the hook."""
+    backend = always(min_region_nodes=1)
+    found = []
+
+    def step(x, w):
+        y = w * w
+        torch._dynamo.graph_break()
+        hidden = torch.tanh(x * y)
+        hidden.register_hook(lambda gradient: gradient * 0.5)
+        torch._dynamo.graph_break()
+        hidden.retain_grad()
+        return hidden, (hidden * 2).square().mean()
+
+    for call in (step, torch.compile(step, backend=backend)):
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+        hidden, loss = call(x, w)
+        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        loss.backward()
+        found.append((gradient, hidden.grad, w.grad))
+    torch.testing.assert_close(found[1], found[0])
+    assert backend.report.ort_runs > 0
+    assert [note.reason.type for note in backend.report.notes] == [ReasonType.HOOKED_RESULT]
+    assert not backend.report.fallbacks

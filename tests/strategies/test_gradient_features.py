@@ -224,6 +224,24 @@ def sometimes_used(trainers: Trainers) -> Any:
     return fit(Sometimes(), trainers())
 
 
+@feature("Gradients", "`register_hook` and `retain_grad` of a result that is kept", how="torch")
+def kept_result(trainers: Trainers) -> Any:
+    class Kept(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.net[1](self.net[0](batch[0]))
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+            self.hidden = hidden
+            return self.net[2](hidden).square().mean()
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.hidden.retain_grad()
+
+        def on_after_backward(self) -> None:
+            self.log("norm", self.hidden.grad.norm())
+
+    return fit(Kept(), trainers())
+
+
 @pytest.mark.parametrize("name", features_of(__name__))
 def test_feature(name: str, tmp_path: Path) -> None:
     check_feature(name, tmp_path)

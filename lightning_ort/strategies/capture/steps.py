@@ -31,7 +31,6 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
-from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.capture.account import StepAccount
@@ -184,10 +183,8 @@ class CapturedStep(AbstractContextManager[None]):
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
             self._one_graph = False
             self._change_mode(self._mode, ReasonType.SPLIT, misfit)
-        if self._name in (twice := self._module.backend.differentiated_twice):
-            twice.discard(self._name)
-            if self._mode != "off":
-                self._change_mode("off", ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
+        if (reason := self._module.backend.refused.pop(self._name, None)) is not None and self._mode != "off":
+            self._change_mode("off", reason.type, reason.text)
         if account.exceeded and self._mode != "off" and self._module.at_window_start():
             self._stop_compiling(account.stage, account.exceeded)
         if self._hooks.found_new() and self._mode != "off":
