@@ -195,8 +195,8 @@ class _FirstBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         guard: GuardedGraph = ctx.guard
         written = ctx.written
-        if torch.is_grad_enabled() and not any(ctx.args[index].requires_grad for index in written):
-            _check_versions(ctx)
+        repeatable = _is_unchanged(ctx) and not any(ctx.args[index].requires_grad for index in written)
+        if torch.is_grad_enabled() and repeatable:  # `create_graph=True`
             found = differentiable_gradients(guard.eager, ctx.args, written, ctx.state, gradients)
             guard.saw_second_gradient()
             return None, None, *found
@@ -210,7 +210,8 @@ class _FirstBackward(torch.autograd.Function):
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
-            _check_versions(ctx, failure)
+            if not _is_unchanged(ctx):
+                raise failure or RuntimeError(CHANGED)
             inner = leaves([written.get(index, arg) for index, arg in enumerate(ctx.args)])
             with ctx.state.again():
                 outputs = guard.eager(*inner)
@@ -218,15 +219,15 @@ class _FirstBackward(torch.autograd.Function):
         if failure is not None:
             guard.give_up(failure)
         guard.passed()
-        if torch.is_grad_enabled():  # `create_graph=True`
+        if torch.is_grad_enabled():
             found = GradientsOnce.apply(len(found), *found, *ctx.args)
         return None, None, *found
 
 
-def _check_versions(ctx: Any, failure: Exception | None = None) -> None:
+def _is_unchanged(ctx: Any) -> bool:
+    """Whether nothing but the pass itself has written to its inputs."""
     pairs = enumerate(zip(ctx.versions, versions_of(ctx.args), strict=True))
-    if any(before != now for index, (before, now) in pairs if index not in ctx.written):
-        raise failure or RuntimeError(CHANGED)
+    return all(before == now for index, (before, now) in pairs if index not in ctx.written)
 
 
 def differentiable_gradients(

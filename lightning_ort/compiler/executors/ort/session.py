@@ -175,8 +175,8 @@ def _share_memory(options: "onnxruntime.SessionOptions") -> None:
 def _cpu_arena() -> bool:
     """Return whether the CPU sessions of this process may take memory from an arena, which their first one decides.
 
-    Not where malloc keeps freed memory: what a session took serves torch's next tensors, and the other way round. That
-    took 94 MB less than an arena for the 40 M parameters of a GPT (925 instead of 1,019 MB), at the same speed.
+    Not where malloc keeps freed memory: what a session took serves torch's next tensors, and the other way round. A GPT
+    took 925 MB instead of 1,019, at the same speed.
     """
     in_arena = not malloc.is_retained()
     return not share_cpu_memory(in_arena=in_arena) or in_arena
