@@ -281,6 +281,19 @@ def test_hidden_gradient_of_a_gradient(capture: str, first: int, tmp_path: Path)
     assert "the step stays in PyTorch" in notes[0].reason.text
 
 
+def test_another_module_is_not_refused_for_the_last_one(tmp_path: Path) -> None:
+    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    settings = {**QUIET, "strategy": strategy, "default_root_dir": tmp_path}
+    Trainer(**{**settings, "max_steps": 1}).fit(HiddenPenalty())  # what its step found out is for the next one
+    module, stock = Small(), Small()
+    before = strategy.report.ort_runs
+    Trainer(**settings).fit(module)
+    assert strategy.report.ort_runs > before
+    assert [note for note in strategy.report.notes if note.reason.type is ReasonType.SECOND_GRADIENT] == []
+    Trainer(**{**settings, "strategy": "auto"}).fit(stock)
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("where", ["in the step", "in the backward pass"])
 def test_a_late_gradient_of_a_gradient_is_an_error_that_says_what_to_do(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ class Capture:
         assert module is not None
         if self._module is None or self._module.module is not module:
             self.backend.misfit = None  # another module's
+            self.backend.refused.clear()
             self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
         mode = self._module.mode
         self._module.start()
