@@ -297,14 +297,12 @@ class ORTBackend:
     def _give_up(self, where: str, graphs: Sequence[GraphReport], error: Exception) -> None:
         """Report that a captured graph failed while it ran, and is left to eager."""
         reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
-        for region in (region for graph in graphs for region in graph.regions):
-            region.executor, region.reason = TORCH, reason
+        _mark_left(graphs, reason)
         self.fall_back(where, reason)
 
     def _leave_twice_differentiated(self, where: str, graphs: Sequence[GraphReport], label: str) -> None:
         reason = Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
-        for region in (region for graph in graphs for region in graph.regions):
-            region.executor, region.reason = TORCH, reason
+        _mark_left(graphs, reason)
         self._refuse(where, label, reason)
 
     def _refuse(self, where: str, label: str, reason: Reason) -> None:
@@ -319,6 +317,11 @@ class ORTBackend:
 
     def _agree(self, fingerprint: str, measured: dict[str, Any]) -> dict[str, Any]:
         return measured if self.agree is None else self.agree(digest(fingerprint), measured)
+
+
+def _mark_left(graphs: Sequence[GraphReport], reason: Reason) -> None:
+    for region in (region for graph in graphs for region in graph.regions):
+        region.executor, region.reason = TORCH, reason
 
 
 def _tensor_class_of(inputs: Sequence[Any]) -> type[torch.Tensor] | None:

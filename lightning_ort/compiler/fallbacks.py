@@ -114,7 +114,7 @@ class GuardedGraph:
 
     def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
         self._calls += 1
-        backward = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         if self._passes and backward and self.monitor.separate and self._calls <= _PATIENCE:
             return _FirstBackward.apply(self, state, *args)
         outputs = self.run(*args)
@@ -197,7 +197,7 @@ class _FirstBackward(torch.autograd.Function):
         written = ctx.written
         repeatable = _is_unchanged(ctx) and not any(ctx.args[index].requires_grad for index in written)
         if torch.is_grad_enabled() and repeatable:  # `create_graph=True`
-            found = differentiable_gradients(guard.eager, ctx.args, written, ctx.state, gradients)
+            found = gradients_by_eager(guard.eager, ctx.args, written, ctx.state, gradients)
             guard.saw_second_gradient()
             return None, None, *found
         inner, outputs, ctx.inner, ctx.outputs = ctx.inner, ctx.outputs, None, None
@@ -212,10 +212,7 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
             if not _is_unchanged(ctx):
                 raise failure or RuntimeError(CHANGED)
-            inner = leaves([written.get(index, arg) for index, arg in enumerate(ctx.args)])
-            with ctx.state.again():
-                outputs = guard.eager(*inner)
-            found = gradients_of(outputs, inner, gradients)
+            found = gradients_by_eager(guard.eager, ctx.args, written, ctx.state, gradients)
         if failure is not None:
             guard.give_up(failure)
         guard.passed()
@@ -230,25 +227,27 @@ def _is_unchanged(ctx: Any) -> bool:
     return all(before == now for index, (before, now) in pairs if index not in ctx.written)
 
 
-def differentiable_gradients(
+def gradients_by_eager(
     eager: Callable[..., Any],
     args: Sequence[Any],
     written: Mapping[int, torch.Tensor],
     state: "RunState | None",
     gradients: Sequence[Any],
 ) -> list[Any]:
-    """The gradient of each input as a function of inputs and ``gradients``: eager does the forward pass again.
+    """The gradient of each input; eager does the forward pass again.
 
-    ``written`` has the values that inputs had, by index, which the pass writes to.
+    With ``create_graph=True`` they are functions of inputs and ``gradients``. ``written`` has the values that inputs
+    had, by index, which the pass writes to.
     """
+    differentiable = torch.is_grad_enabled()
+    inner = [written.get(index, arg) for index, arg in enumerate(args)]
+    if not differentiable:
+        inner = leaves(inner)
     with state.again() if state is not None else torch.enable_grad():
-        # views, so that hooks of the inputs themselves do not run twice
-        inner = [written.get(index, _view(arg)) for index, arg in enumerate(args)]
-        return gradients_of(eager(*inner), inner, gradients, create_graph=True)
-
-
-def _view(arg: Any) -> Any:
-    return arg.view_as(arg) if isinstance(arg, torch.Tensor) and arg.requires_grad else arg
+        if differentiable:  # views, so that hooks of the inputs themselves do not run twice
+            inner = [arg.view_as(arg) if needs_gradient(arg) else arg for arg in inner]
+        outputs = eager(*inner)
+    return gradients_of(outputs, inner, gradients, create_graph=differentiable)
 
 
 class GradientsOnce(torch.autograd.Function):
@@ -263,6 +262,11 @@ class GradientsOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Raise ``RuntimeError``."""
         raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
+
+
+def needs_gradient(arg: Any) -> bool:
+    """Whether an input is a tensor that a gradient is wanted of."""
+    return isinstance(arg, torch.Tensor) and arg.requires_grad
 
 
 def versions_of(args: Sequence[Any]) -> list[int]:
@@ -286,7 +290,7 @@ def gradients_of(
 ) -> list[Any]:
     """The gradient of each input; ``None`` for one that has none."""
     pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-    wanted = [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    wanted = [index for index, x in enumerate(inputs) if needs_gradient(x)]
     found = torch.autograd.grad(
         [out for out, _ in pairs],
         [inputs[index] for index in wanted],

@@ -27,9 +27,8 @@ from lightning_ort.compiler.fallbacks import (
     CHANGED,
     GradientsOnce,
     RunState,
-    differentiable_gradients,
-    gradients_of,
-    leaves,
+    gradients_by_eager,
+    needs_gradient,
     versions_of,
 )
 from lightning_ort.compiler.layouts import int_hint
@@ -168,9 +167,8 @@ class StepGraph:
             eager = self._eager(*args)
             eager[self._differentiable[self._loss]].register_hook(self._expect)
             return eager
-        keeps = self._keeps
         casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        state = RunState(args) if keeps and (self._draws or casts) else None
+        state = RunState(args) if self._keeps and (self._draws or casts) else None
         expected = self._expected
         if self._drop is not None:
             self._drop()
@@ -183,11 +181,13 @@ class StepGraph:
         inputs = [args[index] for index in self._targets]
         one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
         if self._several and self._others is None:
-            self._others = [index for index, arg in enumerate(args) if index not in self._targets and _is_needed(arg)]
+            self._others = [
+                index for index, arg in enumerate(args) if index not in self._targets and needs_gradient(arg)
+            ]
         others = [args[index] for index in self._others or ()]
         if all(value.is_leaf for value in inputs):
             one.parameters = inputs
-        if keeps:
+        if self._keeps:
             one.args, one.state, one.versions = args, state, versions_of(args)
         for index, result in zip(self._differentiable, _Results.apply(self, one, *inputs, *others), strict=True):
             results[index] = result
@@ -257,13 +257,7 @@ class StepGraph:
         written = {index: one.args[index].clone() for index in self._written}
         by_index = dict(zip(self._differentiable, tangents, strict=True))
         gradients = [by_index.get(index) for index in range(self._num_results)]
-        if torch.is_grad_enabled():
-            found = differentiable_gradients(self._eager, one.args, written, one.state, gradients)
-        else:
-            inner = leaves([written.get(index, arg) for index, arg in enumerate(one.args)])
-            with one.state.again() if one.state is not None else torch.enable_grad():
-                outputs = self._eager(*inner)
-            found = gradients_of(outputs, inner, gradients)
+        found = gradients_by_eager(self._eager, one.args, written, one.state, gradients)
         return [found[index] for index in (*self._targets, *(self._others or ()))]
 
 
@@ -306,10 +300,6 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
             if parameter.grad is None:
                 parameter.grad = gradient
     return True
-
-
-def _is_needed(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.requires_grad
 
 
 def _is_half(value: Any) -> bool:
