@@ -13,6 +13,7 @@ force fields and penalties of gradients: compiled graphs have no gradients of gr
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class GuardedGraph:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         if self._passes and backward and self.monitor.separate and self._calls <= _PATIENCE:
-            return _FirstBackward.apply(self, state, *args)
+            return _run_for_first_backward(self, state, args)
         outputs = self.run(*args)
         self.trusted = True
         return outputs
@@ -172,37 +173,86 @@ class RunState:
             yield
 
 
+@dataclass
+class _FirstPass:
+    """A forward pass of a graph whose backward pass eager could do."""
+
+    guard: GuardedGraph
+    state: RunState
+    args: Sequence[Any]
+    written: Mapping[int, torch.Tensor]  # the values that inputs had, by index, which the pass writes to
+    inner: Sequence[Any] | None  # the inputs of the compiled graph, as leaves
+    outputs: Sequence[Any] | None
+    versions: Sequence[int]
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing but the pass itself has written to its inputs."""
+        pairs = enumerate(zip(self.versions, versions_of(self.args), strict=True))
+        return all(before == now for index, (before, now) in pairs if index not in self.written)
+
+    def gradients_by_eager(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradient of each input; eager does the forward pass again."""
+        return gradients_by_eager(self.guard.eager, self.args, self.written, self.state, gradients)
+
+
+def _run_for_first_backward(guard: GuardedGraph, state: RunState, args: Sequence[Any]) -> Any:
+    """Run a graph so that eager can do its backward pass."""
+    written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
+    inner = leaves(args)
+    outputs = guard.run(*inner)
+    reached = _reached(outputs)
+    # as AOTAutograd does: the engine goes on to what made an input, even without a gradient, and frees what it keeps
+    inputs = [
+        arg.detach() if needs_gradient(arg) and leaf not in reached else arg
+        for arg, leaf in zip(args, inner, strict=True)
+    ]
+    first = _FirstPass(guard, state, args, written, inner, outputs, versions_of(args))
+    return _FirstBackward.apply(first, outputs, *inputs)
+
+
+def _reached(outputs: Sequence[Any]) -> set[torch.Tensor]:
+    """The leaves of the autograd graph that outputs depend on."""
+    waiting = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor)]
+    seen, found = set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 class _FirstBackward(torch.autograd.Function):
     """A graph that has not been through a backward pass: where that fails, eager does both passes again."""
 
     @staticmethod
-    def forward(ctx: Any, guard: GuardedGraph, state: RunState, *args: Any) -> Any:
-        ctx.guard, ctx.state, ctx.args = guard, state, args
-        ctx.written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
-        ctx.inner = leaves(args)
-        with torch.enable_grad():
-            ctx.outputs = guard.run(*ctx.inner)
-        ctx.versions = versions_of(args)
+    def forward(ctx: Any, first: _FirstPass, outputs: Sequence[Any], *inputs: Any) -> Any:
+        ctx.first = first
         ctx.set_materialize_grads(False)
-        outputs = tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in ctx.outputs)
-        pairs = zip(ctx.outputs, outputs, strict=True)
+        detached = tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in outputs)
+        pairs = zip(outputs, detached, strict=True)
         ctx.mark_non_differentiable(
             *[mine for out, mine in pairs if isinstance(out, torch.Tensor) and not out.requires_grad]
         )
-        return outputs
+        return detached
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        guard: GuardedGraph = ctx.guard
-        written = ctx.written
-        repeatable = _is_unchanged(ctx) and not any(ctx.args[index].requires_grad for index in written)
+        first: _FirstPass = ctx.first
+        guard = first.guard
+        if all(gradient is None for gradient in gradients):
+            return None, None, *[None] * len(first.args)
+        repeatable = first.is_unchanged() and not any(first.args[index].requires_grad for index in first.written)
         if torch.is_grad_enabled() and repeatable:  # `create_graph=True`
-            found = gradients_by_eager(guard.eager, ctx.args, written, ctx.state, gradients)
+            found = first.gradients_by_eager(gradients)
             guard.saw_second_gradient()
             return None, None, *found
-        inner, outputs, ctx.inner, ctx.outputs = ctx.inner, ctx.outputs, None, None
+        inner, outputs, first.inner, first.outputs = first.inner, first.outputs, None, None
         failure: Exception | None = None
-        if outputs is not None:
+        if outputs is not None and inner is not None:
             try:
                 found = gradients_of(outputs, inner, gradients)
             except ORTFallbackError:
@@ -210,21 +260,15 @@ class _FirstBackward(torch.autograd.Function):
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
                 failure = error
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
-            if not _is_unchanged(ctx):
+            if not first.is_unchanged():
                 raise failure or RuntimeError(CHANGED)
-            found = gradients_by_eager(guard.eager, ctx.args, written, ctx.state, gradients)
+            found = first.gradients_by_eager(gradients)
         if failure is not None:
             guard.give_up(failure)
         guard.passed()
         if torch.is_grad_enabled():
-            found = GradientsOnce.apply(len(found), *found, *ctx.args)
+            found = GradientsOnce.apply(len(found), *found, *first.args)
         return None, None, *found
-
-
-def _is_unchanged(ctx: Any) -> bool:
-    """Whether nothing but the pass itself has written to its inputs."""
-    pairs = enumerate(zip(ctx.versions, versions_of(ctx.args), strict=True))
-    return all(before == now for index, (before, now) in pairs if index not in ctx.written)
 
 
 def gradients_by_eager(

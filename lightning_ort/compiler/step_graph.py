@@ -28,7 +28,6 @@ from lightning_ort.compiler.fallbacks import (
     GradientsOnce,
     RunState,
     gradients_by_eager,
-    needs_gradient,
     versions_of,
 )
 from lightning_ort.compiler.layouts import int_hint
@@ -44,6 +43,7 @@ class GraphSource:
         facts: What AOTAutograd found out about it.
         gm: The step as one graph.
         run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
+        others: Inputs on which results depend, but the loss does not.
         can_repeat: Whether the step can be done again from what its buffers are afterwards.
 
     """
@@ -55,6 +55,7 @@ class GraphSource:
         self.facts: JointFacts | None = None
         self.gm: fx.GraphModule | None = None
         self.run: Callable[[list[Any]], Sequence[Any]] | None = None
+        self.others: Sequence[int] = ()
         self.can_repeat = False
 
     def keep_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -71,6 +72,7 @@ class GraphSource:
         self.facts = facts = joint_facts(self._num_inputs)
         if facts is None or self.loss not in facts.differentiable:
             return None
+        before = _gradients(joint, num_fwd_outputs)
         gm = one_graph(joint, num_fwd_outputs, facts.differentiable.index(self.loss))
         if gm is None:
             return None
@@ -79,8 +81,16 @@ class GraphSource:
         self.can_repeat = not any(reaches_outputs(gm, inputs[i], results) for i in facts.written)
         if len(facts.differentiable) > 1 and not self.can_repeat:
             return None
+        pairs = enumerate(zip(before, _gradients(gm, num_fwd_outputs), strict=True))
+        self.others = [index for index, (of_all, of_loss) in pairs if of_all is not None and of_loss is None]
         self.gm = gm
         return gm
+
+
+def _gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node | None]:
+    """What a graph returns for each input."""
+    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    return [*results[num_fwd_outputs:]]
 
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
@@ -152,8 +162,7 @@ class StepGraph:
             like = tangent.meta["val"]
             self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
         self._waits = False  # for a backward pass
-        # inputs on which other results than the loss may depend; the first run shows which need a gradient
-        self._others: list[int] | None = None
+        self._others = source.others
         # what it takes to repeat the step is kept for others than the loss, and until a first gradient has been plain
         self._several = len(self._differentiable) > 1
         self._keeps = self._several or source.can_repeat
@@ -180,11 +189,7 @@ class StepGraph:
         gradients = [outputs[self._start + index] for index in self._targets]
         inputs = [args[index] for index in self._targets]
         one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
-        if self._several and self._others is None:
-            self._others = [
-                index for index, arg in enumerate(args) if index not in self._targets and needs_gradient(arg)
-            ]
-        others = [args[index] for index in self._others or ()]
+        others = [args[index] for index in self._others]
         if all(value.is_leaf for value in inputs):
             one.parameters = inputs
         if self._keeps:
@@ -258,7 +263,7 @@ class StepGraph:
         by_index = dict(zip(self._differentiable, tangents, strict=True))
         gradients = [by_index.get(index) for index in range(self._num_results)]
         found = gradients_by_eager(self._eager, one.args, written, one.state, gradients)
-        return [found[index] for index in (*self._targets, *(self._others or ()))]
+        return [found[index] for index in (*self._targets, *self._others)]
 
 
 class _Results(torch.autograd.Function):

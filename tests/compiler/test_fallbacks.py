@@ -267,3 +267,37 @@ def test_inputs_that_are_written_to_and_returned():
             assert same is state
         torch.testing.assert_close(results[0], results[1])
     assert backend.report.ort_runs > 0
+
+
+@pytest.mark.parametrize("step_graph", ["split", "joint"])
+def test_a_graph_on_which_only_a_detached_value_depends(step_graph):
+    """As in a GAN: the discriminator's loss does not go back to the generator's graph, whose turn comes later."""
+
+    def generate(nets, noise):
+        return nets[0](noise)
+
+    def judge(nets, fakes, images):
+        judged = nets[1](images)
+        return (nets[1](fakes.detach()) - judged).square().mean(), judged
+
+    def please(nets, fakes):
+        return nets[1](fakes).square().mean()
+
+    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", step_graph=step_graph))
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        nets = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 1)])
+        parts = [generate, judge, please]
+        if ours:
+            parts = [torch.compile(part, backend=backend) for part in parts]
+        for _ in range(2 * fallbacks.PASSES + 2):
+            images, noise = torch.randn(8, 6), torch.randn(8, 4)
+            fakes = parts[0](nets, noise)
+            parts[1](nets, fakes, images)[0].backward()
+            parts[2](nets, fakes).backward()
+        results.append([parameter.grad for parameter in nets.parameters()])
+    torch.testing.assert_close(results[1], results[0])
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+    assert any(graph.name.startswith("step") for graph in backend.report.graphs) == (step_graph == "joint")
