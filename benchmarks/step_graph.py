@@ -13,6 +13,7 @@ from typing import Any
 
 import held_out
 import onnxruntime
+import small
 import torch
 import zoo
 from rich.console import Console
@@ -26,40 +27,8 @@ from lightning_ort.strategies.host_memory import RetainedMemory
 WARM_UP = 10
 
 
-class Layers(zoo.Classifier):
-    """Equal layers."""
-
-    def __init__(self, width: int, depth: int, batch: int, *kinds: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.batch, self.width = batch, width
-        layers = (layer for _ in range(depth) for layer in (nn.Linear(width, width), *(kind(width) for kind in kinds)))
-        self.net = nn.Sequential(*layers, nn.Linear(width, self.classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Classify (batch, width)."""
-        return self.net(x)
-
-    def samples(self, count: int) -> tuple[Tensor, ...]:
-        """Return columns and classes."""
-        return torch.randn(count, self.width), self.labels(count)
-
-
-def relu(width: int) -> nn.Module:
-    """Return the activation."""
-    return nn.ReLU()
-
-
-def gelu(width: int) -> nn.Module:
-    """Return the activation."""
-    return nn.GELU()
-
-
 MODULES: dict[str, Callable[[], Any]] = {
-    "10 x 64, batch 8": lambda: Layers(64, 10, 8, relu),
-    "8 x 128 LayerNorm, batch 24": lambda: Layers(128, 8, 24, nn.LayerNorm, relu),
-    "6 x 192 GELU LayerNorm, batch 48": lambda: Layers(192, 6, 48, gelu, nn.LayerNorm),
-    "4 x 256, batch 256": lambda: Layers(256, 4, 256, relu),
-    **{kind.__name__: kind for kind in (*zoo.MODULES, *held_out.MODULES)},
+    kind.__name__: kind for kind in (*small.MODULES, *zoo.MODULES, *held_out.MODULES)
 }
 
 

@@ -1,4 +1,4 @@
-"""How fast whole Trainer steps are: the modules of ``zoo.py`` and ``held_out.py``, each trained in several ways.
+"""How fast whole Trainer steps are: modules of the files ``zoo``, ``held_out`` and ``small``, trained in several ways.
 
 The ways take turns, as in ``lightning-ort bench`` for one module; at the end is the geometric mean over the modules.
 ``python benchmarks/trainer_steps.py [--modules NAME ...] [--variants
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import held_out
+import small
 import zoo
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from lightning_ort._text import PlainTable
 from lightning_ort.cli.bench import Row, machine, measure, plot, to_table
 from lightning_ort.cli.bench_worker import Job, Variant
 
-FILES = {kind.__name__: where.__file__ for where in (zoo, held_out) for kind in where.MODULES}
+FILES = {kind.__name__: where.__file__ for where in (zoo, held_out, small) for kind in where.MODULES}
 PRECISIONS = ("stock", "stock@bf16-mixed", "compile@bf16-mixed", "ort", "ort@bf16-mixed", "ort@medium")
 
 parser = argparse.ArgumentParser()

@@ -70,6 +70,12 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ort.strategies.capture.gate.DEFAULT_START", "now")
 
 
+@pytest.fixture(autouse=True)
+def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the modules of tests take less than a millisecond a step, or none at all by a clock of their own
+    monkeypatch.setattr("lightning_ort.strategies.capture.autotuner.MIN_SECONDS", 0)
+
+
 @pytest.fixture
 def torchs_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Activation checkpointing as torch has it: dynamo knows no other."""

@@ -187,6 +187,29 @@ def test_one_that_is_far_ahead_needs_few_steps(monkeypatch: pytest.MonkeyPatch) 
         assert tuner.milliseconds == {"ort": 1000 * (captured + 1), "torch": 1000 * (own + 1)}
 
 
+SECONDS = autotuner.MIN_SECONDS  # before a fixture changes it
+
+
+@pytest.mark.parametrize("disturbed", ["ort", "torch"])
+def test_a_burst_of_other_work_does_not_decide_over_short_steps(
+    disturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For twenty milliseconds one engine's steps take twice as long, such as right after it was compiled."""
+    monkeypatch.setattr(autotuner, "MIN_SECONDS", SECONDS)
+    now = 0.0
+    monkeypatch.setattr(autotuner.time, "perf_counter", lambda: now)
+    tuner = StepAutotuner(("ort", "torch"), lambda: None)
+    usual = {"ort": 0.0009, "torch": 0.001} if disturbed == "ort" else {"ort": 0.001, "torch": 0.0009}
+    while True:
+        engine = tuner.next_engine()
+        if tuner.done:
+            break
+        with tuner.timed():
+            now += usual[engine] * (2 if engine == disturbed and now < 0.02 else 1)
+    assert min(tuner.milliseconds, key=tuner.milliseconds.__getitem__) == disturbed
+    assert now < 2 * SECONDS
+
+
 def test_an_interrupted_step_does_not_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(autotuner.time, "perf_counter", lambda: now)

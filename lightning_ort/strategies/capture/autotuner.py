@@ -12,6 +12,8 @@ Engine = Literal["ort", "torch", "inductor", "inductor-graphs"]
 
 ROUNDS = 6  # samples of each engine, after a first one that allocates and does not count
 MAX_ROUNDS = 3 * ROUNDS  # if the fastest two are close
+# of all samples, or one burst of work elsewhere covers a whole trial of steps of a millisecond
+MIN_SECONDS = 0.06
 _CLOSE = 1.1
 FIRST_CHECK, _CHECKS_GROW = 200, 5
 
@@ -64,7 +66,7 @@ class StepAutotuner:
         self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}
         self._last, self._worth_trying = last, worth_trying
         self._engine = engines[0]
-        self._seconds = 0.0
+        self._seconds = self._sampled = 0.0
         self._counts = False
         self._timing = False
 
@@ -86,6 +88,7 @@ class StepAutotuner:
         """Add the last step's sample; a second call does nothing."""
         if self._counts:
             self._samples[self._engine].append(self._seconds)
+            self._sampled += self._seconds
         self._counts = False
 
     def discard_sample(self) -> None:
@@ -149,6 +152,8 @@ class StepAutotuner:
         rounds = self.rounds
         if any((len(samples) - 1) % 2 for samples in self._samples.values()):
             return False  # an engine may have had more of one kind of work than of another
+        if self._sampled < MIN_SECONDS:
+            return False
         if rounds < ROUNDS:
             samples = {engine: samples[1:] for engine, samples in self._samples.items()}
             return rounds >= CLEAR_ROUNDS and len(not_far_behind(samples)) == 1
