@@ -90,6 +90,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """A context in which tensors can be written to without a check of autograd noticing it (torch 2.13)."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
 def keeps_graph() -> bool:
     """Whether the backward pass that runs is to be repeated, ``retain_graph=True`` (torch 2.13)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

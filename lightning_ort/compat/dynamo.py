@@ -280,6 +280,15 @@ def hooks_a_result(gm: Any) -> bool:
     return any(str(node.target) == "register_hook" for node in gm.graph.output_node().all_input_nodes)
 
 
+get_data: Any = getattr(torch._C._autograd, "_get_data_attr", None)  # what `x.data` is in a captured graph (torch 2.13)
+
+
+def is_variable(placeholder: Any) -> bool:
+    """Whether an input of a captured graph is a variable of the function, not an attribute or an item (torch 2.13)."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    return re.fullmatch(r"L\['\w+'\]", name() if callable(name) else name) is not None
+
+
 def reads_gradients() -> bool:
     """Whether the function that is being traced reads ``.grad`` of anything, as far as its guards tell (torch 2.13)."""
     context = TracingContext.try_get()

@@ -131,7 +131,10 @@ def storage_id(value: Any) -> int | None:
     """A number that is the same for tensors that share memory; ``None`` for what has none (torch 2.13)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return value.untyped_storage()._cdata
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # of functorch's wrappers
+        return None
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -33,6 +33,7 @@ from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
+from lightning_ort.compiler.writes import InputWrites
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ class ORTBackend:
                 reason = Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
                 self._refuse(f"{prefix}graph_{number}", self.label, reason)
                 return gm.forward
+            writes = InputWrites(gm)
+            if writes.conflict is not None:  # nor for inductor
+                reason = Reason(ReasonType.WRITES_TO_INPUT, writes.conflict)
+                self._refuse(f"{prefix}graph_{number}", self.label, reason)
+                return gm.forward
             if not self.available or (self.leave is not None and self.leave()):
                 return gm.forward
             source = self._step_source(gm, len(example_inputs))
@@ -140,7 +146,7 @@ class ORTBackend:
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
             # the backward graph now: its regions are part of the decision
             with backward_at_once(), lowering.whole_shrinkages():
-                run = self._aot_autograd(compiler, source)(gm, example_inputs)
+                run = writes.hide(self._aot_autograd(compiler, source)(gm, example_inputs))
         finally:
             if collects:
                 gc.enable()

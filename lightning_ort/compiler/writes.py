@@ -1,0 +1,104 @@
+"""What a captured graph writes to its inputs, where compiled graphs differ from eager: :class:`InputWrites`.
+
+AOTAutograd computes new values and copies them to the inputs when a graph is over. That differs from eager
+
+- where the value of a module's attribute comes to depend on parameters, and so on the steps before: the backward pass
+  of a compiled graph goes on to those with zeros, where eager has nothing to go on with;
+- where ``x.data`` is written to, which autograd does not see: eager's backward pass then uses what was written last,
+  that of a compiled graph what there was in the forward pass.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.autograd import keeping_versions
+from lightning_ort.compat.dynamo import get_data, is_variable
+from lightning_ort.compat.torch import storage_id
+
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+}  # fmt: skip
+
+
+_NO_WRITES = {"requires_grad_", "rename_"}  # of values
+
+
+class InputWrites:
+    """What a graph, as dynamo captured it, writes to its inputs.
+
+    Attributes:
+        conflict: Why a compiled graph would differ from eager; ``None`` if it does not.
+        of_data: The indices of the inputs that are written to through ``.data`` alone.
+
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        inputs = {}
+        for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            if (key := _storage_of(node)) is not None:
+                inputs[key] = (index, node)
+        self.conflict: str | None = None
+        self._used: set[Any] = set()  # storages that a backward pass may need
+        self._data: set[fx.Node] = set()  # `x.data`, and views of it
+        self._written: dict[Any, bool] = {}  # whether through `.data`
+        for node in gm.graph.nodes:
+            if node.op in ("call_function", "call_method") and self.conflict is None:
+                self._visit(node, inputs)
+        self.of_data = [inputs[key][0] for key, by_data in self._written.items() if by_data]
+
+    def _visit(self, node: fx.Node, inputs: Mapping[Any, tuple[int, fx.Node]]) -> None:
+        key, value = _storage_of(node), node.meta.get("example_value")
+        aliased = [source for source in node.all_input_nodes if key is not None and _storage_of(source) == key]
+        if node.target is get_data or any(source in self._data for source in aliased):
+            self._data.add(node)
+        written = _written_by(node)
+        if written is not None and (target := _storage_of(written)) in inputs:
+            self._write(node, written, target, inputs[target][1])
+        elif isinstance(value, torch.Tensor) and value.requires_grad:
+            self._used.update(_storage_of(source) for source in node.all_input_nodes if source not in aliased)
+            noise = [key for key, by_data in self._written.items() if by_data and key in self._used]
+            if any(not inputs[key][1].meta["example_value"].requires_grad for key in noise):
+                self.conflict = (
+                    "a gradient depends on what is written to `.data`, as it is when the gradient is computed"
+                )
+
+    def _write(self, node: fx.Node, written: fx.Node, key: Any, placeholder: fx.Node) -> None:
+        by_data = written in self._data
+        self._written[key] = by_data and self._written.get(key, True)
+        if by_data and key in self._used:
+            self.conflict = "`.data` is written to after a gradient came to depend on it"
+        values = [node.meta.get("example_value"), *(one.meta.get("example_value") for one in node.all_input_nodes[1:])]
+        depends = any(isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf for one in values)
+        if not by_data and depends and not is_variable(placeholder):
+            self.conflict = "it keeps values that need a gradient for the next step"
+
+    def hide(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a compiled graph so that what it writes to ``.data`` is no change to autograd, as in eager."""
+        if not self.of_data:
+            return run
+
+        def hidden(*args: Any) -> Any:
+            with keeping_versions(tuple(args[index] for index in self.of_data)):
+                return run(*args)
+
+        return hidden
+
+
+def _written_by(node: fx.Node) -> fx.Node | None:
+    """The tensor that a call writes to."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
+    if (in_place or node.kwargs.get("inplace") is True) and node.args and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def _storage_of(node: fx.Node) -> Any:
+    return storage_id(node.meta.get("example_value"))
