@@ -90,6 +90,16 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def next_number() -> int:
+    """The number of the next node that autograd records in this thread (torch 2.13)."""
+    return torch.autograd._get_sequence_nr()
+
+
+def is_recorded_before(value: Any, number: int) -> bool:
+    """Whether a tensor was computed before autograd recorded the node of a number, in this thread (torch 2.13)."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn._sequence_nr() < number
+
+
 def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
     """A context in which tensors can be written to without a check of autograd noticing it (torch 2.13)."""
     return torch.autograd._unsafe_preserve_version_counter(tensors)

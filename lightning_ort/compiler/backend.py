@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from lightning_ort.compat.autograd import is_recorded_before
 from lightning_ort.compat.dynamo import aot_backend, hooks_a_result, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
@@ -58,6 +59,7 @@ class ORTBackend:
         writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
         drop_gradients: Called before a step as one graph that returns large gradients, to drop those of the last step.
         misfit: Why a step that was run as one graph needs separate passes, once that has happened.
+        began_at: The number of autograd's first node of the current step; 0 outside of steps.
         refused: Why something in a step is for eager alone, by the label under which its graphs are compiled.
         cache: What is kept between runs.
 
@@ -97,6 +99,7 @@ class ORTBackend:
         self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
+        self.began_at = 0
         self.refused: dict[str, Reason] = {}
         self._calls = 0
         self.cache = Cache(self.config)
@@ -129,6 +132,11 @@ class ORTBackend:
             if hooks_a_result(gm):
                 # nor for inductor, which gives the result another gradient too
                 reason = Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
+                self._refuse(f"{prefix}graph_{number}", self.label, reason)
+                return gm.forward
+            if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
+                # compiled backward passes go on to it with zeros, where eager has nothing to go on with
+                reason = Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
                 self._refuse(f"{prefix}graph_{number}", self.label, reason)
                 return gm.forward
             writes = InputWrites(gm)

@@ -314,3 +314,57 @@ def test_a_late_gradient_of_a_gradient_is_an_error_that_says_what_to_do(
     with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
         trainer.fit(Late())
     assert strategy.report.ort_runs > 0
+
+
+class KeepsLoss(Small):
+    """Keeps a mean of its losses for the next step, with their gradients, as people forget to detach."""
+
+    where = "a tensor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+        self.parts = {"mean": torch.zeros(())}
+        self.register_buffer("features", torch.zeros(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.where == "a tensor":
+            self.mean = 0.9 * self.mean + 0.1 * loss
+        elif self.where == "an item":
+            self.parts["mean"] = 0.9 * self.parts["mean"] + 0.1 * loss
+        elif self.where == "a buffer":
+            self.features = 0.9 * self.features + self.net[0].weight[:8, 0]
+        elif self.where == "a buffer in place":
+            self.features += self.net[0].weight[:8, 0]
+        elif self.where == "before a graph break":
+            self.features = 0.9 * self.features + self.net[0].weight[:8, 0]
+            torch._dynamo.graph_break()
+            loss = loss + self.net[0].bias.square().sum()
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss
+
+
+@pytest.mark.parametrize("step_graph", ["joint", "split"])
+@pytest.mark.parametrize(
+    "where", ["a tensor", "an item", "a buffer", "a buffer in place", "before a graph break", "detached"]
+)
+def test_values_that_are_kept_with_their_gradients(
+    where: str, step_graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled backward passes go on to those of the steps before, which are over."""
+    monkeypatch.setattr(KeepsLoss, "where", where)
+    strategy = ORTStrategy(config={"placement": "always", "step_graph": step_graph})
+    modules = []
+    for used in ("auto", strategy):
+        modules.append(KeepsLoss())
+        Trainer(**{**QUIET, "strategy": used, "default_root_dir": tmp_path, "max_epochs": 2}).fit(modules[-1])
+    stock, module = modules
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5)
+    torch.testing.assert_close(module.state_dict(), stock.state_dict(), rtol=1e-4, atol=1e-6)
+    kinds = {note.reason.type for note in strategy.report.notes}
+    kept = {ReasonType.EARLIER_STEP, ReasonType.WRITES_TO_INPUT}
+    assert bool(kinds & kept) == (where != "detached")
+    assert strategy.report.ort_runs > 0 or where == "a buffer in place"  # whose first step says it
+    assert not strategy.report.fallbacks

@@ -28,6 +28,7 @@ import torch
 from typing_extensions import override
 
 from lightning_ort.compat import dynamo
+from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
@@ -233,7 +234,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._drop(engine, "gradients are accumulated now")
             return self._step(*args, **kwargs)
         module, monitor = self._module, self._module.monitor
-        module.backend.label = self._name
+        module.backend.label, module.backend.began_at = self._name, next_number()
         module.backend.one_graph = (
             self._one_graph
             and self._mode == "step"
