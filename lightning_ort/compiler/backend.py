@@ -31,6 +31,7 @@ from lightning_ort.compiler.fallbacks import PASSES, SECOND_GRADIENT, GuardedGra
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
+from lightning_ort.compiler.nodes import has_separate_gradients
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
@@ -59,6 +60,7 @@ class ORTBackend:
         writes_gradients: Whether ``loss.backward()`` may write gradients to parameters without the autograd engine.
         drop_gradients: Called before a step as one graph that returns large gradients, to drop those of the last step.
         misfit: Why a step that was run as one graph needs separate passes, once that has happened.
+        by_hand: Whether the step calls for backward passes itself (manual optimization), and so maybe for several.
         began_at: The number of autograd's first node of the current step; 0 outside of steps.
         refused: Why something in a step is for eager alone, by the label under which its graphs are compiled.
         cache: What is kept between runs.
@@ -100,6 +102,7 @@ class ORTBackend:
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
         self.began_at = 0
+        self.by_hand = False
         self.refused: dict[str, Reason] = {}
         self._calls = 0
         self.cache = Cache(self.config)
@@ -129,19 +132,9 @@ class ORTBackend:
                 text = f"an input is a {kind.__qualname__}, a class of tensors with functions of its own"
                 self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
                 return without_torch_function(gm.forward)
-            if hooks_a_result(gm):
-                # nor for inductor, which gives the result another gradient too
-                reason = Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
-                self._refuse(f"{prefix}graph_{number}", self.label, reason)
-                return gm.forward
-            if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
-                # compiled backward passes go on to it with zeros, where eager has nothing to go on with
-                reason = Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
-                self._refuse(f"{prefix}graph_{number}", self.label, reason)
-                return gm.forward
             writes = InputWrites(gm)
-            if writes.conflict is not None:  # nor for inductor
-                reason = Reason(ReasonType.WRITES_TO_INPUT, writes.conflict)
+            if (reason := self._conflict(gm, example_inputs, writes)) is not None:
+                # nor for inductor, which differs from eager in the same ways
                 self._refuse(f"{prefix}graph_{number}", self.label, reason)
                 return gm.forward
             if not self.available or (self.leave is not None and self.leave()):
@@ -166,6 +159,17 @@ class ORTBackend:
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
 
         return self._guarded(gm, run, source, monitor, graphs, f"{prefix}graph_{number}")
+
+    def _conflict(self, gm: fx.GraphModule, example_inputs: Sequence[Any], writes: InputWrites) -> Reason | None:
+        """Return in what a compiled graph would differ from eager, apart from roundings."""
+        if hooks_a_result(gm):
+            return Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
+        if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
+            # compiled backward passes go on to it with zeros, where eager has nothing to go on with
+            return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
+        if self.by_hand and has_separate_gradients(gm):
+            return Reason(ReasonType.SEPARATE_GRADIENTS, "a compiled graph has one backward pass")
+        return None if writes.conflict is None else Reason(ReasonType.WRITES_TO_INPUT, writes.conflict)
 
     @staticmethod
     def compiled_in_process() -> bool:

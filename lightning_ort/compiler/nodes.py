@@ -1,5 +1,6 @@
 """Facts about one node of an FX graph."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -117,3 +118,34 @@ def insert_call(gm: fx.GraphModule, target: OpOverload, *args: Any, **kwargs: An
     with mode:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def has_separate_gradients(gm: fx.GraphModule) -> bool:
+    """Whether two results of a graph, as dynamo captured it, share nothing that autograd would keep for both.
+
+    In eager the gradient of either can then be taken after that of the other, such as of two losses with an optimizer
+    each. The results of a compiled graph have one backward pass.
+    """
+    reached: list[set[fx.Node]] = []
+    for result in gm.graph.output_node().all_input_nodes:
+        if result.op == "placeholder" or not _is_differentiable(result):
+            continue
+        waiting, found = [result], set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in found and _is_differentiable(node):
+                found.add(node)
+                waiting += node.all_input_nodes
+        reached.append({node for node in found if not _is_leaf(node)})
+    return any(one.isdisjoint(other) for one, other in itertools.combinations(reached, 2))
+
+
+def _is_leaf(node: fx.Node) -> bool:
+    value = node.meta["example_value"]
+    return isinstance(value, torch.Tensor) and value.is_leaf
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)

@@ -70,6 +70,7 @@ class ReasonType(enum.Enum):
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     HOOKED_RESULT = "a result has a hook of its gradient"
+    SEPARATE_GRADIENTS = "its results may be differentiated one after the other"
     EARLIER_STEP = "a value with gradients was kept from an earlier step"
     WRITES_TO_INPUT = "it writes to an input as only eager does"
     NOT_TIMED = "could not be timed"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from features import QUIET, Trainers, check_feature, feature, features_of, fit
-from lightning.pytorch import Trainer
-from small_modules import Small
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from small_modules import Small, loader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -368,3 +368,50 @@ def test_values_that_are_kept_with_their_gradients(
     assert bool(kinds & kept) == (where != "detached")
     assert strategy.report.ort_runs > 0 or where == "a buffer in place"  # whose first step says it
     assert not strategy.report.fallbacks
+
+
+class ByHand(LightningModule):
+    """Takes the gradients of two losses one after the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        seed_everything(0, verbose=False)
+        self.automatic_optimization, self.kind, self.losses = False, kind, []
+        self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        features = self.trunk(batch[0]).tanh()
+        kept = features if self.kind == "retained" else features.detach()
+        loss, other = self.first(features).square().mean(), self.second(kept).exp().mean()
+        if self.kind == "one":
+            loss, other = loss + other, features.mean()  # which is for a metric
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss, retain_graph=self.kind == "retained")
+        if self.kind != "one":
+            self.manual_backward(other)
+        first.step()
+        second.step()
+        self.losses.append((loss.item(), other.item()))
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(64)
+
+    def configure_optimizers(self) -> Any:
+        heads = [*self.first.parameters(), *self.second.parameters()]
+        return [torch.optim.SGD(parameters, 0.05) for parameters in (self.trunk.parameters(), heads)]
+
+
+@pytest.mark.parametrize(("kind", "captured"), [("separate", False), ("retained", True), ("one", True)])
+def test_gradients_of_two_losses_in_turn(kind: str, captured: bool, tmp_path: Path) -> None:
+    """Results of a compiled graph have one backward pass; in eager those that share nothing have one each."""
+    strategy = ORTStrategy(config={"placement": "always"})
+    modules = [ByHand(kind), ByHand(kind)]
+    for module, used in zip(modules, ("auto", strategy), strict=True):
+        Trainer(**{**QUIET, "strategy": used, "default_root_dir": tmp_path, "max_epochs": 2}).fit(module)
+    assert modules[1].losses == [pytest.approx(pair, rel=1e-5) for pair in modules[0].losses]
+    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-6)
+    kinds = {note.reason.type for note in strategy.report.notes}
+    assert (ReasonType.SEPARATE_GRADIENTS in kinds) != captured
+    assert strategy.report.ort_runs > (1 if captured else 0)
