@@ -167,7 +167,9 @@ class ORTBackend:
         if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
             # compiled backward passes go on to it with zeros, where eager has nothing to go on with
             return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
-        if self.by_hand and has_separate_gradients(gm):
+        # what a step with one backward pass returns beside its loss may be for another one, such as in a hook
+        may_have_several = self.by_hand or (self.one_graph and is_last_graph(gm))
+        if may_have_several and has_separate_gradients(gm):
             return Reason(ReasonType.SEPARATE_GRADIENTS, "a compiled graph has one backward pass")
         return None if writes.conflict is None else Reason(ReasonType.WRITES_TO_INPUT, writes.conflict)
 

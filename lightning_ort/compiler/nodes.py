@@ -1,6 +1,5 @@
 """Facts about one node of an FX graph."""
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -121,23 +120,24 @@ def insert_call(gm: fx.GraphModule, target: OpOverload, *args: Any, **kwargs: An
 
 
 def has_separate_gradients(gm: fx.GraphModule) -> bool:
-    """Whether two results of a graph, as dynamo captured it, share nothing that autograd would keep for both.
+    """Whether the results of a graph, as dynamo captured it, are of groups that share nothing that autograd keeps.
 
-    In eager the gradient of either can then be taken after that of the other, such as of two losses with an optimizer
-    each. The results of a compiled graph have one backward pass.
+    In eager the gradient of one can then be taken after that of another, such as of two losses with an optimizer each.
+    The results of a compiled graph have one backward pass.
     """
-    reached: list[set[fx.Node]] = []
+    groups: list[set[fx.Node]] = []  # of nodes that results share
     for result in gm.graph.output_node().all_input_nodes:
         if result.op == "placeholder" or not _is_differentiable(result):
             continue
         waiting, found = [result], set[fx.Node]()
         while waiting:
             node = waiting.pop()
-            if node not in found and _is_differentiable(node):
+            if node not in found and _is_differentiable(node) and not _is_leaf(node):
                 found.add(node)
                 waiting += node.all_input_nodes
-        reached.append({node for node in found if not _is_leaf(node)})
-    return any(one.isdisjoint(other) for one, other in itertools.combinations(reached, 2))
+        apart = [group for group in groups if group.isdisjoint(found)]
+        groups = [*apart, found.union(*(group for group in groups if group not in apart))]
+    return len(groups) > 1
 
 
 def _is_leaf(node: fx.Node) -> bool:
