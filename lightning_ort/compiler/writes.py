@@ -23,8 +23,6 @@ _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
 }  # fmt: skip
-
-
 _NO_WRITES = {"requires_grad_", "rename_"}  # of values
 
 
@@ -58,7 +56,7 @@ class InputWrites:
             self._data.add(node)
         written = _written_by(node)
         if written is not None and (target := _storage_of(written)) in inputs:
-            self._write(node, written, target, inputs[target][1])
+            self._write(written, target, inputs[target][1])
         elif isinstance(value, torch.Tensor) and value.requires_grad:
             self._used.update(_storage_of(source) for source in node.all_input_nodes if source not in aliased)
             noise = [key for key, by_data in self._written.items() if by_data and key in self._used]
@@ -67,13 +65,13 @@ class InputWrites:
                     "a gradient depends on what is written to `.data`, as it is when the gradient is computed"
                 )
 
-    def _write(self, node: fx.Node, written: fx.Node, key: Any, placeholder: fx.Node) -> None:
+    def _write(self, written: fx.Node, key: Any, placeholder: fx.Node) -> None:
         by_data = written in self._data
         self._written[key] = by_data and self._written.get(key, True)
         if by_data and key in self._used:
             self.conflict = "`.data` is written to after a gradient came to depend on it"
-        values = [node.meta.get("example_value"), *(one.meta.get("example_value") for one in node.all_input_nodes[1:])]
-        depends = any(isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf for one in values)
+        value = written.meta["example_value"]  # as the write has left it
+        depends = value.requires_grad and not value.is_leaf
         if not by_data and depends and not is_variable(placeholder):
             self.conflict = "it keeps values that need a gradient for the next step"
 

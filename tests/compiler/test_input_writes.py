@@ -87,6 +87,23 @@ class Clamped(nn.Module):
         return loss
 
 
+class Bank(nn.Module):
+    """Keeps features for later, without their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.register_buffer("bank", torch.zeros(8, 4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.linear(x).tanh()
+        with torch.no_grad():
+            self.bank[:] = features
+            self.mean.mul_(0.9).add_(features.mean(0), alpha=0.1)
+        return (self.out(features) @ self.bank.clone().t() - self.mean.clone().sum()).square().mean()
+
+
 class InPlace(nn.Module):
     """Writes to a variable that an earlier graph made."""
 
@@ -132,7 +149,7 @@ def test_what_only_eager_does_stays_there(make: Callable[[], nn.Module], step_gr
 
 
 @pytest.mark.parametrize("step_graph", ["joint", "split"])
-@pytest.mark.parametrize("make", [NoiseInParts, Momentum, Clamped, InPlace])
+@pytest.mark.parametrize("make", [NoiseInParts, Momentum, Clamped, Bank, InPlace])
 def test_other_writes_are_captured(make: Callable[[], nn.Module], step_graph: str) -> None:
     torch.manual_seed(0)
     backend = assert_as_eager(make(), step_graph)
