@@ -137,6 +137,11 @@ def storage_id(value: Any) -> int | None:
         return None
 
 
+def storage_of(node: Any) -> int | None:
+    """The :func:`storage_id` of what a node of dynamo's graph returned; ``None`` for what is no node (torch 2.13)."""
+    return storage_id(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+
+
 def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy many tensors, on a GPU with one kernel where they are alike (torch 2.13)."""
     return torch._foreach_mul(list(tensors), 1.0)

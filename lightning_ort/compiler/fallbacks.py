@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_ort.compat.autograd import version_of
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
+from lightning_ort.compiler.nodes import reached
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SECOND_GRADIENT = "its gradients are differentiated (`create_graph=True`), and those of compiled graphs cannot be"
@@ -181,8 +182,8 @@ class _FirstPass:
     state: RunState
     args: Sequence[Any]
     written: Mapping[int, torch.Tensor]  # the values that inputs had, by index, which the pass writes to
-    inner: Sequence[Any] | None  # the inputs of the compiled graph, as leaves
-    outputs: Sequence[Any] | None
+    inner: Sequence[Any]  # the inputs of the compiled graph, as leaves
+    outputs: Sequence[Any] | None  # until a backward pass
     versions: Sequence[int]
 
     def is_unchanged(self) -> bool:
@@ -200,29 +201,21 @@ def _run_for_first_backward(guard: GuardedGraph, state: RunState, args: Sequence
     written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
     inner = leaves(args)
     outputs = guard.run(*inner)
-    reached = _reached(outputs)
+    leaves_reached = _leaves_of(outputs)
     # as AOTAutograd does: the engine goes on to what made an input, even without a gradient, and frees what it keeps
     inputs = [
-        arg.detach() if needs_gradient(arg) and leaf not in reached else arg
+        arg.detach() if needs_gradient(arg) and leaf not in leaves_reached else arg
         for arg, leaf in zip(args, inner, strict=True)
     ]
     first = _FirstPass(guard, state, args, written, inner, outputs, versions_of(args))
     return _FirstBackward.apply(first, outputs, *inputs)
 
 
-def _reached(outputs: Sequence[Any]) -> set[torch.Tensor]:
+def _leaves_of(outputs: Sequence[Any]) -> set[torch.Tensor]:
     """The leaves of the autograd graph that outputs depend on."""
-    waiting = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor)]
-    seen, found = set(), set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.add(variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+    ends = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
+    nodes = reached(ends, lambda node: [following for following, _ in node.next_functions if following is not None])
+    return {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 class _FirstBackward(torch.autograd.Function):
@@ -250,11 +243,11 @@ class _FirstBackward(torch.autograd.Function):
             found = first.gradients_by_eager(gradients)
             guard.saw_second_gradient()
             return None, None, *found
-        inner, outputs, first.inner, first.outputs = first.inner, first.outputs, None, None
+        outputs, first.outputs = first.outputs, None
         failure: Exception | None = None
-        if outputs is not None and inner is not None:
+        if outputs is not None:
             try:
-                found = gradients_of(outputs, inner, gradients)
+                found = gradients_of(outputs, first.inner, gradients)
             except ORTFallbackError:
                 raise
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part

@@ -1,8 +1,8 @@
-"""Facts about one node of an FX graph."""
+"""Facts about nodes of an FX graph, and about what it returns."""
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -11,6 +11,7 @@ from lightning_ort.compat.torch import OpOverload, fake_mode_of, hint_of
 from lightning_ort.compiler.layouts import IN_ORDER
 
 aten = torch.ops.aten
+_Node = TypeVar("_Node")
 
 # Executors run views inside a region; a view alone is no reason to make one.
 VIEWS = {
@@ -126,26 +127,33 @@ def has_separate_gradients(gm: fx.GraphModule) -> bool:
     The results of a compiled graph have one backward pass.
     """
     groups: list[set[fx.Node]] = []  # of nodes that results share
-    for result in gm.graph.output_node().all_input_nodes:
-        if result.op == "placeholder" or not _is_differentiable(result):
+    for result in results_of(gm):
+        if not _has_history(result) or result.op == "placeholder":
             continue
-        waiting, found = [result], set[fx.Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in found and _is_differentiable(node) and not _is_leaf(node):
-                found.add(node)
-                waiting += node.all_input_nodes
-        apart = [group for group in groups if group.isdisjoint(found)]
-        groups = [*apart, found.union(*(group for group in groups if group not in apart))]
+        found = reached([result], lambda node: filter(_has_history, node.all_input_nodes))
+        joined = found.union(*(group for group in groups if not group.isdisjoint(found)))
+        groups = [*(group for group in groups if group.isdisjoint(found)), joined]
     return len(groups) > 1
 
 
-def _is_leaf(node: fx.Node) -> bool:
-    value = node.meta["example_value"]
-    return isinstance(value, torch.Tensor) and value.is_leaf
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
+def _has_history(node: Any) -> bool:
+    """Whether autograd keeps something for a node of a graph as dynamo captured it."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     values = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
+    return any(isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf for one in values)
+
+
+def results_of(gm: fx.GraphModule) -> list[Any]:
+    """The results of a graph: nodes, and constants such as ``None``."""
+    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def reached(starts: Iterable[_Node], neighbours: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
+    """Some nodes of any graph, their neighbours, the neighbours of these, and so on."""
+    todo = list(starts)
+    found = set(todo)
+    while todo:
+        new = [node for node in neighbours(todo.pop()) if node not in found]
+        found.update(new)
+        todo += new
+    return found

@@ -32,7 +32,7 @@ from lightning_ort.compiler.fallbacks import (
 )
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
-from lightning_ort.compiler.nodes import is_random
+from lightning_ort.compiler.nodes import is_random, results_of
 
 
 class GraphSource:
@@ -72,7 +72,7 @@ class GraphSource:
         self.facts = facts = joint_facts(self._num_inputs)
         if facts is None or self.loss not in facts.differentiable:
             return None
-        before = _gradients(joint, num_fwd_outputs)
+        before = results_of(joint)[num_fwd_outputs:]  # the gradient of each input
         gm = one_graph(joint, num_fwd_outputs, facts.differentiable.index(self.loss))
         if gm is None:
             return None
@@ -81,16 +81,10 @@ class GraphSource:
         self.can_repeat = not any(reaches_outputs(gm, inputs[i], results) for i in facts.written)
         if len(facts.differentiable) > 1 and not self.can_repeat:
             return None
-        pairs = enumerate(zip(before, _gradients(gm, num_fwd_outputs), strict=True))
+        pairs = enumerate(zip(before, results_of(gm)[num_fwd_outputs:], strict=True))
         self.others = [index for index, (of_all, of_loss) in pairs if of_all is not None and of_loss is None]
         self.gm = gm
         return gm
-
-
-def _gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node | None]:
-    """What a graph returns for each input."""
-    results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-    return [*results[num_fwd_outputs:]]
 
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
@@ -148,7 +142,7 @@ class StepGraph:
         self._direct = direct
         self._written, self._differentiable = source.facts.written, source.facts.differentiable
         self._loss = self._differentiable.index(source.loss)
-        results: Sequence[Any] = source.gm.graph.output_node().args[0]  # type: ignore[assignment]
+        results = results_of(source.gm)
         *inputs, tangent = source.gm.graph.find_nodes(op="placeholder")
         self._start = len(results) - len(inputs)  # of the gradients
         self._num_results = self._start - len(self._written)

@@ -17,7 +17,7 @@ from torch import fx
 
 from lightning_ort.compat.autograd import keeping_versions
 from lightning_ort.compat.dynamo import get_data, is_variable
-from lightning_ort.compat.torch import storage_id
+from lightning_ort.compat.torch import storage_of
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -38,7 +38,7 @@ class InputWrites:
     def __init__(self, gm: fx.GraphModule) -> None:
         inputs = {}
         for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            if (key := _storage_of(node)) is not None:
+            if (key := storage_of(node)) is not None:
                 inputs[key] = (index, node)
         self.conflict: str | None = None
         self._used: set[Any] = set()  # storages that a backward pass may need
@@ -50,15 +50,15 @@ class InputWrites:
         self.of_data = [inputs[key][0] for key, by_data in self._written.items() if by_data]
 
     def _visit(self, node: fx.Node, inputs: Mapping[Any, tuple[int, fx.Node]]) -> None:
-        key, value = _storage_of(node), node.meta.get("example_value")
-        aliased = [source for source in node.all_input_nodes if key is not None and _storage_of(source) == key]
+        key, value = storage_of(node), node.meta.get("example_value")
+        aliased = [source for source in node.all_input_nodes if key is not None and storage_of(source) == key]
         if node.target is get_data or any(source in self._data for source in aliased):
             self._data.add(node)
         written = _written_by(node)
-        if written is not None and (target := _storage_of(written)) in inputs:
+        if written is not None and (target := storage_of(written)) in inputs:
             self._write(written, target, inputs[target][1])
         elif isinstance(value, torch.Tensor) and value.requires_grad:
-            self._used.update(_storage_of(source) for source in node.all_input_nodes if source not in aliased)
+            self._used.update(storage_of(source) for source in node.all_input_nodes if source not in aliased)
             noise = [key for key, by_data in self._written.items() if by_data and key in self._used]
             if any(not inputs[key][1].meta["example_value"].requires_grad for key in noise):
                 self.conflict = (
@@ -96,7 +96,3 @@ def _written_by(node: fx.Node) -> fx.Node | None:
     if (in_place or node.kwargs.get("inplace") is True) and node.args and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
-
-
-def _storage_of(node: fx.Node) -> Any:
-    return storage_id(node.meta.get("example_value"))

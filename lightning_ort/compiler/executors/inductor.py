@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.torch import copies_of, inductor_backend, inductor_cache_folder, storage_id
+from lightning_ort.compat.torch import copies_of, inductor_backend, inductor_cache_folder, storage_of
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
@@ -68,13 +68,9 @@ class RecordingBackend:
 
 def _not_of_inputs(gm: fx.GraphModule) -> list[int]:
     """Return which results of a graph have memory of their own, and are no views of its inputs."""
-    inputs = {_storage_of(node) for node in gm.graph.find_nodes(op="placeholder")}
+    inputs = {storage_of(node) for node in gm.graph.find_nodes(op="placeholder")}
     results: Any = gm.graph.output_node().args[0]
-    return [index for index, node in enumerate(results) if (found := _storage_of(node)) is None or found not in inputs]
-
-
-def _storage_of(node: Any) -> int | None:
-    return storage_id(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+    return [index for index, node in enumerate(results) if (found := storage_of(node)) is None or found not in inputs]
 
 
 def begin_recorded_step() -> None:

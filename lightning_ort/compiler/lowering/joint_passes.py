@@ -9,7 +9,7 @@ from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, assign_to_backward, half_of
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import insert_call, is_static, is_view
+from lightning_ort.compiler.nodes import insert_call, is_static, is_view, results_of
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ def save_contiguous(
     memory too. It would be copied to that layout in the forward pass and back in the backward pass. Where torch reads
     such a tensor, it gets the traced layout: its group norm returns wrong gradients for mixed layouts (2.13, CPU).
     """
-    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = results_of(forward)
     placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     transposed = [
         (index, node)

@@ -1,6 +1,6 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import fx
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
 from lightning_ort.compat.torch import half_of, is_contiguous_or_false
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static
+from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static, reached, results_of
 
 aten = torch.ops.aten
 
@@ -19,10 +19,10 @@ def loss_of(gm: fx.GraphModule) -> int | None:
 
     It is the only scalar that needs a gradient, or the one that all other such scalars are part of.
     """
-    outputs = _results(gm)
+    outputs = results_of(gm)
     scalars = [index for index, node in enumerate(outputs) if _is_differentiable_scalar(node)]
     for index in scalars:
-        parts = _reached([outputs[index]], lambda node: node.all_input_nodes)
+        parts = reached([outputs[index]], lambda node: node.all_input_nodes)
         if all(other == index or outputs[other] in parts for other in scalars):
             return index
     return None
@@ -62,7 +62,7 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
 
 def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> bool:
     """Remove what the tangents of other outputs contribute: a gradient is linear in them, and they are zero."""
-    of_loss, of_others = (_reached(starts, lambda node: node.users) for starts in ([loss], tangents))
+    of_loss, of_others = (reached(starts, lambda node: node.users) for starts in ([loss], tangents))
     zeros = of_others - of_loss
     for node in list(gm.graph.nodes):
         if node not in of_loss or node.op == "output":
@@ -109,7 +109,7 @@ _PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten
 
 def _is_linear(loss: fx.Node) -> bool:
     """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
-    of_loss = _reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
+    of_loss = reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
     for node in of_loss:
         op = _packet(node)
         if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
@@ -166,7 +166,7 @@ def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
 def _separate_gradients(gm: fx.GraphModule, num_fwd_outputs: int) -> None:
     """Give each gradient memory of its own, laid out as its parameter: it becomes ``.grad``, which is written to."""
     output = gm.graph.output_node()
-    results = _results(gm)
+    results = results_of(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
     taken = {base_of(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
     for index in range(num_fwd_outputs, len(results)):
@@ -193,11 +193,6 @@ def _is_whole(view: fx.Node, base: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and str(val.numel()) == str(view.meta["val"].numel())
 
 
-def _results(gm: fx.GraphModule) -> list[Any]:
-    """What a graph returns: nodes, and constants such as ``None``."""
-    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-
-
 def _is_differentiable_scalar(result: Any) -> bool:
     value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
     return (
@@ -205,20 +200,9 @@ def _is_differentiable_scalar(result: Any) -> bool:
     )
 
 
-def _reached(starts: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Some nodes, their neighbours, the neighbours of these, and so on."""
-    todo = list(starts)
-    found = set(todo)
-    while todo:
-        new = [node for node in neighbours(todo.pop()) if node not in found]
-        found.update(new)
-        todo += new
-    return found
-
-
 def reaches_outputs(gm: fx.GraphModule, source: fx.Node, outputs: set[int]) -> bool:
     """Whether any of these results of a graph depends on the value of an input."""
-    found, results = _reached([source], _readers), _results(gm)
+    found, results = reached([source], _readers), results_of(gm)
     return any(results[index] in found for index in outputs)
 
 

@@ -66,7 +66,7 @@ class StepAutotuner:
         self._samples: dict[Engine, list[float]] = {engine: [] for engine in engines}
         self._last, self._worth_trying = last, worth_trying
         self._engine = engines[0]
-        self._seconds = self._sampled = 0.0
+        self._seconds = 0.0
         self._counts = False
         self._timing = False
 
@@ -88,7 +88,6 @@ class StepAutotuner:
         """Add the last step's sample; a second call does nothing."""
         if self._counts:
             self._samples[self._engine].append(self._seconds)
-            self._sampled += self._seconds
         self._counts = False
 
     def discard_sample(self) -> None:
@@ -152,7 +151,7 @@ class StepAutotuner:
         rounds = self.rounds
         if any((len(samples) - 1) % 2 for samples in self._samples.values()):
             return False  # an engine may have had more of one kind of work than of another
-        if self._sampled < MIN_SECONDS:
+        if sum(map(sum, self._samples.values())) < MIN_SECONDS:
             return False
         if rounds < ROUNDS:
             samples = {engine: samples[1:] for engine, samples in self._samples.items()}
