@@ -28,6 +28,7 @@ Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
 StepGraph = Literal["auto", "joint", "split"]
 Capture = Literal["auto", "step", "modules", "off"]
+Audit = Literal["auto", "off"]
 MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
 
 
@@ -64,6 +65,9 @@ class ORTConfig:
             the ``training_step`` of a LightningModule with automatic optimization.
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
             and modules if a step keeps recompiling, ``"off"`` nothing.
+        audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
+            log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. It takes
+            a CPU and Linux. ``"off"`` does not.
         providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
             tensors (CPU or CUDA).
         intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
@@ -97,6 +101,7 @@ class ORTConfig:
     recompute: Recompute = 0
     step_graph: StepGraph = "auto"
     capture: Capture | Literal[False] = "auto"  # False is what YAML makes of `off`
+    audit: Audit | Literal[False] = "auto"  # False is what YAML makes of `off`
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
     check_against_eager: bool = False
@@ -108,8 +113,9 @@ class ORTConfig:
 
     def __post_init__(self) -> None:
         owner = "ORTConfig"
-        if self.capture is False:
-            object.__setattr__(self, "capture", "off")
+        for name in ("capture", "audit"):
+            if getattr(self, name) is False:
+                object.__setattr__(self, name, "off")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":
@@ -178,6 +184,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "step_graph": get_args(StepGraph),
     "capture": get_args(Capture),
+    "audit": get_args(Audit),
     "dynamic": (None, True, False),
     "check_against_eager": (True, False),
     "cuda_graphs": (True, False),

@@ -93,6 +93,16 @@ def lightning_optimizers(strategy: "Strategy") -> list[Any]:
     return strategy._lightning_optimizers
 
 
+def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:
+    """Do what Lightning does between a training step and the optimizer's, under automatic optimization (2.6)."""
+    loop, optimizer = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.optimizers[0]
+    result = loop.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+    if (zero_grad := loop._make_zero_grad_fn(trainer.fit_loop.batch_idx, optimizer)) is not None:
+        zero_grad()
+    if result.closure_loss is not None and not loop._skip_backward:
+        trainer.strategy.backward(result.closure_loss, optimizer)
+
+
 def is_compiled_by_lightning(module: Any) -> bool:
     """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
     return getattr(module, "_compiler_ctx", None) is not None

@@ -101,6 +101,19 @@ def flop_formula(op: Any) -> Callable[..., Any] | None:
     return flop_registry.get(getattr(op, "overloadpacket", None))
 
 
+@contextmanager
+def without_collectives() -> Iterator[None]:
+    """Within the block a collective of the default process group raises, and does not wait for others (torch 2.13)."""
+    if not torch.distributed.is_available():
+        yield
+        return
+    before, torch.distributed.GroupMember.WORLD = torch.distributed.GroupMember.WORLD, None
+    try:
+        yield
+    finally:
+        torch.distributed.GroupMember.WORLD = before
+
+
 def pins_memory() -> bool:
     """Whether a thread of a DataLoader copies batches to pinned memory (torch 2.13)."""
     return any(getattr(thread, "_target", None) is _pin_memory_loop for thread in threading.enumerate())

@@ -66,6 +66,7 @@ class ReasonType(enum.Enum):
     BUDGET = "compile budget used up"
     NOT_COMPILED = "not compiled"
     NOT_TRIED = "not tried"
+    NOT_AUDITED = "not audited"
     INDUCTOR_WON = "compiled by inductor"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"

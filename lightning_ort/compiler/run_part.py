@@ -72,6 +72,9 @@ class RunReport:
         saved_seconds: What the steps since then were faster by, as the trials measured them.
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
+        audits: How many captured steps a copy of the process repeated in eager.
+        audit_seconds: Wall clock that this took.
+        audit_difference: The largest relative difference that audits found in a loss, a gradient or anything else.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
 
     """
@@ -85,7 +88,17 @@ class RunReport:
     saved_seconds: float = 0.0
     paid_after: int | None = None
     waiting: str = ""
+    audits: int = 0
+    audit_seconds: float = 0.0
+    audit_difference: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def audit_text(self) -> str:
+        """What audits have found, in one line."""
+        steps = "1 captured step" if self.audits == 1 else f"{self.audits} captured steps"
+        found = f"{self.audit_seconds:.1f} s, differences up to {self.audit_difference:.1g}"
+        return f"audits: {steps} repeated in eager, {found}"
 
     @property
     def verdict(self) -> str:

@@ -87,14 +87,16 @@ class Capture:
         """Run a backward pass, as part of the training step that is being timed if one is."""
         if self._module is None or not self._active:
             return run(*args, **kwargs)
-        timer = self._steps["training_step"].timer
-        with self._module.backward(), timer.timed() if timer is not None else _NO_CONTEXT:
+        step = self._steps["training_step"]
+        with self._module.backward(), step.timer.timed() if step.timer is not None else _NO_CONTEXT:
             try:
-                return run(*args, **kwargs)
+                result = run(*args, **kwargs)
             except RuntimeError as error:
                 if not is_double_backward_error(error):
                     raise
                 raise RuntimeError(LATE_SECOND_GRADIENT) from error
+        step.after_backward()
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones

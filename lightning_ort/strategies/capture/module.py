@@ -18,6 +18,7 @@ from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.announcements import is_announced
+from lightning_ort.strategies.capture.audit import AuditBudget
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
@@ -57,6 +58,7 @@ class CapturedModule:
         self.closure_seen = False  # whether an optimizer was given one
         self.budget = CompileBudget(config.compile_budget)  # of the current run
         self.startup_seconds: dict[tuple[str, Stage], float] = {}  # of each step and what was tried
+        self.audits = AuditBudget(self.budget, backend.report.run)
         self.amortized = False  # whether steps wait, and have a budget
         self.account: StepAccount | None = None  # of the captured step that runs
         self._first_batch: int | None = None
@@ -78,6 +80,7 @@ class CapturedModule:
         self._optimizers = self._writes_gradients = self._drops_gradients = None
         self._is_recorded = False
         self.budget, self._first_batch = CompileBudget(self.config.compile_budget), None
+        self.audits = AuditBudget(self.budget, self.backend.report.run)
         self.amortized = is_amortized(self.config)
         if (mode := self._choose_mode()) != self.mode:
             self.mode, self._module_shims = mode, {}
@@ -223,6 +226,26 @@ class CapturedModule:
         namespace = namespace_of(type(self._strategy))
         assert namespace is not None
         return namespace
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of training."""
+        return self.module.trainer.current_epoch
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the Trainer calls the module itself, and not a wrapper that takes part in backward passes."""
+        return self._strategy.model is self.module
+
+    def not_audited(self, name: str) -> str:
+        """Say why the steps of a name are not audited; nothing if they may be."""
+        if self._strategy.root_device.type != "cpu":
+            return f"a process that uses {self._strategy.root_device.type} cannot be copied"
+        if self.config.dropout_masks == "fast":
+            return "dropout_masks='fast' draws other masks than eager"
+        if not self.is_alone and name == TRAINING and not self.module.automatic_optimization:
+            return "it exchanges gradients with other processes"
+        return ""
 
     def _stops_compiling(self) -> bool:
         return self.account is not None and self.account.stops_compiling()

@@ -53,7 +53,7 @@ class DeferredLogger:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._calls: list[_Call] = []
+        self.calls: list[_Call] = []
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log``."""
@@ -82,15 +82,15 @@ class DeferredLogger:
                     metrics.append((metric, value_of_batch(metric)))
         if not kwargs.get("enable_graph", False):
             value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
-        self._calls.append((owner, method, names, value, args, kwargs, metrics))
+        self.calls.append((owner, method, names, value, args, kwargs, metrics))
 
     def replay(self) -> None:
         """Make the calls that were recorded."""
-        if not self._calls:
+        if not self.calls:
             return
         # cleared in place, not replaced: a captured step appends to this very list, and is guarded on it being empty
-        calls = self._calls[:]
-        self._calls.clear()
+        calls = self.calls[:]
+        self.calls.clear()
         for owner, method, names, value, args, kwargs, metrics in calls:
             after = [(metric, value_of_batch(metric)) for metric, _ in metrics]
             _set_values_of_batch(metrics)
@@ -101,7 +101,7 @@ class DeferredLogger:
 
     def discard(self) -> None:
         """Forget the calls that were recorded."""
-        self._calls.clear()
+        self.calls.clear()
 
 
 def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:

@@ -35,6 +35,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.capture.account import StepAccount
+from lightning_ort.strategies.capture.audit import StepAudit
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.gate import Stage, StartGate
@@ -86,9 +87,11 @@ class CapturedStep(AbstractContextManager[None]):
         self._left: Mode = "off"  # how the step was captured before it turned out to be faster unchanged
         self._account = StepAccount(module, name)
         self._trials = StepTrials(module, name, self._account, self._leave)
+        self._audit = StepAudit(module, name)
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer, which is another to wait for."""
+        self._audit.begin_run()
         self._account.begin_run()
         self._trials.begin_run()
         report = self._module.backend.report
@@ -107,6 +110,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
+        self._audit.close()
         gate, run = self._gate, self._module.backend.report.run
         if not self._uncaptured:
             self._account.end_run()
@@ -252,6 +256,9 @@ class CapturedStep(AbstractContextManager[None]):
         logger = module.shims.logger
         module.account = self._account
         self._account.begin_call(engine)
+        is_audited = self._audit.begin(call=self._step, args=args, kwargs=kwargs, logs=self._mode == "step")
+        if is_audited and self._trials.timer is not None:
+            self._trials.timer.discard_sample()
         try:
             try:
                 shims.install()
@@ -262,6 +269,7 @@ class CapturedStep(AbstractContextManager[None]):
                 monitor.end()
                 shims.remove()
         except BaseException as error:
+            self._audit.close()
             if isinstance(error, Exception):  # eager too logs what was logged before the user's error
                 with suppress(Exception):
                     logger.replay()
@@ -271,12 +279,26 @@ class CapturedStep(AbstractContextManager[None]):
             if is_double_backward_error(error):
                 raise RuntimeError(LATE_SECOND_GRADIENT) from error
             raise
+        differs = self._audit.after_step(output)
         logger.replay()
         if monitor.saw_compile:
+            self._audit.after_compiling()
             self._decide(self._count_compiles(), engine)
         elif self._recompiling:
             self._recompiling = 0
+        if differs:
+            self._leave_as_wrong(differs)
         return output
+
+    def after_backward(self) -> None:
+        """After the backward pass of the training step."""
+        if differs := self._audit.after_backward():
+            self._leave_as_wrong(differs)
+
+    def _leave_as_wrong(self, text: str) -> None:
+        """Run the step unchanged from now on, as an audit has found that it does something else when it is captured."""
+        self._set_mode("off")
+        self._module.backend.fall_back(self._name, Reason(ReasonType.MISMATCH, text))
 
     def _count_compiles(self) -> Outcome:
         outcome = self._module.monitor.outcome(getattr(self._function, "__code__", None))

@@ -1,0 +1,368 @@
+"""Audits of captured steps: :class:`StepAudit`.
+
+What dynamo traces is not always what Python does: it misses changes of objects that a step compares, drops mutations of
+containers, and computes with substitutes of NumPy. No list of such cases is complete. So some captured steps are
+repeated in eager by a copy of the process (:mod:`~lightning_ort.strategies.capture.forked_copy`), from the same state.
+The results are compared: what the step returned and logged, what it left behind in the module and the objects that this
+holds, and its gradients (:mod:`~lightning_ort.strategies.capture.snapshot`).
+
+A difference counts if eager, repeated, has the same result again, and if it is beyond what roundings explain: the step
+is repeated with parameters and inputs that differ by roundings, to see how much its results change.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_ort.compat.lightning import backward_of_step
+from lightning_ort.compat.torch import without_collectives
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.run_part import RunReport
+from lightning_ort.strategies.capture import forked_copy
+from lightning_ort.strategies.capture.budget import CompileBudget
+from lightning_ort.strategies.capture.forked_copy import ForkedCopy
+from lightning_ort.strategies.capture.outlook import TRAINING
+from lightning_ort.strategies.capture.snapshot import (
+    GRADIENT,
+    Findings,
+    Value,
+    class_attributes,
+    differences,
+    globals_of,
+    gradients,
+    random_numbers,
+    snapshot,
+)
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.module import CapturedModule
+
+# which captured steps are audited, counted from the last one that compiled; further ones are as far apart as the last
+STEPS = (1, 2, 4, 10, 30, 100, 300, 1000, 3000, 10_000)
+# what the audits of a run may take: seconds, and shares of the run's time and of the time that compiling took
+SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.004, 0.1
+# the copy computes with one thread, and may be slow: seconds, and times what the step itself took
+PATIENCE, PATIENCE_PER_STEP = 3.0, 10.0
+MAX_SHOWN = 3  # differences in a message
+MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
+
+_PLAIN, _ROUNDED = 0, (1, 2)  # commands: the step as it is; with other roundings
+# relative differences that no audit looks into, and which need no second audit
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+_LARGE = 0.1
+# a difference may be this many times what other roundings of parameters and inputs make
+_ROUNDINGS = 30.0
+
+
+def unexplained(
+    own: Mapping[str, Value], copy: Callable[[int], Mapping[str, Value] | None], tolerance: float
+) -> Findings | None:
+    """Return in what a captured step differs from eager; ``None`` if that cannot be told.
+
+    Args:
+        own: What the captured step computed.
+        copy: Returns what eager computes: as it is for 0, with other roundings for 1 and 2.
+        tolerance: Relative differences up to this are none.
+
+    """
+    eager = copy(_PLAIN)
+    if eager is None:
+        return None
+    found = differences(own, eager, tolerance)
+    if not found.names:
+        return found
+    if (again := copy(_PLAIN)) is None:
+        return None
+    unsteady = differences(again, eager, 0.0).names  # clocks, and what is random beyond torch's generators
+    explained = Findings()
+    for command in _ROUNDED:
+        if (rounded := copy(command)) is None:
+            return None
+        change = differences(rounded, eager, 0.0)
+        unsteady |= change.other.keys()
+        for name, relative in change.relative.items():
+            explained.relative[name] = max(relative, explained.relative.get(name, 0.0))
+    return Findings(
+        {
+            name: relative
+            for name, relative in found.relative.items()
+            if name not in unsteady and relative > _ROUNDINGS * explained.relative.get(name, 0.0)
+        },
+        {name: text for name, text in found.other.items() if name not in unsteady},
+    )
+
+
+class AuditBudget:
+    """What the audits of one run of the Trainer may take, all steps together.
+
+    Args:
+        compiling: The run's budget for compiling, in which audits count.
+        run: Where they are reported.
+
+    """
+
+    def __init__(self, compiling: CompileBudget, run: RunReport) -> None:
+        self._compiling, self._run = compiling, run
+        self._spent = self._last = 0.0
+
+    @property
+    def affords(self) -> bool:
+        """Whether there may be another one."""
+        most = SECONDS + SHARE * self._compiling.elapsed + SHARE_OF_COMPILING * (self._compiling.spent - self._spent)
+        return self._spent + self._last <= most
+
+    def add(self, seconds: float) -> None:
+        """Count an audit."""
+        self._last = seconds
+        self._spent += seconds
+        self._compiling.spend(seconds)
+        self._run.audits += 1
+        self._run.audit_seconds += seconds
+
+
+class StepAudit:
+    """Audits one kind of step of a module: decides when, and says what is wrong.
+
+    Args:
+        module: The module whose step it is.
+        name: The name of the step.
+
+    """
+
+    def __init__(self, module: "CapturedModule", name: str) -> None:
+        self._module, self._name = module, name
+        self._steps = 0  # captured, since the last one that compiled
+        self._next: float = 0
+        self._epoch = -1
+        self._unknown = 0  # audits in a row
+        self._suspected = False  # whether the next audit has to confirm what the last one has found
+        self._audit: _Audit | None = None  # that runs
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer."""
+        self._steps, self._next, self._epoch, self._unknown, self._suspected = 0, 0, -1, 0, False
+        if self._module.config.audit == "off":
+            self._next = math.inf
+        elif reason := self._module.not_audited(self._name):
+            self._stop(reason)
+
+    def after_compiling(self) -> None:
+        """Audit the steps that follow."""
+        if self._next < math.inf:
+            self._steps = self._next = 0
+
+    def begin(self, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool) -> bool:
+        """Before a captured step: copy the process if the step is to be audited; return whether it is.
+
+        Args:
+            call: The step as it is.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            logs: Whether shims keep what the captured step logs until it is over.
+
+        """
+        self.close()
+        self._steps += 1
+        if self._next == math.inf or (self._steps <= self._next and self._epoch == self._module.epoch):
+            return False
+        self._next = next((number for number in STEPS if number >= self._steps), self._steps + STEPS[-1])
+        self._epoch = self._module.epoch
+        if not self._suspected and not self._module.audits.affords:
+            return False
+        if reason := forked_copy.unavailable():
+            self._note(reason)
+            return False
+        try:
+            self._audit = _Audit(self._module, self._name, call, args, kwargs, logs)
+        except OSError as error:
+            self._note(str(error))
+        return self._audit is not None
+
+    def after_step(self, output: Any) -> str:
+        """After the captured step, before what it logged is handed on; return in what it differs from eager."""
+        if (audit := self._audit) is None:
+            return ""
+        audit.after_step(output)
+        return "" if audit.has_backward else self._finish(audit)
+
+    def after_backward(self) -> str:
+        """After the backward pass of a training step; return in what it differs from eager."""
+        if (audit := self._audit) is None:
+            return ""
+        audit.after_backward()
+        return self._finish(audit)
+
+    def close(self) -> None:
+        """Give up an audit that runs: the step has failed, or has no backward pass."""
+        if self._audit is not None:
+            self._audit.close()
+            self._audit = None
+
+    def _finish(self, audit: "_Audit") -> str:
+        try:
+            found = audit.findings()
+        finally:
+            self.close()
+        self._module.audits.add(audit.seconds)
+        if found is None:
+            self._unknown += 1
+            if self._unknown >= MAX_UNKNOWN:
+                self._stop(f"a copy of the process could not repeat it: {audit.problem}")
+            return ""
+        self._unknown = 0
+        run = self._module.backend.report.run
+        run.audit_difference = max(run.audit_difference, audit.largest)
+        large = bool(found.other) or max(found.relative.values(), default=0.0) >= _LARGE
+        confirmed, self._suspected = self._suspected, bool(found.names)
+        if not self._suspected:
+            return ""
+        if not large and not confirmed:
+            self._next = self._steps  # the next step confirms it, or it was a tie that a rounding has decided
+            return ""
+        return audit.describe(found)
+
+    def _stop(self, reason: str) -> None:
+        self._next = math.inf
+        self._note(reason)
+
+    def _note(self, reason: str) -> None:
+        self._module.backend.report.record_choice(self._name, Reason(ReasonType.NOT_AUDITED, reason))
+
+
+class _Audit:
+    """One captured step, and the copy of the process that repeats it."""
+
+    def __init__(
+        self, module: "CapturedModule", name: str, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool
+    ) -> None:
+        start = time.perf_counter()
+        self._module, self._name, self._logs = module, name, logs
+        self._function = getattr(call, "__func__", call)
+        manual = name == TRAINING and not module.module.automatic_optimization
+        self.has_backward = name == TRAINING and not manual and module.is_alone
+        self._manual = manual
+        self.seconds = 0.0  # that the run has waited
+        self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module.module))
+        self._own: dict[str, Value] = {}
+        self._eager: Mapping[str, Value] = {}
+
+        def compute(command: int) -> dict[str, Value]:
+            if command in _ROUNDED:
+                _round(module.module, (args, kwargs), command)
+            with torch.compiler.set_stance("force_eager"), without_collectives():
+                return self._repeat(call, args, kwargs)
+
+        self._copy = ForkedCopy(compute)
+        self._copy.ask(_PLAIN)
+        self._begun = time.perf_counter()
+        self.seconds = self._begun - start
+
+    def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
+        """Run the step in eager, in the copy."""
+        shims = self._module.shims
+        if self._logs:
+            shims.install()
+        output = call(*args, **kwargs)
+        shims.remove()
+        self.after_step(output)
+        shims.logger.discard()
+        if self.has_backward:
+            with torch.autocast("cpu", enabled=False):  # as around Lightning's backward pass
+                backward_of_step(self._module.module.trainer, output)
+            self.after_backward()
+        return self._own
+
+    def after_step(self, output: Any) -> None:
+        """Look at what the step returned, logged and left behind."""
+        start = time.perf_counter()
+        module = self._module.module
+        logged = [(names, value) for _, _, names, value, *_ in self._module.shims.logger.calls] if self._logs else []
+        left = {"self": module, "globals": globals_of(self._function), "class": class_attributes(type(module))}
+        self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
+        if self._manual:
+            self._own |= gradients(module)
+        self.seconds += time.perf_counter() - start
+
+    def after_backward(self) -> None:
+        """Look at the gradients."""
+        start = time.perf_counter()
+        self._own |= gradients(self._module.module)
+        self.seconds += time.perf_counter() - start
+
+    def findings(self) -> Findings | None:
+        """Return in what the captured step differs from eager; ``None`` if that cannot be told."""
+        start = time.perf_counter()
+        patience = PATIENCE + PATIENCE_PER_STEP * (start - self._begun)
+        answers = 0
+
+        def copy(command: int) -> Mapping[str, Value] | None:
+            nonlocal answers
+            if answers:  # the first one is asked for at the beginning
+                self._copy.ask(command)
+            found = self._copy.answer(patience)
+            self._eager = found if found is not None and not answers else self._eager
+            answers += 1
+            return found
+
+        try:
+            return unexplained(self._own, copy, self._tolerance)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    @property
+    def problem(self) -> str:
+        """Why eager could not be asked."""
+        return self._copy.problem
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max(differences(self._own, self._eager, 0.0).relative.values(), default=0.0)
+
+    def describe(self, found: Findings) -> str:
+        """Say what is wrong."""
+        trainer = self._module.module.trainer
+        batch = f"batch {trainer.fit_loop.batch_idx} of " if self._name == TRAINING else ""
+        numbers = sorted(found.relative, key=lambda name: (name.startswith(GRADIENT), -found.relative[name]))
+        texts = [f"{name} {text}" for name, text in found.other.items()]
+        texts += [f"{name} is {self._own[name]} instead of {self._eager[name]}" for name in numbers]
+        more = f", and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
+        return (
+            f"captured, in {batch}epoch {trainer.current_epoch}, {'; '.join(texts[:MAX_SHOWN])}{more}. It stays in"
+            " PyTorch from now on; its captured steps before may have differed too. To begin again without capture,"
+            " pass ORTConfig(capture='off') to the strategy"
+        )
+
+    def close(self) -> None:
+        """End the copy."""
+        self._copy.close()
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which a step may compute."""
+    found = {parameter.dtype for parameter in module.parameters()} or {torch.float32}
+    return found | ({torch.get_autocast_dtype("cpu")} if torch.is_autocast_enabled("cpu") else set())
+
+
+def _round(module: nn.Module, batch: Any, seed: int) -> None:
+    """Change parameters and inputs by about as much as roundings do."""
+    generator = torch.Generator().manual_seed(seed)
+    halves = _dtypes(module) & {torch.float16, torch.bfloat16}
+    tensors = [*module.parameters(), *_tensors_in(batch)]
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.layout is torch.strided:
+                size = 4 * torch.finfo(next(iter(halves), tensor.dtype)).eps
+                noise = torch.empty(tensor.shape, dtype=torch.float64).uniform_(-size, size, generator=generator)
+                tensor.data.mul_((1 + noise).to(tensor.dtype))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors_in(item)]

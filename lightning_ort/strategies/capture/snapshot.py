@@ -1,0 +1,259 @@
+"""What a step computed and left behind, as plain values that two processes can compare: :func:`snapshot`.
+
+A tensor is its dtype, its shape, the sum of its elements and the sum of their magnitudes; a container its type and its
+items; an object its type and its attributes. Something that was met before is the place where that was, so that an
+attribute which refers to another object than it did is another value.
+"""
+
+import enum
+import hashlib
+import inspect
+import math
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
+_MAX_DEPTH = 12
+GRADIENT = "gradient of "
+_SMALL_GRADIENT = 1e-3  # of the largest mean magnitude: gradients that are roundings alone
+# their objects are machinery, such as the Trainer, locks and files
+_MACHINERY = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
+    *("multiprocessing", "concurrent", "asyncio", "io", "_io", "_thread", "weakref", "socket", "queue", "rich"),
+}
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
+_PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A tensor, an array or a number; what is compared up to rounding.
+
+    Args:
+        kind: Its dtype and shape, or the type of the number.
+        total: The sum of its elements.
+        magnitude: The sum of their absolute values.
+        count: How many elements there are.
+
+    """
+
+    kind: str
+    total: float
+    magnitude: float
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.total:.6g}" if self.count == 1 else f"sum {self.total:.6g} of {self.count} elements"
+
+
+Value = Numbers | str
+
+
+@dataclass
+class Findings:
+    """What is different between two snapshots, by where it is.
+
+    Args:
+        relative: How far numbers are apart, relative to their magnitude.
+        other: What is no number, or numbers of other dtypes and shapes, with a description.
+
+    """
+
+    relative: dict[str, float] = field(default_factory=dict)
+    other: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Where they are."""
+        return {*self.relative, *self.other}
+
+
+def differences(own: Mapping[str, Value], eager: Mapping[str, Value], tolerance: float) -> Findings:
+    """Compare two snapshots; a relative difference up to the tolerance is none."""
+    found = Findings()
+    small = _SMALL_GRADIENT * max(
+        (_mean(value) for name, value in eager.items() if name.startswith(GRADIENT)), default=0.0
+    )
+    for name in dict.fromkeys((*eager, *own)):
+        if name not in own or name not in eager:
+            found.other[name] = "is missing" if name not in own else "is there only in the captured step"
+            continue
+        one, two = own[name], eager[name]
+        if isinstance(one, Numbers) and isinstance(two, Numbers) and one.kind == two.kind:
+            scale = max(one.magnitude, two.magnitude, small * one.count if name.startswith(GRADIENT) else 0.0)
+            if (relative := _relative(one, two, scale)) > tolerance:
+                found.relative[name] = relative
+        elif one != two:
+            found.other[name] = f"is {_text(one)} instead of {_text(two)}"
+    return found
+
+
+def _mean(value: Value) -> float:
+    return value.magnitude / max(value.count, 1) if isinstance(value, Numbers) else 0.0
+
+
+def _relative(one: Numbers, two: Numbers, scale: float) -> float:
+    pairs = [(one.total, two.total), (one.magnitude, two.magnitude)]
+    if all(a == b or (a != a and b != b) for a, b in pairs):
+        return 0.0
+    # written so that an infinity or a NaN on one side alone is the largest difference
+    worst = max(abs(a - b) if abs(a - b) < float("inf") else float("inf") for a, b in pairs)
+    return worst / scale if scale > 0 else float("inf")
+
+
+def _text(value: Value) -> str:
+    return f"{value.kind} {value}" if isinstance(value, Numbers) else str(value)
+
+
+def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the values below named objects, by where they are, such as ``self.net.weight``."""
+    found: dict[str, Value] = {}
+    seen: dict[int, str] = {}  # objects that may be met twice
+    keep: list[Any] = []  # a new object would get the id of one that is gone
+    todo = deque((name, value, 0) for name, value in roots.items())
+    while todo and len(found) < MAX_VALUES:
+        path, value, depth = todo.popleft()
+        if _may_be_met_again(value):
+            if (before := seen.setdefault(id(value), path)) != path:
+                found[path] = f"the same as {before}"
+                continue
+            keep.append(value)
+        found[path] = _value_of(value)
+        if depth < _MAX_DEPTH:
+            todo.extend((f"{path}{name}", item, depth + 1) for name, item in _parts(value))
+    return found
+
+
+def gradients(module: nn.Module) -> dict[str, Value]:
+    """Return the gradients of a module's parameters."""
+    return {f"{GRADIENT}{name}": _value_of(parameter.grad) for name, parameter in module.named_parameters()}
+
+
+def random_numbers() -> dict[str, Value]:
+    """Return the states of the generators that the process has from the start."""
+    import random
+
+    states = (random.getstate(), np.random.get_state(), torch.default_generator)
+    names = ("Python's random numbers", "NumPy's random numbers", "torch's random numbers")
+    return {name: _digest(state) for name, state in zip(names, states, strict=True)}
+
+
+def globals_of(function: Any) -> dict[str, Any]:
+    """Return the plain global variables that a function names."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    names = () if code is None else code.co_names
+    return {name: known[name] for name in names if name in known and not isinstance(known[name], (*_CODE, nn.Module))}
+
+
+def class_attributes(kind: type) -> dict[str, Any]:
+    """Return the plain attributes of a class and its bases that are no machinery."""
+    kinds = [base for base in kind.__mro__ if not _is_machinery(base) and base is not object]
+    return {
+        f"{base.__name__}.{name}": value
+        for base in kinds
+        for name, value in vars(base).items()
+        if not name.startswith("__") and isinstance(value, (int, float, str, list, dict, set, deque, torch.Tensor))
+    }
+
+
+def _may_be_met_again(value: Any) -> bool:
+    return not isinstance(value, (int, float, complex, str, bytes, enum.Enum, *_CODE, type(None)))
+
+
+def _value_of(value: Any) -> Value:
+    """Return an object itself as a plain value, without its parts."""
+    kind = type(value).__qualname__
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, (bool, np.bool_, enum.Enum, str, bytes, type(None))):
+        return f"{kind} {value!r}"[:200]
+    if isinstance(value, (int, float, np.number)):
+        return Numbers(kind, *_finite(value))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        wide = value.astype(np.float64)
+        return Numbers(f"{value.dtype} {value.shape}", float(wide.sum()), float(np.abs(wide).sum()), value.size)
+    if isinstance(value, (np.random.Generator, np.random.RandomState, torch.Generator)):
+        return f"{kind} {_digest(value)}"
+    if isinstance(value, _CODE):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
+    if isinstance(value, (set, frozenset)):
+        plain = sorted(repr(item) for item in value if isinstance(item, (int, float, str, bytes)))
+        return f"{kind} of {len(value)} items, {_digest(plain)}"
+    if isinstance(value, (list, tuple, deque, Mapping)):
+        return f"{kind} of {len(value)} items"
+    return kind
+
+
+def _of_tensor(tensor: torch.Tensor) -> Value:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        return f"{kind} {tensor.layout}"
+    with torch.no_grad():
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
+        total = plain.sum(dtype=torch.float64).item()
+        magnitude = total
+        if plain.is_floating_point():
+            magnitude = torch.linalg.vector_norm(plain, 1, dtype=torch.float64).item() if plain.numel() else 0.0
+        elif plain.dtype is not torch.bool:
+            magnitude = plain.abs().sum(dtype=torch.float64).item()
+    return Numbers(kind, total, magnitude, tensor.numel())
+
+
+def _finite(value: Any) -> tuple[float, float]:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.copysign(math.inf, value)
+    return number, abs(number)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an object that are to be looked at, and what their names begin with."""
+    if isinstance(value, (torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE)):
+        return
+    if isinstance(value, nn.Module):
+        for items in map(vars(value).get, _PARTS_OF_MODULES):
+            yield from ((f".{name}", item) for name, item in (items or {}).items())
+        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in _OF_MODULES)
+    elif isinstance(value, Mapping):
+        for index, (key, item) in enumerate(value.items()):
+            plain = isinstance(key, (int, float, str, bytes, tuple, type(None)))
+            yield f"[{key!r}]"[:80] if plain else f"[item {index}]", item
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    if not isinstance(value, nn.Module) and not _is_machinery(type(value)):
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+        for name in _slots(type(value)):
+            if not inspect.ismethod(item := getattr(value, name, None)):
+                yield f".{name}", item
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names
+
+
+def _is_machinery(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _MACHINERY
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator.state
+    elif isinstance(value, np.random.RandomState):
+        value = value.get_state()
+    elif isinstance(value, torch.Generator):
+        value = value.get_state().numpy().tobytes()
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.sha256(data).hexdigest()[:12]
