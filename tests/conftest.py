@@ -76,6 +76,12 @@ def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ort.strategies.capture.autotuner.MIN_SECONDS", 0)
 
 
+@pytest.fixture(autouse=True)
+def audits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    # one in each run, and what the time of a run allows; those of audits ask for more
+    monkeypatch.setattr("lightning_ort.strategies.capture.audit.SECONDS", 0.0)
+
+
 @pytest.fixture
 def torchs_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Activation checkpointing as torch has it: dynamo knows no other."""

@@ -74,7 +74,7 @@ class RunReport:
         waiting: Why nothing has been compiled yet.
         audits: How many captured steps a copy of the process repeated in eager.
         audit_seconds: Wall clock that this took.
-        audit_difference: The largest relative difference that audits found in a loss, a gradient or anything else.
+        audit_difference: The largest relative difference of a result or gradient that audits found.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
 
     """

@@ -191,7 +191,7 @@ class StepAudit:
 
     def after_backward(self) -> str:
         """After the backward pass of a training step; return in what it differs from eager."""
-        if (audit := self._audit) is None:
+        if (audit := self._audit) is None or not audit.waits_for_backward:
             return ""
         audit.after_backward()
         return self._finish(audit)
@@ -293,6 +293,11 @@ class _Audit:
         self._own |= gradients(self._module.module)
         self.seconds += time.perf_counter() - start
 
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether the step is over; one may run backward passes itself."""
+        return self.has_backward and bool(self._own)
+
     def findings(self) -> Findings | None:
         """Return in what the captured step differs from eager; ``None`` if that cannot be told."""
         start = time.perf_counter()
@@ -320,8 +325,9 @@ class _Audit:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference."""
-        return max(differences(self._own, self._eager, 0.0).relative.values(), default=0.0)
+        """The largest relative difference of a result or gradient; attributes may be clocks."""
+        found = differences(self._own, self._eager, 0.0).relative
+        return max((found[name] for name in found if name.startswith(("output", GRADIENT))), default=0.0)
 
     def describe(self, found: Findings) -> str:
         """Say what is wrong."""

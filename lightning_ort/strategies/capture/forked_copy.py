@@ -1,10 +1,10 @@
 """Compute something from this process's exact state while the process goes on: :class:`ForkedCopy`.
 
 A forked process shares the parent's memory, copy on write, and so has its Python objects, tensors and random numbers.
-It may only compute and answer: it has no other open files than two pipes, and can open none; what is printed is
-dropped; memory that is shared with others becomes its own; signals act as in a fresh process; Python's functions that
-change files, start programs or signal processes raise; it ends without cleaning up. So whatever the computation does,
-nobody else sees it.
+It may only compute and answer: of its open files two pipes are left, all others lead nowhere, and it can open none;
+memory that is shared with others becomes its own; signals act as in a fresh process; Python's functions that change
+files, start programs or signal processes raise; it ends without cleaning up. So whatever the computation does, nobody
+else sees it.
 
 Of the parent's threads it has one. A lock that another thread held when the process was forked is never released, so
 that the computation may hang. The parent waits with a limit, and then ends it: it can never hang itself. Torch computes
@@ -210,9 +210,9 @@ def _isolate(commands: int, answers: int) -> None:
     for source, target in zip((null, null, null, *pipes), range(_ANSWERS + 1), strict=True):
         os.dup2(source, target)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > _ANSWERS:
-            with contextlib.suppress(OSError):  # the listing's own
-                os.close(descriptor)
+        if descriptor > _ANSWERS:  # not closed: whoever writes to it must not fail
+            os.dup2(null, descriptor)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (a notebook's are no files)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

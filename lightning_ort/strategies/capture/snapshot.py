@@ -105,8 +105,8 @@ def _relative(one: Numbers, two: Numbers, scale: float) -> float:
     if all(a == b or (a != a and b != b) for a, b in pairs):
         return 0.0
     # written so that an infinity or a NaN on one side alone is the largest difference
-    worst = max(abs(a - b) if abs(a - b) < float("inf") else float("inf") for a, b in pairs)
-    return worst / scale if scale > 0 else float("inf")
+    worst = max(abs(a - b) if abs(a - b) < math.inf else math.inf for a, b in pairs)
+    return worst / scale if 0 < scale < math.inf and worst < math.inf else math.inf
 
 
 def _text(value: Value) -> str:
@@ -187,7 +187,10 @@ def _value_of(value: Any) -> Value:
     if isinstance(value, (set, frozenset)):
         plain = sorted(repr(item) for item in value if isinstance(item, (int, float, str, bytes)))
         return f"{kind} of {len(value)} items, {_digest(plain)}"
-    if isinstance(value, (list, tuple, deque, Mapping)):
+    if isinstance(value, Mapping):
+        names = [key if isinstance(key, (int, float, str, bytes)) else type(key).__name__ for key in value]
+        return f"{kind} of {len(value)} items, {_digest(names)}"
+    if isinstance(value, (list, tuple, deque)):
         return f"{kind} of {len(value)} items"
     return kind
 

@@ -1,0 +1,366 @@
+"""Captured steps are repeated in eager, and one that does something else goes back to PyTorch."""
+
+import collections
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ort import ORTConfig, ORTStrategy
+from lightning_ort.compiler.fallbacks import ORTFallbackError
+from lightning_ort.compiler.report import ReasonType
+from lightning_ort.strategies.capture import audit, forked_copy
+from lightning_ort.strategies.capture.audit import unexplained
+from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.capture.snapshot import differences, gradients, snapshot
+from tests.strategies.small_modules import Small, loader
+
+pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
+
+
+@pytest.fixture(autouse=True)
+def audits_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "SECONDS", 60.0)
+
+
+ALWAYS = ORTConfig(placement="always")
+
+
+def fit(make_trainer: Callable[..., Any], module: Any, config: ORTConfig = ALWAYS, **kwargs: Any) -> Any:
+    trainer = make_trainer(**{"strategy": ORTStrategy(config=config), "max_epochs": 2, **kwargs})
+    trainer.fit(module)
+    return trainer.strategy.report
+
+
+class Faulty(Small):
+    """Does something else when it is captured: ``captured`` stands for what dynamo makes of ``training_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.kept, self.table = 0, [1.0, 2.0], {"a": 1, "b": 2}
+        self.window: collections.deque[float] = collections.deque(maxlen=3)
+        self.state = collections.namedtuple("State", "heads")(["one", "two"])  # noqa: PYI024
+        self.plain = Plain()
+        self.head = self.net[2]
+        self.register_buffer("bank", torch.zeros(4, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        return self.loss(batch)
+
+
+class Plain:
+    """An object that a module holds."""
+
+    def __init__(self) -> None:
+        self.total, self.inner = 0.0, [torch.zeros(3)]
+
+
+def scaled_gradient(factor: float) -> Callable[[Tensor], Tensor]:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return factor * gradients[0]
+
+    return Scale.apply  # type: ignore[return-value]
+
+
+def attribute(**values: Any) -> Callable[[Any, Any], None]:
+    return lambda module, batch: vars(module).update(values)
+
+
+def call(path: str, *args: Any) -> Callable[[Any, Any], None]:
+    def do(module: Any, batch: Any) -> None:
+        *names, method = path.split(".")
+        target = module
+        for name in names:
+            target = getattr(target, name)
+        with torch.no_grad():
+            getattr(target, method)(*args)
+
+    return do
+
+
+# what the captured step does beside, or instead
+FAULTS: dict[str, Any] = {
+    "a result of 1 % more": lambda m, b, loss: 1.01 * loss,
+    "a gradient of 1 % more": lambda m, b, loss: scaled_gradient(1.01)(loss),
+    "the gradient of one layer of 2 % less": lambda m, b, loss: F.mse_loss(
+        m.net[2](scaled_gradient(0.98)(m.net[:2](b[0]))), F.one_hot(b[1], 3).float()
+    ),
+    "a gradient with another sign": lambda m, b, loss: scaled_gradient(-1.0)(loss),
+    "a branch of earlier": lambda m, b, loss: F.mse_loss(2 * m(b[0]), F.one_hot(b[1], 3).float()),
+    "infinity": lambda m, b, loss: loss + math.inf,
+    "not a number": lambda m, b, loss: scaled_gradient(math.nan)(loss),
+    "no gradient of one layer": lambda m, b, loss: F.mse_loss(
+        m.net[2](m.net[:2](b[0]).detach()), F.one_hot(b[1], 3).float()
+    ),
+    "another value logged": lambda m, b, loss: (m.log("other", loss.detach() + 1), loss)[1],
+    "a counter that stays": attribute(count=0),
+    "one append too much": call("kept.append", 3.0),
+    "items in another order": call("kept.reverse"),
+    "one item less": call("kept.pop"),
+    "another key": call("table.update", {"c": 3}),
+    "keys in another order": lambda m, b, loss: (m.table.update(a=m.table.pop("a")), loss)[1],
+    "a longer window": call("window.append", 1.0),
+    "another word in a tuple": lambda m, b, loss: (m.state.heads.__setitem__(0, "two"), loss)[1],
+    "an attribute of a plain object": lambda m, b, loss: (setattr(m.plain, "total", 1.0), loss)[1],
+    "a tensor in a list of a plain object": lambda m, b, loss: (m.plain.inner[0].add_(1), loss)[1],
+    "another module under a name": lambda m, b, loss: (object.__setattr__(m, "head", m.net[0]), loss)[1],
+    "a buffer written twice": call("bank.add_", 1),
+    "a weight that is written to": call("net.0.weight.data.mul_", 1.01),
+    "a random number too much": lambda m, b, loss: (torch.rand(()), loss)[1],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_the_step_goes_back_to_pytorch(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    def wrong(module: Faulty, batch: Any, batch_idx: int) -> Tensor:
+        loss = Faulty.training_step(module, batch, batch_idx)
+        found = FAULTS[fault](*(module, batch, loss)[: FAULTS[fault].__code__.co_argcount])
+        return loss if found is None else found
+
+    calls = []
+
+    def compiled(self: CapturedModule, function: Any, engine: str = "ort") -> Any:
+        if function.__name__ != "training_step":
+            return function
+        return lambda *args: (calls.append(1), wrong(self.module, *args))[1]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CapturedModule, "compile", compiled)
+    monkeypatch.setattr("lightning_ort.strategies.capture.steps.dynamo.region_of", lambda compiled: 0)
+    report = fit(make_trainer, Faulty(), max_epochs=1, limit_val_batches=0)
+    assert len(calls) <= 2
+    assert [(each.where, each.reason.type) for each in report.fallbacks] == [("training_step", ReasonType.MISMATCH)]
+    assert len([one for one in caplog.records if one.levelno == logging.WARNING and "training_step" in one.message]) == 1
+
+
+class Usual(Small):
+    """What steps do: dropout, recurrent layers, convolutions, statistics, counters, clocks, lists, several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rnn = nn.Conv1d(1, 4, 3, padding=1), nn.LSTM(4, 4, batch_first=True)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.seconds, self.steps, self.seen = 0.0, 0, collections.deque[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        start = time.perf_counter()
+        x, y = batch
+        h, _ = self.rnn(self.conv(x[:, None]).transpose(1, 2))
+        loss = self.loss((self.drop(self.norm(x + h.mean(2))), y))
+        self.log("loss", loss)
+        self.log_dict({"noise": torch.rand(())})
+        self.steps += 1
+        self.seconds = time.perf_counter() - start
+        return loss
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("step_graph", ["joint", "split"])
+def test_a_step_that_does_the_same_stays_captured(
+    make_trainer: Callable[..., Any], settings: dict[str, Any], step_graph: Any
+) -> None:
+    config = ORTConfig(placement="always", step_graph=step_graph)
+    report = fit(make_trainer, Usual(), config, max_epochs=4, **settings)
+    assert report.fallbacks == []
+    assert report.run.audits >= 4
+    assert report.ort_runs > 16
+    assert report.run.audit_difference < (1e-5 if "precision" not in settings else 0.1)
+    assert not [note for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
+    assert 0 < report.run.audit_seconds < 60
+
+
+def test_manual_optimization_is_audited(make_trainer: Callable[..., Any]) -> None:
+    class Manual(Small):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    report = fit(make_trainer, Manual())
+    assert report.fallbacks == []
+    assert report.run.audits >= 2
+    assert report.ort_runs > 0
+
+
+def test_validation_steps_are_audited(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stale(Small):
+        shift = 0.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) + (1.0 if self.shift is None else 0.0)
+
+    module = Stale()
+    report = fit(make_trainer, module)
+    assert report.run.audits >= 4
+    assert report.fallbacks == []
+
+
+def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Window(Small):
+        """Dynamo keeps an item too many in a full deque, or whatever this stands for."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) * (2.0 if torch.compiler.is_dynamo_compiling() else 1.0)
+
+    with pytest.raises(ORTFallbackError, match="differs from eager"):
+        fit(make_trainer, Window(), ORTConfig(placement="always", fallback="raise"))
+    report = fit(make_trainer, Window(), ORTConfig(placement="always", audit="off"))
+    assert report.run.audits == 0
+    assert report.fallbacks == []
+
+
+def test_what_a_step_does_beside_computing_is_done_once(
+    make_trainer: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.txt"
+
+    class Writes(Small):
+        @torch.compiler.disable
+        def write(self, batch_idx: int) -> None:
+            with path.open("a") as file:
+                file.write(f"{batch_idx}\n")
+            print(f"step {batch_idx}")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.write(batch_idx)
+            return self.loss(batch)
+
+    report = fit(make_trainer, Writes())
+    assert path.read_text().split() == [str(number) for number in (*range(4), *range(4))]
+    assert capfd.readouterr().out.count("step") == 8
+    assert report.fallbacks == []
+    assert [note.where for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED] == ["training_step"]
+
+
+def test_a_step_that_fails_leaves_nothing_behind(make_trainer: Callable[..., Any]) -> None:
+    class Fails(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise ValueError("of the user")
+            return self.loss(batch)
+
+    with pytest.raises(ValueError, match="of the user"):
+        fit(make_trainer, Fails())
+
+
+def test_audits_become_rare(make_trainer: Callable[..., Any]) -> None:
+    class Long(Small):
+        def train_dataloader(self) -> Any:
+            return loader(8 * 200)
+
+    report = fit(make_trainer, Long(), max_epochs=1, limit_val_batches=0)
+    assert 4 <= report.run.audits <= 10
+
+
+def test_audits_take_a_share_of_the_time(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "SECONDS", 0.0)
+    start = time.perf_counter()
+    report = fit(make_trainer, Small(), max_epochs=2)
+    seconds = time.perf_counter() - start
+    assert report.run.audits <= 1 + 0.2 * seconds / 0.02
+
+
+# What counts as a difference
+
+
+def numbers(**values: Any) -> dict[str, Any]:
+    return snapshot(values)
+
+
+def test_equal_snapshots_have_no_differences() -> None:
+    module = Small()
+    values = {"self": module, "output": {"loss": torch.tensor([1.0, math.nan, math.inf])}, "text": ("a", b"b", None, 2**80)}
+    assert differences(snapshot(values), snapshot(values), 0.0).names == set()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2), (True, False), ("a", "b"), (None, 0), ([1, 2], [2, 1]), ([1], [1, 1]), ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}), (torch.zeros(3), torch.zeros(4)), (torch.zeros(3), torch.zeros(3).double()),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1])), (torch.tensor(1.0), torch.tensor(math.nan)),
+        (torch.tensor([True, False]), torch.tensor([True, True])), (torch.tensor(1 + 1j), torch.tensor(1 + 2j)),
+        (collections.deque([1], 2), collections.deque([1, 2], 2)), (nn.ReLU().train(), nn.ReLU().eval()),
+        (torch.nn.functional.relu, torch.nn.functional.gelu), ([Plain()], [Plain(), Plain()]),
+    ],
+)  # fmt: skip
+def test_different_values_are_different(one: Any, other: Any) -> None:
+    assert differences(numbers(x=one), numbers(x=other), 1e-3).names
+    assert not differences(numbers(x=one), numbers(x=one), 1e-3).names
+
+
+def test_which_object_an_attribute_refers_to_is_compared() -> None:
+    one, other = Plain(), Plain()
+    first, second = numbers(a=one, b=other, active=one), numbers(a=one, b=other, active=other)
+    assert differences(first, second, 1e-3).names >= {"active"}
+
+
+def test_gradients_that_are_roundings_are_compared_with_those_of_others() -> None:
+    def with_gradients(small: float) -> Any:
+        module = nn.Linear(2, 2)
+        module.weight.grad, module.bias.grad = torch.ones(2, 2), torch.full((2,), small)
+        return gradients(module)
+
+    assert not differences(with_gradients(1e-9), with_gradients(-1e-9), 1e-3).names
+    assert differences(with_gradients(1e-2), with_gradients(-1e-2), 1e-3).names == {"gradient of bias"}
+
+
+class Scripted:
+    """Answers as a copy of the process would."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.commands: list[int] = []
+
+    def __call__(self, command: int) -> Any:
+        self.commands.append(command)
+        return self.answers.pop(0)
+
+
+def test_no_difference_takes_one_answer() -> None:
+    copy = Scripted(numbers(x=1.0))
+    found = unexplained(numbers(x=1.0 + 1e-5), copy, 1e-3)
+    assert found is not None
+    assert found.names == set()
+    assert copy.commands == [0]
+
+
+def test_a_difference_is_one_if_eager_repeats_itself_and_roundings_do_not_matter() -> None:
+    found = unexplained(numbers(x=1.1), Scripted(*[numbers(x=1.0)] * 2, *[numbers(x=1.0001)] * 2), 1e-3)
+    assert found is not None
+    assert found.relative == {"x": pytest.approx(0.1 / 1.1)}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [(1.0, 1.3, 1.0, 1.0), (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 1.0, "text")],
+    ids=["eager varies", "roundings make as much", "roundings change what it is"],
+)
+def test_a_difference_may_have_another_reason(answers: Any) -> None:
+    found = unexplained(numbers(x=1.1), Scripted(*[numbers(x=value) for value in answers]), 1e-3)
+    assert found is not None
+    assert found.names == set()
+
+
+@pytest.mark.parametrize("answered", range(4))
+def test_without_an_answer_nothing_is_known(answered: int) -> None:
+    answers = [numbers(x=1.0)] * answered + [None]
+    assert unexplained(numbers(x=2.0), Scripted(*answers), 1e-3) is None
