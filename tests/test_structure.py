@@ -12,9 +12,8 @@ import lightning_ort
 
 ROOT = Path(lightning_ort.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
-MAX_PACKAGE_LINES = 25_900
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
@@ -88,10 +87,9 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, lines
 
 
-def test_the_package_stays_small() -> None:
+def test_files_are_short() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {path.name: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
-    assert sum(lines.values()) < MAX_PACKAGE_LINES
 
 
 def test_names_of_test_files_are_unique() -> None:

@@ -32,7 +32,7 @@ def render_text(report: "CompileReport", width: int) -> str:
         *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
         *([f"host memory: {report.host_memory}"] if report.host_memory else []),
         *([f"dropout masks: {report.dropout_masks}"] if report.dropout_masks else []),
-        *([report.run.audit_text] if report.run.audits else []),
+        *([f"audits: {report.run.audit_text}"] if report.run.audits else []),
         *(f"note: {note}" for note in report.notes),
     ]
     table = _table(report, width) if report.graphs else []

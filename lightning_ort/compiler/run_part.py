@@ -96,9 +96,11 @@ class RunReport:
     @property
     def audit_text(self) -> str:
         """What audits have found, in one line."""
-        steps = "1 captured step" if self.audits == 1 else f"{self.audits} captured steps"
-        found = f"{self.audit_seconds:.1f} s, differences up to {self.audit_difference:.1g}"
-        return f"audits: {steps} repeated in eager, {found}"
+        steps = "1 captured step was" if self.audits == 1 else f"{self.audits} captured steps were"
+        return (
+            f"{steps} repeated in eager in {self.audit_seconds:.1f} s; results and gradients differ by up to"
+            f" {self.audit_difference:.1g} of their size"
+        )
 
     @property
     def verdict(self) -> str:

@@ -189,7 +189,7 @@ def _value_of(value: Any) -> Value:
         return f"{kind} of {len(value)} items, {_digest(plain)}"
     if isinstance(value, Mapping):
         names = [key if isinstance(key, (int, float, str, bytes)) else type(key).__name__ for key in value]
-        return f"{kind} of {len(value)} items, {_digest(names)}"
+        return f"{kind} of {len(value)} items, keys {_digest(names)}"
     if isinstance(value, (list, tuple, deque)):
         return f"{kind} of {len(value)} items"
     return kind

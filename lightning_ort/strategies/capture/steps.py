@@ -245,14 +245,7 @@ class CapturedStep(AbstractContextManager[None]):
             and module.module.automatic_optimization
             and not torch.is_anomaly_enabled()  # its gradients come from one operation, and nobody could say from which
         )
-        call = self._step
-        shims: Shims = module.shims
-        if self._mode == "modules":
-            shims = module.module_shims(engine)
-        elif engine in self._compiled:
-            call = self._compiled[engine]
-        else:
-            call = self._compiled[engine] = module.compile(call, engine)
+        call, shims = self._captured(engine)
         logger = module.shims.logger
         module.account = self._account
         self._account.begin_call(engine)
@@ -289,6 +282,14 @@ class CapturedStep(AbstractContextManager[None]):
         if differs:
             self._leave_as_wrong(differs)
         return output
+
+    def _captured(self, engine: Engine) -> tuple[Callable[..., Any], Shims]:
+        """Return what to call, and what to install before."""
+        if self._mode == "modules":
+            return self._step, self._module.module_shims(engine)
+        if engine not in self._compiled:
+            self._compiled[engine] = self._module.compile(self._step, engine)
+        return self._compiled[engine], self._module.shims
 
     def after_backward(self) -> None:
         """After the backward pass of the training step."""
