@@ -246,7 +246,6 @@ class CapturedStep(AbstractContextManager[None]):
             and not torch.is_anomaly_enabled()  # its gradients come from one operation, and nobody could say from which
         )
         call, shims = self._captured(engine)
-        logger = module.shims.logger
         module.account = self._account
         self._account.begin_call(engine)
         is_audited = self._audit.begin(call=self._step, args=args, kwargs=kwargs, logs=self._mode == "step")
@@ -262,18 +261,10 @@ class CapturedStep(AbstractContextManager[None]):
                 monitor.end()
                 shims.remove()
         except BaseException as error:
-            self._audit.close()
-            if isinstance(error, Exception):  # eager too logs what was logged before the user's error
-                with suppress(Exception):
-                    logger.replay()
-            logger.discard()
-            if monitor.saw_compile:
-                self._count_compiles()
-            if is_double_backward_error(error):
-                raise RuntimeError(LATE_SECOND_GRADIENT) from error
+            self._close_call(error)
             raise
         differs = self._audit.after_step(output)
-        logger.replay()
+        module.shims.logger.replay()
         if monitor.saw_compile:
             self._audit.after_compiling()
             self._decide(self._count_compiles(), engine)
@@ -282,6 +273,19 @@ class CapturedStep(AbstractContextManager[None]):
         if differs:
             self._leave_as_wrong(differs)
         return output
+
+    def _close_call(self, error: BaseException) -> None:
+        """After a captured step that failed."""
+        logger = self._module.shims.logger
+        self._audit.close()
+        if isinstance(error, Exception):  # eager too logs what was logged before the user's error
+            with suppress(Exception):
+                logger.replay()
+        logger.discard()
+        if self._module.monitor.saw_compile:
+            self._count_compiles()
+        if is_double_backward_error(error):
+            raise RuntimeError(LATE_SECOND_GRADIENT) from error
 
     def _captured(self, engine: Engine) -> tuple[Callable[..., Any], Shims]:
         """Return what to call, and what to install before."""
