@@ -3,6 +3,7 @@
 import collections
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.fallbacks import ORTFallbackError
@@ -201,31 +204,85 @@ def test_manual_optimization_is_audited(make_trainer: Callable[..., Any]) -> Non
     assert report.ort_runs > 0
 
 
-def test_validation_steps_are_audited(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stale(Small):
-        shift = 0.0
+class Differs(Small):
+    """Computes something else while dynamo traces it."""
 
-        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch) + (1.0 if self.shift is None else 0.0)
+    @property
+    def factor(self) -> float:
+        return 2.0 if torch.compiler.is_dynamo_compiling() else 1.0
 
-    module = Stale()
-    report = fit(make_trainer, module)
-    assert report.run.audits >= 4
-    assert report.fallbacks == []
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * self.factor
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) * self.factor)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]) * self.factor
 
 
-def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Window(Small):
-        """Dynamo keeps an item too many in a full deque, or whatever this stands for."""
+def test_each_kind_of_step_is_audited(make_trainer: Callable[..., Any]) -> None:
+    module, trainer = Differs(), make_trainer(strategy=ORTStrategy(config=ALWAYS), max_epochs=1)
+    trainer.fit(module)
+    trainer.test(module)
+    trainer.predict(module)
+    fallbacks = {each.where: each.reason.type for each in trainer.strategy.report.fallbacks}
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    assert fallbacks == dict.fromkeys(steps, ReasonType.MISMATCH)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch) * (2.0 if torch.compiler.is_dynamo_compiling() else 1.0)
 
+def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ORTFallbackError, match="differs from eager"):
-        fit(make_trainer, Window(), ORTConfig(placement="always", fallback="raise"))
-    report = fit(make_trainer, Window(), ORTConfig(placement="always", audit="off"))
+        fit(make_trainer, Differs(), ORTConfig(placement="always", fallback="raise"))
+    report = fit(make_trainer, Differs(), ORTConfig(placement="always", audit="off"))
     assert report.run.audits == 0
     assert report.fallbacks == []
+
+
+def test_inductor_is_audited(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = CapturedModule.compile
+    monkeypatch.setattr(CapturedModule, "compile", lambda self, call, engine: compiled(self, call, "ort"))
+    report = fit(make_trainer, Differs(), ORTConfig(engine="auto", start="now"))
+    assert {each.where for each in report.fallbacks} == {"training_step", "validation_step"}
+
+
+@pytest.mark.slow
+def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "STEPS", range(1, 10_000))
+    monkeypatch.setattr(audit, "SECONDS", 10_000.0)
+    stop, lock = threading.Event(), threading.Lock()
+
+    def work() -> None:
+        x = torch.randn(64, 64)
+        while not stop.wait(0.001):
+            with lock:
+                x = (x @ x).tanh()
+            logging.getLogger("anybody").info("something")
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+
+    class Loaded(Usual):
+        def train_dataloader(self) -> Any:
+            data = TensorDataset(torch.randn(4000, 8), torch.randint(3, (4000,)))
+            return DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True)
+
+    settings = {"enable_progress_bar": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    torch.set_num_threads(2)
+    try:
+        report = fit(make_trainer, Loaded(), max_epochs=1, limit_val_batches=0, **settings)
+    finally:
+        torch.set_num_threads(1)
+        stop.set()
+    assert report.run.audits == 500
+    assert report.fallbacks == []
+    assert not [note for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
+    assert report.run.audit_difference < 1e-3
 
 
 def test_what_a_step_does_beside_computing_is_done_once(

@@ -32,9 +32,28 @@ def test_equals_stock_ddp(unused: bool, make_trainer: Callable[..., Any], tmp_pa
     for facts, expected in zip(ours, stock, strict=True):
         assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)
         assert facts["report"]["ort_runs"] > 0
+        assert facts["report"]["audits"] > 0
+        assert facts["report"]["fallbacks"] == []
         assert facts["fused"] is True
     assert ours[0]["weight"] == ours[1]["weight"]
     assert ours[0]["losses"] != ours[1]["losses"]  # each rank has samples of its own
+
+
+class Differs(Recorded):
+    """Computes something else while dynamo traces it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (3.0 if torch.compiler.is_dynamo_compiling() else 1.0)
+
+
+def test_a_step_that_differs_goes_back_to_pytorch_on_each_rank(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method=START)
+    ours = fit(Differs(tmp_path, "ours"), strategy, make_trainer)
+    for facts in ours:
+        assert [each["where"] for each in facts["report"]["fallbacks"]] == ["training_step"]
+    assert ours[0]["weight"] == ours[1]["weight"]
 
 
 def test_native_zero_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
