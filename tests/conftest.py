@@ -79,7 +79,7 @@ def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def audits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     # one in each run, and what the time of a run allows; those of audits ask for more
-    monkeypatch.setattr("lightning_ort.strategies.capture.audit.SECONDS", 0.0)
+    monkeypatch.setattr("lightning_ort.strategies.audit.step_audit.SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.fallbacks import ORTFallbackError
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import audit, forked_copy
-from lightning_ort.strategies.capture.audit import unexplained
+from lightning_ort.strategies.audit import forked_copy, step_audit
+from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot
+from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.snapshot import differences, gradients, snapshot
 from tests.strategies.small_modules import Small, loader
 
 pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs f
 
 @pytest.fixture(autouse=True)
 def audits_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "SECONDS", 60.0)
+    monkeypatch.setattr(step_audit, "SECONDS", 60.0)
 
 
 ALWAYS = ORTConfig(placement="always")
@@ -252,8 +252,8 @@ def test_inductor_is_audited(make_trainer: Callable[..., Any], monkeypatch: pyte
 def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "STEPS", range(1, 10_000))
-    monkeypatch.setattr(audit, "SECONDS", 10_000.0)
+    monkeypatch.setattr(step_audit, "STEPS", range(1, 10_000))
+    monkeypatch.setattr(step_audit, "SECONDS", 10_000.0)
     stop, lock = threading.Event(), threading.Lock()
 
     def work() -> None:
@@ -329,7 +329,7 @@ def test_audits_become_rare(make_trainer: Callable[..., Any]) -> None:
 
 
 def test_audits_take_a_share_of_the_time(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "SECONDS", 0.0)
+    monkeypatch.setattr(step_audit, "SECONDS", 0.0)
     start = time.perf_counter()
     report = fit(make_trainer, Small(), max_epochs=2)
     seconds = time.perf_counter() - start

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ort.strategies.capture import forked_copy
-from lightning_ort.strategies.capture.forked_copy import ForkedCopy
+from lightning_ort.strategies.audit import forked_copy
+from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from tests.running import is_running
 
 pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
@@ -160,7 +160,7 @@ def test_nothing_is_left_of_it() -> None:
 def test_it_ends_with_its_parent() -> None:
     code = (
         "import os, time\n"
-        "from lightning_ort.strategies.capture.forked_copy import ForkedCopy\n"
+        "from lightning_ort.strategies.audit.forked_copy import ForkedCopy\n"
         "copy = ForkedCopy(lambda _: time.sleep(60))\n"
         "copy.ask(0)\n"
         "print(copy._pid, flush=True)\n"

@@ -16,9 +16,9 @@ from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.announcements import is_announced
-from lightning_ort.strategies.capture.audit import AuditBudget
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients

@@ -34,8 +34,8 @@ from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import LABELS
+from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.account import StepAccount
-from lightning_ort.strategies.capture.audit import StepAudit
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.gate import Stage, StartGate

@@ -2,9 +2,9 @@
 
 What dynamo traces is not always what Python does: it misses changes of objects that a step compares, drops mutations of
 containers, and computes with substitutes of NumPy. No list of such cases is complete. So some captured steps are
-repeated in eager by a copy of the process (:mod:`~lightning_ort.strategies.capture.forked_copy`), from the same state.
+repeated in eager by a copy of the process (:mod:`~lightning_ort.strategies.audit.forked_copy`), from the same state.
 The results are compared: what the step returned and logged, what it left behind in the module and the objects that this
-holds, and its gradients (:mod:`~lightning_ort.strategies.capture.snapshot`).
+holds, and its gradients (:mod:`~lightning_ort.strategies.audit.snapshot`).
 
 A difference counts if eager, repeated, has the same result again, and if it is beyond what roundings explain: the step
 is repeated with parameters and inputs that differ by roundings, to see how much its results change.
@@ -22,11 +22,9 @@ from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import RunReport
-from lightning_ort.strategies.capture import forked_copy
-from lightning_ort.strategies.capture.budget import CompileBudget
-from lightning_ort.strategies.capture.forked_copy import ForkedCopy
-from lightning_ort.strategies.capture.outlook import TRAINING
-from lightning_ort.strategies.capture.snapshot import (
+from lightning_ort.strategies.audit import forked_copy
+from lightning_ort.strategies.audit.forked_copy import ForkedCopy
+from lightning_ort.strategies.audit.snapshot import (
     GRADIENT,
     Findings,
     Value,
@@ -37,6 +35,8 @@ from lightning_ort.strategies.capture.snapshot import (
     random_numbers,
     snapshot,
 )
+from lightning_ort.strategies.capture.budget import CompileBudget
+from lightning_ort.strategies.capture.outlook import TRAINING
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
