@@ -1,0 +1,377 @@
+"""Which way the next step runs: :class:`Race`.
+
+A step can run in several ways: unchanged, captured for ONNX Runtime as one graph or as two, with its child modules
+captured instead, compiled by inductor, recorded by inductor. One kind of step has one race. Its champion is the
+unchanged step at first. Challengers are tried in their order, one at a time: each starts when the rule to start
+(:meth:`Race._pays`) allows it, then takes turns with the champion (:class:`Duel`), and the faster one is the champion
+from then on. A champion other than the unchanged step has to meet that one again, after ever more steps.
+
+Nothing here knows of torch, Lightning, clocks or files: whoever runs the steps asks :meth:`Race.next` and says
+:meth:`Race.done`. All that has happened is in :attr:`Race.events`; what people read is made from these
+(:mod:`~lightning_ort.strategies.capture.race_view`).
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+FIRST, GROWTH = 3, 1.5  # the rule to start is asked before steps 3, 5, 8, 12, ... of a run
+SAMPLES = 16  # unchanged steps that are timed
+CLEAR, LEAST, MOST = 2, 6, 18  # samples of each way in a duel: far apart, usual, close
+FAR, CLOSE = 1.5, 1.1  # ratios of times
+# seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
+MIN_SECONDS = 0.06
+RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step again, and how many times more after that
+STOP = 2.0  # times what may be spent: then nothing more is compiled, not even in the same call
+# a way that takes so much more memory has to be so much faster, as shares
+MEMORY, WORTH = 0.1, 0.03
+NO_LIMIT = math.inf  # as a share: everything starts at once
+
+Agree = Callable[[str, Mapping[str, float]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is expected of a way that has not been tried in this run.
+
+    Args:
+        cost: Seconds until it runs.
+        saves: The share of the unchanged step that it saves at most: 1 if nobody knows, 0 if it has lost before.
+        why: Where that is from, for people; may be empty.
+
+    """
+
+    cost: float
+    saves: float = 1.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a way cannot go on, and what is tried in its place, if anything."""
+
+    why: str
+    instead: str | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a way.
+
+    Args:
+        way: Its name.
+        what: ``"waits"`` (the rule to start says no), ``"starts"``, ``"compiles"``, ``"wins"``, ``"loses"``,
+            ``"fails"``, ``"costs too much"``, or ``"pays"`` (more is saved than was spent).
+        step: How many steps of the run were done.
+        why: For people; may be empty.
+        seconds: Of compiling, or the medians of a duel, by way.
+
+    """
+
+    way: str
+    what: str
+    step: int
+    why: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class Duel:
+    """Two ways take turns, A B, B A, A B, so that work that alternates from step to step meets both.
+
+    The first step of a way that has not run yet does not count, since it allocates; nor do steps that compile.
+
+    Args:
+        challenger: A name.
+        champion: Another one.
+        fresh: Which of them have not run yet.
+
+    """
+
+    def __init__(self, challenger: str, champion: str, fresh: Iterable[str] = ()) -> None:
+        self.challenger, self.champion = challenger, champion
+        self.samples: dict[str, list[float]] = {challenger: [], champion: []}
+        self._fresh = set(fresh)
+
+    @property
+    def turn(self) -> str:
+        """Whose turn it is."""
+        counts = {name: len(samples) - (name in self._fresh) for name, samples in self.samples.items()}
+        fewest = min(counts.values())
+        behind = [name for name, count in counts.items() if count == fewest]
+        return behind[-(fewest % 2)]
+
+    def add(self, way: str, seconds: float) -> None:
+        """Add a sample."""
+        if way in self._fresh:
+            self._fresh.discard(way)
+        else:
+            self.samples[way].append(seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough samples."""
+        one, other = self.samples.values()
+        count = len(one)
+        if self._fresh or count != len(other) or count < CLEAR or count % 2 or sum(one) + sum(other) < MIN_SECONDS:
+            return False
+        fast, slow = sorted((one, other), key=statistics.median)
+        if max(fast) * FAR < min(slow) or count >= MOST:
+            return True
+        return count >= LEAST and statistics.median(slow) > CLOSE * statistics.median(fast)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The median of each way in seconds."""
+        return {name: statistics.median(samples) for name, samples in self.samples.items()}
+
+    def saved_by(self, way: str) -> float:
+        """Return the seconds by which a way is faster: the lesser of what medians and lower quartiles say."""
+        own, other = (self._quartiles(one) for one in (way, *(self.samples.keys() - {way})))
+        return max(0.0, min(other[index] - own[index] for index in (0, 1)))
+
+    @property
+    def overhead(self) -> float:
+        """The seconds by which the challenger's steps took longer than the champion's usually do."""
+        usual = self.medians[self.champion]
+        return sum(max(0.0, seconds - usual) for seconds in self.samples[self.challenger])
+
+    def _quartiles(self, way: str) -> list[float]:
+        return statistics.quantiles(self.samples[way], method="inclusive")
+
+
+class Race:
+    """The state of one kind of step.
+
+    Args:
+        unchanged: The name of the step as the user wrote it.
+        challengers: The names of other ways, in the order in which they are tried.
+        share: Of the time that the step takes in a run, what may be spent on compiling and trying; with
+            :data:`NO_LIMIT` everything starts at once.
+        expect: Returns what is expected of a way now.
+        measured: Whether times decide; if not, the first challenger that runs is the champion.
+        agree: Takes a key and figures; returns those of the process of the run that was the first to ask.
+
+    Attributes:
+        champion: The way that runs where there is no duel.
+        events: What has happened, over all runs.
+        steps: How many steps of this run are done.
+        spent: Seconds that this run has spent on compiling and trying.
+        saved: Seconds that this run has saved, as duels measured it.
+
+    """
+
+    def __init__(
+        self,
+        unchanged: str,
+        challengers: Iterable[str],
+        share: float,
+        expect: Callable[[str], Expected],
+        measured: bool = True,
+        agree: Agree = lambda key, figures: figures,
+    ) -> None:
+        self.champion = self._unchanged = unchanged
+        self.events: list[Event] = []
+        self._challengers = deque(challengers)
+        self._share, self._expect, self._measured, self._agree = share, expect, measured, agree
+        self._ran = {unchanged}
+        self._dear: list[str] = []  # what cost too much in this run
+        self._saving = 0.0  # in each step of the champion
+        self._memory = self._memory_before = 0.0  # in use now, and before the challenger started
+        self._duels = 0
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer, which has a budget of its own: what cost too much may be tried again."""
+        self._challengers.extendleft(reversed(self._dear))
+        self._dear = []
+        self.steps, self.spent, self.saved = 0, 0.0, 0.0
+        self._usual: list[float] = []  # seconds of the unchanged step
+        self._left = 0.0  # steps
+        self._next = FIRST if self._share < NO_LIMIT else 0
+        self._recheck, self._saved_before = RECHECK, 0.0
+        self._duel: Duel | None = None
+        self._way = self.champion
+
+    # Questions
+
+    def next(self, steps_left: float | None = None, may_change: bool = True, obstacle: str = "") -> str:
+        """Return which way the next step runs.
+
+        Args:
+            steps_left: How many steps are to come; ``None`` if nobody knows: then as many as were done.
+            may_change: Whether another way may begin here, and not within a window of accumulated gradients.
+            obstacle: Why nothing new may be tried now; may be empty.
+
+        """
+        self._left = self.steps if steps_left is None else steps_left
+        if self._duel is None and may_change:
+            if self._measured and self.champion != self._unchanged and self.steps >= self._recheck:
+                self._begin_duel(self.champion, self._unchanged)
+            elif self._has_challengers and self.steps >= self._next:
+                self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
+                self._consider(obstacle)
+        self._way = self.champion if self._duel is None else self._duel.turn
+        return self._way
+
+    @property
+    def wants_time(self) -> bool:
+        """Whether the time of the next step matters."""
+        return self._duel is not None or (self._way == self._unchanged and len(self._usual) < SAMPLES)
+
+    @property
+    def quiet_steps(self) -> int:
+        """For how many more steps the champion runs and nobody has to ask; :meth:`pass_by` tells of them."""
+        if self.wants_time:
+            return 0
+        ends = [self._next] if self._has_challengers else []
+        if self._measured and self.champion != self._unchanged:
+            ends.append(self._recheck)
+        return max(0, min(ends, default=1 << 30) - self.steps)
+
+    def may_compile(self, seconds: float) -> bool:
+        """Return whether more may be compiled in a call that has taken so many seconds."""
+        return self.spent + seconds <= STOP * self._allowed
+
+    @property
+    def usual(self) -> float:
+        """The seconds of the unchanged step; 0 if they are not known."""
+        return statistics.median(self._usual) if self._usual else 0.0
+
+    # Answers
+
+    def done(
+        self, seconds: float = 0.0, compiled: bool = False, failure: Failure | None = None, memory: float = 0.0
+    ) -> None:
+        """Say how the step went.
+
+        Args:
+            seconds: What it took, with its backward pass; it matters if :attr:`wants_time` or something was compiled.
+            compiled: Whether something was compiled in it.
+            failure: Why the way cannot go on.
+            memory: Bytes that the process uses; it matters in duels.
+
+        """
+        way = self._way
+        self.steps += 1
+        self._memory = memory or self._memory
+        if compiled:
+            took = max(0.0, seconds - self.usual)
+            self.spent += took
+            self._note(way, "compiles", seconds={way: took})
+        if failure is not None:
+            self._drop(way, "fails", failure.why, failure.instead)
+        elif compiled:
+            if way in self._ran and self._is_too_dear(way):
+                self._dear.append(way)
+                self._drop(way, "costs too much", f"{self.spent:.1f} s of {self._allowed:.1f} s")
+            self._ran.add(way)
+        elif self._duel is not None:
+            self._duel.add(way, seconds)
+            if self._duel.is_over:
+                self._settle(self._duel)
+        else:
+            if way == self._unchanged and len(self._usual) < SAMPLES:
+                self._usual.append(seconds)
+            self._save(1)
+
+    def pass_by(self, steps: int) -> None:
+        """Say that so many steps went as :attr:`quiet_steps` allows."""
+        self.steps += steps
+        self._save(steps)
+
+    def fail(self, way: str, failure: Failure) -> None:
+        """Say that a way cannot go on, between two steps."""
+        if way in self._challengers:
+            self._challengers.remove(way)
+        self._drop(way, "fails", failure.why, failure.instead)
+
+    # What follows
+
+    def _pays(self, expected: Expected) -> bool:
+        """The rule to start: what it costs is a share of what the step itself has still to take.
+
+        Of a way that saves less than the share at most, the share is what it saves more than the champion does.
+        """
+        gained = 1.0 - self._champions_time / self.usual if self.usual > 0 else 0.0
+        share = min(self._share, expected.saves - max(0.0, gained))
+        if share <= 0:
+            return False
+        return self._share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
+
+    def _consider(self, obstacle: str) -> None:
+        for way in [*self._challengers]:
+            expected = self._expect(way)
+            pays = not obstacle and self._pays(expected)
+            if self._agree(f"start/{way}/{self.steps}", {"starts": float(pays)})["starts"]:
+                self._challengers.remove(way)
+                self._note(way, "starts")
+                self._memory_before = self._memory
+                if self._measured:
+                    self._begin_duel(way, self.champion)
+                else:
+                    self.champion = way
+                return
+            allowed = max(0.0, self._allowed - self.spent)
+            self._note(way, "waits", obstacle or expected.why, {"cost": expected.cost, "allowed": allowed})
+
+    def _begin_duel(self, challenger: str, champion: str) -> None:
+        self._duel = Duel(challenger, champion, {challenger, champion} - self._ran)
+
+    def _settle(self, duel: Duel) -> None:
+        """Keep the faster way; all processes go by the times of the one that was done first."""
+        self._duel, self._duels = None, self._duels + 1
+        medians = self._agree(f"duel/{self._duels}/{duel.challenger}/{duel.champion}", duel.medians)
+        checked = duel.champion == self._unchanged and duel.challenger == self.champion
+        self.spent += 0.0 if checked else duel.overhead
+        worth = 1.0 - WORTH if self._memory > (1 + MEMORY) * self._memory_before > 0 and not checked else 1.0
+        wins = medians[duel.challenger] < worth * medians[duel.champion]
+        winner = duel.challenger if wins else duel.champion
+        before, self.champion = self._saving, winner
+        if duel.champion == self._unchanged:
+            self._saving = duel.saved_by(winner) if wins else 0.0
+            self._usual = duel.samples[self._unchanged][-SAMPLES:]
+        elif wins:
+            self._saving += duel.saved_by(winner)
+        if checked and self._saving < before:  # nobody knows since when
+            self.saved -= (self.saved - self._saved_before) * (1 - self._saving / before)
+        self._saved_before = self.saved
+        why = f"again after {self._recheck} steps" if checked else ""
+        self._recheck = RARER * self._recheck if checked else self.steps + RECHECK
+        self._note(duel.challenger, "wins" if wins else "loses", why, medians)
+
+    def _drop(self, way: str, what: str, why: str, instead: str | None = None) -> None:
+        self._note(way, what, why)
+        if self._duel is not None and way in self._duel.samples:
+            self._duel = None
+        if self.champion == way:
+            self.champion, self._saving = self._unchanged, 0.0
+        if instead is not None:
+            self._challengers.appendleft(instead)
+            self._next = self.steps
+
+    def _save(self, steps: int) -> None:
+        before, self.saved = self.saved, self.saved + steps * self._saving
+        if before < self.spent <= self.saved:
+            self._note(self.champion, "pays")
+
+    @property
+    def _has_challengers(self) -> bool:
+        """Whether something is left to try: without measuring, the first that runs stays."""
+        return bool(self._challengers) and (self._measured or self.champion == self._unchanged)
+
+    @property
+    def _champions_time(self) -> float:
+        return self.usual - self._saving
+
+    @property
+    def _allowed(self) -> float:
+        return self._share * self.usual * (self.steps + self._left) if self._share < NO_LIMIT else math.inf
+
+    def _is_too_dear(self, way: str) -> bool:
+        exceeded = self.spent > self._allowed
+        return self._agree(f"stop/{way}/{self.steps}", {"stops": float(exceeded)})["stops"] > 0
+
+    def _note(self, way: str, what: str, why: str = "", seconds: Mapping[str, float] | None = None) -> None:
+        self.events.append(Event(way, what, self.steps, why, dict(seconds or {})))

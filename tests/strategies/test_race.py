@@ -1,0 +1,396 @@
+"""What decides how a step runs, by plain calls: no clock, no Trainer, nothing patched."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from lightning_ort.strategies.capture.race import (
+    FIRST,
+    MOST,
+    NO_LIMIT,
+    RARER,
+    RECHECK,
+    SAMPLES,
+    STOP,
+    Duel,
+    Expected,
+    Failure,
+    Race,
+)
+
+SHARE = 0.05
+
+
+def make(
+    *challengers: str, share: float = SHARE, cost: float | Mapping[str, float] = 4.0, saves: Any = 1.0, **kwargs: Any
+) -> Race:
+    def expect(way: str) -> Expected:
+        found = cost[way] if isinstance(cost, Mapping) else cost
+        return Expected(found, saves.get(way, 1.0) if isinstance(saves, Mapping) else saves)
+
+    return Race("unchanged", challengers or ("ort",), share, expect, **kwargs)
+
+
+def drive(
+    race: Race,
+    times: Mapping[str, float | Callable[[int], float]],
+    steps: int,
+    left: float | None = math.nan,
+    compiling: Mapping[str, float] = {},  # noqa: B006
+    failures: Mapping[str, Failure] = {},  # noqa: B006
+    recompiles: tuple[str, ...] = (),
+    **kwargs: Any,
+) -> list[str]:
+    """Run steps; each way compiles in its first call of all. Return the ways in order."""
+    order: list[str] = []
+    for number in range(steps):
+        remaining = None if left is None else 10**6 if math.isnan(left) else left - number
+        way = race.next(remaining, **kwargs)
+        time = times[way]
+        seconds = time(number) if callable(time) else time
+        compiles = way != "unchanged" and (way not in COMPILED[id(race)] or way in recompiles)
+        COMPILED[id(race)].add(way)
+        order.append(way)
+        if compiles:
+            race.done(seconds + compiling.get(way, 1.0), True, failures.get(way))
+        else:
+            race.done(seconds)
+    return order
+
+
+class _Compiled(dict[int, set[str]]):
+    def __missing__(self, key: int) -> set[str]:
+        return self.setdefault(key, set())
+
+
+COMPILED = _Compiled()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    COMPILED.clear()
+
+
+def happened(race: Race, *but: str) -> list[tuple[str, str]]:
+    return [(event.way, event.what) for event in race.events if event.what not in ("waits", "compiles", "pays", *but)]
+
+
+# Starting
+
+
+def test_a_short_run_compiles_nothing() -> None:
+    race = make()
+    assert set(drive(race, {"unchanged": 0.05, "ort": 0.04}, 300, 300)) == {"unchanged"}
+    assert {event.what for event in race.events} == {"waits"}
+    last = race.events[-1]
+    assert last.seconds["cost"] == 4.0 > last.seconds["allowed"]
+
+
+def test_a_long_run_starts_at_the_first_decision_and_keeps_the_faster() -> None:
+    race = make()
+    order = drive(race, {"unchanged": 0.1, "ort": 0.08}, 60, 5000)
+    assert order[: FIRST + 1] == ["unchanged"] * FIRST + ["ort"]
+    assert order[-1] == race.champion == "ort"
+    assert happened(race) == [("ort", "starts"), ("ort", "wins")]
+
+
+def test_a_run_of_unknown_length_is_expected_to_take_as_long_again() -> None:
+    race = make()
+    order = drive(race, {"unchanged": 0.1, "ort": 0.05}, 3000, None)
+    started = order.index("ort")
+    assert SHARE * 0.1 * started >= 4.0 > SHARE * 0.1 * started / 2
+
+
+def test_decisions_are_few() -> None:
+    race = make(cost=math.inf)
+    drive(race, {"unchanged": 0.1}, 10_000, None)
+    assert 10 < len(race.events) < 30
+
+
+def test_what_lost_in_an_earlier_run_does_not_start() -> None:
+    race = make(cost=0.0, saves=0.0)
+    assert set(drive(race, {"unchanged": 0.1, "ort": 0.01}, 500)) == {"unchanged"}
+
+
+def test_what_saves_little_may_cost_little() -> None:
+    # 1 % of 100 s
+    for cost, starts in ((0.9, True), (1.1, False)):
+        race = make(cost=cost, saves=0.01)
+        assert ("ort" in drive(race, {"unchanged": 0.1, "ort": 0.09}, 20, 1003)) is starts
+
+
+def test_no_start_within_a_window_of_accumulated_gradients() -> None:
+    race = make(cost=0.0)
+    ways = []
+    for number in range(40):
+        ways.append(race.next(9000, may_change=number % 4 == 0))
+        race.done(0.1 if ways[-1] == "unchanged" else 0.05)
+    assert ways.index("ort") == 4
+
+
+def test_an_obstacle_is_a_reason_to_wait() -> None:
+    race = make(cost=0.0)
+    assert set(drive(race, {"unchanged": 0.1}, 50, obstacle="little memory is free")) == {"unchanged"}
+    assert {event.why for event in race.events} == {"little memory is free"}
+
+
+def test_now_starts_at_the_first_step_whatever_it_costs() -> None:
+    race = make(share=NO_LIMIT, cost=1e9)
+    assert drive(race, {"unchanged": 0.1, "ort": 0.2}, 40)[0] == "ort"
+    assert race.champion == "unchanged"
+
+
+def test_without_measuring_the_first_that_runs_stays() -> None:
+    race = make("ort", "other", share=NO_LIMIT, measured=False)
+    assert set(drive(race, {"unchanged": 0.1, "ort": 0.2}, 1000)) == {"ort"}
+    assert not race.wants_time
+
+
+# Duels
+
+
+def test_the_slower_one_is_left() -> None:
+    race = make()
+    assert drive(race, {"unchanged": 0.08, "ort": 0.1}, 60, 5000)[-1] == "unchanged"
+    assert happened(race) == [("ort", "starts"), ("ort", "loses")]
+    assert race.events[-1].seconds == {"ort": 0.1, "unchanged": 0.08}
+
+
+def test_inductor_waits_and_meets_the_winner() -> None:
+    race = make("ort", "inductor", cost={"ort": 4.0, "inductor": 20.0})
+    order = drive(race, {"unchanged": 0.1, "ort": 0.09, "inductor": 0.07}, 2000, 8000)
+    assert order.index("inductor") > order.index("ort")
+    duel = order[order.index("inductor") : order.index("inductor") + 10]
+    assert set(duel) == {"inductor", "ort"}
+    assert order[-1] == "inductor"
+
+
+def test_nothing_is_tried_that_cannot_gain_more_than_the_champion_has() -> None:
+    race = make("ort", "inductor", cost=0.1, saves={"inductor": 0.1})
+    assert "inductor" not in drive(race, {"unchanged": 0.1, "ort": 0.08, "inductor": 0.01}, 3000)
+    race = make("ort", "inductor", cost=0.1, saves={"inductor": 0.3})
+    assert "inductor" in drive(race, {"unchanged": 0.1, "ort": 0.08, "inductor": 0.01}, 3000)
+
+
+@pytest.mark.parametrize(("other", "most"), [(0.5, 10), (0.102, 2 * MOST + 2)])
+def test_a_clear_difference_needs_few_steps_and_a_close_one_more(other: float, most: int) -> None:
+    order = drive(make(cost=0.0), {"unchanged": 0.1, "ort": other}, 60)
+    assert 3 <= order.count("ort") <= most
+
+
+def test_a_burst_of_other_work_does_not_decide_over_short_steps() -> None:
+    race = make(cost=0.0)
+    # the first 30 ms of the duel are ten times as slow, whichever way runs
+    slow = {"unchanged": lambda n: 0.01 if n < 12 else 0.001, "ort": lambda n: 0.008 if n < 12 else 0.0012}
+    assert drive(race, slow, 400)[-1] == "unchanged"
+
+
+@pytest.mark.parametrize("work", [(0.0, 0.05), (0.0, 0.0, 0.05)])
+def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
+    extra = itertools.cycle(work)
+    duel = Duel("ort", "unchanged")
+    while not duel.is_over:
+        duel.add(duel.turn, 0.1 + next(extra))
+    sums = [sum(samples) for samples in duel.samples.values()]
+    assert sums[0] == pytest.approx(sums[1], rel=0.1)
+
+
+def test_a_failing_sample_does_not_count() -> None:
+    duel = Duel("ort", "unchanged", ["ort"])
+    assert [duel.turn, (duel.add("ort", 9.0), duel.turn)[1]] == ["ort", "ort"]
+    assert duel.samples["ort"] == []
+
+
+def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
+    duel = Duel("ort", "unchanged")
+    for seconds in (0.1, 0.1, 0.1, 0.5, 0.5, 0.5):
+        duel.add("ort", 0.1)
+        duel.add("unchanged", seconds)
+    assert duel.saved_by("ort") == pytest.approx(0.0)
+
+
+def test_more_memory_has_to_be_worth_it() -> None:
+    for faster, wins in ((0.98, False), (0.9, True)):
+        race = make(cost=0.0)
+        for _ in range(100):
+            way = race.next(10_000)
+            race.done(0.1 * (faster if way == "ort" else 1.0), memory=100.0 if not happened(race) else 120.0)
+        assert (race.champion == "ort") is wins
+
+
+# After a duel
+
+
+def test_the_winner_meets_the_unchanged_step_again_and_may_lose() -> None:
+    race, slow = make(), [0.05]
+    times = {"unchanged": 0.1, "ort": lambda _: slow[0]}
+    drive(race, times, 150)
+    assert race.champion == "ort"
+    saved = race.saved
+    assert saved > 4
+    slow[0] = 0.3
+    order = drive(race, times, 200)
+    assert race.champion == "unchanged"
+    assert happened(race)[-1] == ("ort", "loses")
+    assert race.saved <= saved / 10  # nobody knows since when
+    assert order.count("ort") < 150
+
+
+def test_checks_become_rare() -> None:
+    race = make(cost=0.0)
+    order = drive(race, {"unchanged": 0.1, "ort": 0.05}, 3 * RARER * RECHECK)
+    starts = [n for n in range(30, len(order)) if order[n] == "unchanged" and order[n - 2 : n] == ["ort"] * 2]
+    assert len(happened(race)) == 4  # starts, wins, and twice again
+    assert starts[0] >= RECHECK
+    assert starts[-1] >= RARER * RECHECK
+
+
+def test_it_pays_when_more_is_saved_than_was_spent() -> None:
+    race = make(cost=0.0)
+    drive(race, {"unchanged": 0.1, "ort": 0.05}, 150, compiling={"ort": 2.0})
+    (paid,) = [event for event in race.events if event.what == "pays"]
+    assert 2.0 <= 0.05 * paid.step <= 2.0 + 0.05 * 40
+    assert race.spent == pytest.approx(2.0, abs=0.1)
+
+
+def test_quiet_steps_need_no_questions() -> None:
+    one, other = make(cost=0.0), make(cost=0.0)
+    times = {"unchanged": 0.1, "ort": 0.05}
+    drive(one, times, 400)
+    calls = 0
+    while other.steps < 400:
+        if quiet := min(other.quiet_steps, 400 - other.steps):
+            other.pass_by(quiet)
+            continue
+        drive(other, times, 1)
+        calls += 1
+    assert calls < 80
+    assert (one.champion, one.saved) == (other.champion, pytest.approx(other.saved))
+    assert happened(one) == happened(other)
+
+
+def test_an_unchanged_step_without_challengers_is_quiet() -> None:
+    race = make(saves=0.0)
+    drive(race, {"unchanged": 0.1}, SAMPLES + 1)
+    assert race.quiet_steps > 0
+    race.fail("ort", Failure("of no use"))
+    assert race.quiet_steps > 10**6
+
+
+# Failures
+
+
+def test_what_fails_names_what_is_tried_instead() -> None:
+    failures = {"ort": Failure("untraceable", "children")}
+    times = {"unchanged": 0.1, "ort": 0.05, "children": 0.06}
+    race = make()
+    assert drive(race, times, 100, failures=failures)[-1] == "children"
+    assert happened(race) == [("ort", "starts"), ("ort", "fails"), ("children", "starts"), ("children", "wins")]
+    race = make()
+    assert drive(race, times, 100, failures=failures | {"children": Failure("no")})[-1] == "unchanged"
+    assert [event.why for event in race.events if event.what == "fails"] == ["untraceable", "no"]
+
+
+def test_without_measuring_too() -> None:
+    race = make(share=NO_LIMIT, measured=False)
+    assert drive(
+        race, {"unchanged": 0.1, "ort": 0.1, "children": 0.1}, 10, failures={"ort": Failure("", "children")}
+    ) == [
+        "ort",
+        *["children"] * 9,
+    ]
+
+
+def test_a_champion_that_fails_goes_back_to_unchanged() -> None:
+    race = make("ort", "inductor", cost={"ort": 0.0, "inductor": math.inf})
+    drive(race, {"unchanged": 0.1, "ort": 0.05}, 100)
+    race.fail("ort", Failure("it differs from eager"))
+    assert race.next(100) == "unchanged"
+    before = race.saved
+    race.done(0.1)
+    assert race.saved == before
+
+
+def test_a_challenger_that_fails_leaves_the_champion() -> None:
+    race = make("ort", "inductor", cost=0.0)
+    times = {"unchanged": 0.1, "ort": 0.05, "inductor": 0.01}
+    assert drive(race, times, 200, failures={"inductor": Failure("no compiler")})[-1] == "ort"
+
+
+# Budgets
+
+
+def test_what_keeps_compiling_ends_with_the_budget_and_returns_in_the_next_run() -> None:
+    race, times = make(cost=1.0), {"unchanged": 0.1, "ort": 0.05}
+    order = drive(race, times, 100, 400, compiling={"ort": 2.0}, recompiles=("ort",))
+    assert order[-1] == "unchanged"
+    assert happened(race)[-1] == ("ort", "costs too much")
+    race.begin_run()
+    assert race.spent == race.saved == 0
+    assert drive(race, times, 100, 20_000)[-1] == "ort"
+
+
+def test_what_was_dear_but_is_compiled_is_not_thrown_away() -> None:
+    race = make(cost=1.0)
+    assert drive(race, {"unchanged": 0.1, "ort": 0.05}, 100, 400, compiling={"ort": 30.0})[-1] == "ort"
+
+
+def test_a_champion_of_an_earlier_run_has_a_budget_too() -> None:
+    race, times = make(cost=1.0), {"unchanged": 0.1, "ort": 0.05}
+    drive(race, times, 100)
+    race.begin_run()
+    assert race.next(100) == "ort"
+    assert drive(race, times, 30, 100, compiling={"ort": 1.0}, recompiles=("ort",))[-1] == "unchanged"
+
+
+def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
+    race = make(cost=1.0)
+    drive(race, {"unchanged": 0.1}, FIRST, 1000)
+    assert race.next(1000 - FIRST) == "ort"
+    allowed = SHARE * 0.1 * 1000
+    assert race.may_compile(0.99 * STOP * allowed)
+    assert not race.may_compile(1.01 * STOP * allowed)
+    assert make(share=NO_LIMIT).may_compile(1e9)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_run_is_much_slower_than_without_compiling(known: bool) -> None:
+    worst = 1.0
+    for step, length, factor, ort in itertools.product((0.002, 0.05), (300, 5000), (0.5, 2.0), (0.7, 1.3)):
+        race, total = make(cost=1.0), 0.0
+        COMPILED.clear()
+        for number in range(length):
+            way = race.next(length - number if known else None)
+            compiles = way != "unchanged" and way not in COMPILED[0]
+            COMPILED[0].add(way)
+            seconds = step * (ort if way == "ort" else 1.0) + factor * compiles
+            total += seconds
+            race.done(seconds, compiles)
+        worst = max(worst, total / (step * length))
+    assert worst < 1 + 3 * SHARE
+
+
+# Several processes
+
+
+def test_processes_of_a_run_decide_alike() -> None:
+    store: dict[str, Mapping[str, float]] = {}
+
+    def agree(key: str, figures: Mapping[str, float]) -> Mapping[str, float]:
+        return store.setdefault(key, dict(figures))
+
+    races = [make(agree=agree), make(agree=agree)]
+    orders: list[list[str]] = [[], []]
+    for number in range(80):
+        for race, order, times in zip(
+            races, orders, ({"unchanged": 0.1, "ort": 0.08}, {"unchanged": 0.01, "ort": 0.5}), strict=True
+        ):
+            way = race.next(5000 - number)
+            compiles = way == "ort" and "ort" not in order
+            order.append(way)
+            race.done(times[way] + compiles, compiles)
+    assert orders[0].index("ort") == orders[1].index("ort")
+    assert len({order[-1] for order in orders}) == 1
