@@ -39,8 +39,8 @@ def drive(
     times: Mapping[str, float | Callable[[int], float]],
     steps: int,
     left: float | None = math.nan,
-    compiling: Mapping[str, float] = {},  # noqa: B006
-    failures: Mapping[str, Failure] = {},  # noqa: B006
+    compiling: Mapping[str, float] = {},
+    failures: Mapping[str, Failure] = {},
     recompiles: tuple[str, ...] = (),
     **kwargs: Any,
 ) -> list[str]:
