@@ -32,6 +32,7 @@ class StepAccount:
         self.stage: Stage = "all"  # what was tried last
         self._found: dict[str, float] = {}  # by the trial of that stage
         self._gave_up = False  # that stage
+        self.refused = ""  # why the step is for eager alone
         self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
         self._announcement = Announcement(name)
@@ -52,7 +53,7 @@ class StepAccount:
         self._store()
         self.stage, self._history = stage, gate.histories[stage]
         self._usual, self._done = gate.step_seconds, gate.done - 1  # the current one is counted next
-        self._spent, self._found, self._gave_up, self.exceeded = 0.0, {}, False, ""
+        self._spent, self._found, self._gave_up, self.exceeded, self.refused = 0.0, {}, False, "", ""
         self._announcement = Announcement(self._name)
 
     def give_up(self, engine: "Engine", is_last: bool) -> None:
@@ -65,7 +66,8 @@ class StepAccount:
     def _store(self) -> None:
         module = self._module
         if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
-            self._history.store(module.backend, self._spent, self._found, not (self.exceeded or self._gave_up))
+            finished = not (self.exceeded or self._gave_up)
+            self._history.store(module, self._spent, self._found, finished, self.refused)
         self._history = None  # what later runs spend is not what a start takes
 
     def count_step(self, in_trial: bool) -> None:

@@ -55,6 +55,7 @@ class CapturedModule:
         self.shims = StepShims(module, self._on_closure)
         self.mode: Mode = "off"
         self.closure_seen = False  # whether an optimizer was given one
+        self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.budget = CompileBudget(config.compile_budget)  # of the current run
         self.startup_seconds: dict[tuple[str, Stage], float] = {}  # of each step and what was tried
         self.amortized = False  # whether steps wait, and have a budget
