@@ -98,7 +98,7 @@ class ORTBackend:
         self.label = ""
         self.logs_graphs = True  # a line for each; a strategy that announces its steps needs none
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
-        self.leave: Callable[[], bool] | None = None
+        self.leave: Callable[[fx.GraphModule], bool] | None = None
         self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
@@ -138,7 +138,7 @@ class ORTBackend:
                 # nor for inductor, which differs from eager in the same ways
                 self._refuse(f"{prefix}graph_{number}", self.label, reason)
                 return gm.forward
-            if not self.available or (self.leave is not None and self.leave()):
+            if not self.available or (self.leave is not None and self.leave(gm)):
                 return gm.forward
             source = self._step_source(gm, len(example_inputs))
             # processes of a run go by what one of them measures, not by what each has kept

@@ -159,7 +159,7 @@ class KeepsGradients(Small):
 def test_what_is_for_eager_alone_is_remembered(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
 ) -> None:
-    for name in ("_COST", "_COST_PER_MODULE", "_FIRST_COMPILATION"):
+    for name in ("_COST", "_COST_PER_OPERATION", "_FIRST_COMPILATION"):
         monkeypatch.setattr(budget, name, 0.0)
     monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e6)
 

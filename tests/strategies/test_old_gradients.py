@@ -50,7 +50,9 @@ def joint() -> ORTStrategy:
     return ORTStrategy(config={"placement": "always", "step_graph": "joint"})
 
 
-@pytest.mark.parametrize(("accumulate", "expected"), [(1, [0] * 7), (2, [4, 0, 4, 0, 4, 0, 4]), (3, [4, 4, 0, 0, 4, 4, 0])])
+@pytest.mark.parametrize(
+    ("accumulate", "expected"), [(1, [0] * 7), (2, [4, 0, 4, 0, 4, 0, 4]), (3, [4, 4, 0, 0, 4, 4, 0])]
+)
 def test_they_go_before_the_run(
     accumulate: int,
     expected: list[int],

@@ -192,13 +192,13 @@ class History:
         return self._cost(module, known.cold, known.warm)
 
     def _cost(self, module: "CapturedModule", cold: float | None = None, warm: float | None = None) -> float:
-        modules, seconds = module.leaf_modules, module.startup_seconds
+        operations, seconds = module.operations_of(self.step), module.startup_seconds
         if self.stage == "inductor":
             if cold is not None and not inductor.has_cache():
                 return cold
-            return budget.inductor_cost(modules, seconds.get((self.step, "ort"), 0.0), cold, warm)
+            return budget.inductor_cost(operations, seconds.get((self.step, "ort"), 0.0), cold, warm)
         training = seconds.get((outlook.TRAINING, self.stage))
-        return budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())
+        return budget.expected_cost(operations, training, cold, warm, first=not module.backend.compiled_in_process())
 
     def store(
         self, module: "CapturedModule", seconds: float, ms: dict[str, float], finished: bool, refused: str

@@ -182,7 +182,7 @@ class CapturedStep(AbstractContextManager[None]):
                 self._try(stage, gate)
             elif self._uncaptured:
                 return self._watched(gate, *args, **kwargs) if gate.timer is not None else self._step(*args, **kwargs)
-        elif self._waits_for_first():
+        elif not self._first.seen and self._mode != "off" and self._module.waits_for_first(self._name):
             return self._watched(None, *args, **kwargs)
         account.count_step(self._trials.timer is not None)
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
@@ -201,17 +201,11 @@ class CapturedStep(AbstractContextManager[None]):
         with timer.timed():
             return self._run_on(engine, *args, **kwargs)
 
-    def _waits_for_first(self) -> bool:
-        """Return whether to run the step unchanged once, if it does not wait: so errors come before any compiling."""
-        if self._first.seen or self._mode == "off":
-            return False
-        left = self._module.outlook(self._name, 0).steps
-        return left is None or left > 1 or self._module.takes_gradients
-
     def _watched(self, gate: StartGate | None, *args: Any, **kwargs: Any) -> Any:
         """Run the step unchanged; it may show that it is for eager alone."""
         run = self._first if gate is None else functools.partial(gate.run, self._first)
         output = run(*args, **kwargs)
+        self._module.operations[self._name] = self._first.operations
         if (text := self._first.takes_gradients(self._mode == "step")) is not None:
             self._waits_no_more()
             self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
