@@ -63,6 +63,8 @@ class Startup:
         warm: Seconds with what that run kept; ``None`` if there was no such run.
         ms: Time of the step on each engine, if it was tried.
         finished: Whether the step was compiled, and not given up before.
+        refused: Why the step was found to be for eager alone; "" if it was not.
+        program: Of which program and settings that is true.
 
     """
 
@@ -70,6 +72,8 @@ class Startup:
     warm: float | None = None
     ms: dict[str, float] = dataclasses.field(default_factory=dict)
     finished: bool = True
+    refused: str = ""
+    program: str = ""
 
 
 def default_folder() -> Path:
@@ -251,6 +255,8 @@ def _to_startup(kept: Any) -> Startup:
     _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm})})
     _to_times(startup.ms)
     _exactly(bool, startup.finished)
+    _exactly(str, startup.refused)
+    _exactly(str, startup.program)
     return startup
 
 
