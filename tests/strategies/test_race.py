@@ -15,23 +15,29 @@ from lightning_ort.strategies.capture.race import (
     RECHECK,
     SAMPLES,
     STOP,
+    UNCHANGED,
     Duel,
     Expected,
     Failure,
     Race,
+    Waiting,
+    Way,
 )
 
 SHARE = 0.05
+ORT, CHILDREN, INDUCTOR = Way("ort", graphs=1), Way("ort", "modules"), Way("inductor")
+NAMES = {"unchanged": UNCHANGED, "ort": ORT, "children": CHILDREN, "inductor": INDUCTOR, "other": Way("ort")}
+NAME = {way: name for name, way in NAMES.items()}
 
 
 def make(
     *challengers: str, share: float = SHARE, cost: float | Mapping[str, float] = 4.0, saves: Any = 1.0, **kwargs: Any
 ) -> Race:
-    def expect(way: str) -> Expected:
-        found = cost[way] if isinstance(cost, Mapping) else cost
-        return Expected(found, saves.get(way, 1.0) if isinstance(saves, Mapping) else saves)
+    def expect(way: Way) -> Expected:
+        found = cost[NAME[way]] if isinstance(cost, Mapping) else cost
+        return Expected(found, saves.get(NAME[way], 1.0) if isinstance(saves, Mapping) else saves)
 
-    return Race("unchanged", challengers or ("ort",), share, expect, **kwargs)
+    return Race([NAMES[name] for name in challengers or ("ort",)], share, expect, **kwargs)
 
 
 def drive(
@@ -48,7 +54,7 @@ def drive(
     order: list[str] = []
     for number in range(steps):
         remaining = None if left is None else 10**6 if math.isnan(left) else left - number
-        way = race.next(remaining, **kwargs)
+        way = NAME[race.next(remaining, **kwargs)]
         time = times[way]
         seconds = time(number) if callable(time) else time
         compiles = way != "unchanged" and (way not in COMPILED[id(race)] or way in recompiles)
@@ -75,7 +81,9 @@ def nothing_is_compiled() -> None:
 
 
 def happened(race: Race, *but: str) -> list[tuple[str, str]]:
-    return [(event.way, event.what) for event in race.events if event.what not in ("waits", "compiles", "pays", *but)]
+    return [
+        (NAME[event.way], event.what) for event in race.events if event.what not in ("waits", "compiles", "pays", *but)
+    ]
 
 
 # Starting
@@ -85,15 +93,16 @@ def test_a_short_run_compiles_nothing() -> None:
     race = make()
     assert set(drive(race, {"unchanged": 0.05, "ort": 0.04}, 300, 300)) == {"unchanged"}
     assert {event.what for event in race.events} == {"waits"}
-    last = race.events[-1]
-    assert last.seconds["cost"] == 4.0 > last.seconds["allowed"]
+    waiting = race.events[-1].why
+    assert isinstance(waiting, Waiting)
+    assert waiting.cost == 4.0 > waiting.allowed > 0
 
 
 def test_a_long_run_starts_at_the_first_decision_and_keeps_the_faster() -> None:
     race = make()
     order = drive(race, {"unchanged": 0.1, "ort": 0.08}, 60, 5000)
     assert order[: FIRST + 1] == ["unchanged"] * FIRST + ["ort"]
-    assert order[-1] == race.champion == "ort"
+    assert order[-1] == NAME[race.champion] == "ort"
     assert happened(race) == [("ort", "starts"), ("ort", "wins")]
 
 
@@ -126,7 +135,7 @@ def test_no_start_within_a_window_of_accumulated_gradients() -> None:
     race = make(cost=0.0)
     ways = []
     for number in range(40):
-        ways.append(race.next(9000, may_change=number % 4 == 0))
+        ways.append(NAME[race.next(9000, may_change=number % 4 == 0)])
         race.done(0.1 if ways[-1] == "unchanged" else 0.05)
     assert ways.index("ort") == 4
 
@@ -140,7 +149,7 @@ def test_an_obstacle_is_a_reason_to_wait() -> None:
 def test_now_starts_at_the_first_step_whatever_it_costs() -> None:
     race = make(share=NO_LIMIT, cost=1e9)
     assert drive(race, {"unchanged": 0.1, "ort": 0.2}, 40)[0] == "ort"
-    assert race.champion == "unchanged"
+    assert race.champion == UNCHANGED
 
 
 def test_without_measuring_the_first_that_runs_stays() -> None:
@@ -156,7 +165,7 @@ def test_the_slower_one_is_left() -> None:
     race = make()
     assert drive(race, {"unchanged": 0.08, "ort": 0.1}, 60, 5000)[-1] == "unchanged"
     assert happened(race) == [("ort", "starts"), ("ort", "loses")]
-    assert race.events[-1].seconds == {"ort": 0.1, "unchanged": 0.08}
+    assert race.events[-1].seconds == {ORT: 0.1, UNCHANGED: 0.08}
 
 
 def test_inductor_waits_and_meets_the_winner() -> None:
@@ -191,7 +200,7 @@ def test_a_burst_of_other_work_does_not_decide_over_short_steps() -> None:
 @pytest.mark.parametrize("work", [(0.0, 0.05), (0.0, 0.0, 0.05)])
 def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
     extra = itertools.cycle(work)
-    duel = Duel("ort", "unchanged")
+    duel = Duel(ORT, UNCHANGED)
     while not duel.is_over:
         duel.add(duel.turn, 0.1 + next(extra))
     sums = [sum(samples) for samples in duel.samples.values()]
@@ -199,26 +208,26 @@ def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
 
 
 def test_a_failing_sample_does_not_count() -> None:
-    duel = Duel("ort", "unchanged", ["ort"])
-    assert [duel.turn, (duel.add("ort", 9.0), duel.turn)[1]] == ["ort", "ort"]
-    assert duel.samples["ort"] == []
+    duel = Duel(ORT, UNCHANGED, [ORT])
+    assert [duel.turn, (duel.add(ORT, 9.0), duel.turn)[1]] == [ORT, ORT]
+    assert duel.samples[ORT] == []
 
 
 def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
-    duel = Duel("ort", "unchanged")
+    duel = Duel(ORT, UNCHANGED)
     for seconds in (0.1, 0.1, 0.1, 0.5, 0.5, 0.5):
-        duel.add("ort", 0.1)
-        duel.add("unchanged", seconds)
-    assert duel.saved_by("ort") == pytest.approx(0.0)
+        duel.add(ORT, 0.1)
+        duel.add(UNCHANGED, seconds)
+    assert duel.saved_by(ORT) == pytest.approx(0.0)
 
 
 def test_more_memory_has_to_be_worth_it() -> None:
     for faster, wins in ((0.98, False), (0.9, True)):
         race = make(cost=0.0)
         for _ in range(100):
-            way = race.next(10_000)
-            race.done(0.1 * (faster if way == "ort" else 1.0), memory=100.0 if not happened(race) else 120.0)
-        assert (race.champion == "ort") is wins
+            way = race.next(10_000, memory=100.0)
+            race.done(0.1 * (faster if way == ORT else 1.0), memory=120.0)
+        assert (race.champion == ORT) is wins
 
 
 # After a duel
@@ -228,12 +237,12 @@ def test_the_winner_meets_the_unchanged_step_again_and_may_lose() -> None:
     race, slow = make(), [0.05]
     times = {"unchanged": 0.1, "ort": lambda _: slow[0]}
     drive(race, times, 150)
-    assert race.champion == "ort"
+    assert race.champion == ORT
     saved = race.saved
     assert saved > 4
     slow[0] = 0.3
     order = drive(race, times, 200)
-    assert race.champion == "unchanged"
+    assert race.champion == UNCHANGED
     assert happened(race)[-1] == ("ort", "loses")
     assert race.saved <= saved / 10  # nobody knows since when
     assert order.count("ort") < 150
@@ -276,7 +285,7 @@ def test_an_unchanged_step_without_challengers_is_quiet() -> None:
     race = make(saves=0.0)
     drive(race, {"unchanged": 0.1}, SAMPLES + 1)
     assert race.quiet_steps > 0
-    race.fail("ort", Failure("of no use"))
+    race.fail(ORT, Failure("of no use"))
     assert race.quiet_steps > 10**6
 
 
@@ -284,7 +293,7 @@ def test_an_unchanged_step_without_challengers_is_quiet() -> None:
 
 
 def test_what_fails_names_what_is_tried_instead() -> None:
-    failures = {"ort": Failure("untraceable", "children")}
+    failures = {"ort": Failure("untraceable", CHILDREN)}
     times = {"unchanged": 0.1, "ort": 0.05, "children": 0.06}
     race = make()
     assert drive(race, times, 100, failures=failures)[-1] == "children"
@@ -294,10 +303,20 @@ def test_what_fails_names_what_is_tried_instead() -> None:
     assert [event.why for event in race.events if event.what == "fails"] == ["untraceable", "no"]
 
 
+def test_what_is_for_eager_alone_ends_the_race() -> None:
+    race = make("ort", "inductor")
+    times = {"unchanged": 0.1, "ort": 0.05}
+    assert (
+        drive(race, times, 50, failures={"ort": Failure("it differentiates gradients", final=True)})[-1] == "unchanged"
+    )
+    assert race.quiet_steps > 10**6
+    assert happened(race) == [("ort", "starts"), ("ort", "fails")]
+
+
 def test_without_measuring_too() -> None:
     race = make(share=NO_LIMIT, measured=False)
     assert drive(
-        race, {"unchanged": 0.1, "ort": 0.1, "children": 0.1}, 10, failures={"ort": Failure("", "children")}
+        race, {"unchanged": 0.1, "ort": 0.1, "children": 0.1}, 10, failures={"ort": Failure("", CHILDREN)}
     ) == [
         "ort",
         *["children"] * 9,
@@ -307,8 +326,8 @@ def test_without_measuring_too() -> None:
 def test_a_champion_that_fails_goes_back_to_unchanged() -> None:
     race = make("ort", "inductor", cost={"ort": 0.0, "inductor": math.inf})
     drive(race, {"unchanged": 0.1, "ort": 0.05}, 100)
-    race.fail("ort", Failure("it differs from eager"))
-    assert race.next(100) == "unchanged"
+    race.fail(ORT, Failure("it differs from eager"))
+    assert race.next(100) == UNCHANGED
     before = race.saved
     race.done(0.1)
     assert race.saved == before
@@ -342,14 +361,14 @@ def test_a_champion_of_an_earlier_run_has_a_budget_too() -> None:
     race, times = make(cost=1.0), {"unchanged": 0.1, "ort": 0.05}
     drive(race, times, 100)
     race.begin_run()
-    assert race.next(100) == "ort"
+    assert race.next(100) == ORT
     assert drive(race, times, 30, 100, compiling={"ort": 1.0}, recompiles=("ort",))[-1] == "unchanged"
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
     race = make(cost=1.0)
     drive(race, {"unchanged": 0.1}, FIRST, 1000)
-    assert race.next(1000 - FIRST) == "ort"
+    assert race.next(1000 - FIRST) == ORT
     allowed = SHARE * 0.1 * 1000
     assert race.may_compile(0.99 * STOP * allowed)
     assert not race.may_compile(1.01 * STOP * allowed)
@@ -363,7 +382,7 @@ def test_no_run_is_much_slower_than_without_compiling(known: bool) -> None:
         race, total = make(cost=1.0), 0.0
         COMPILED.clear()
         for number in range(length):
-            way = race.next(length - number if known else None)
+            way = NAME[race.next(length - number if known else None)]
             compiles = way != "unchanged" and way not in COMPILED[0]
             COMPILED[0].add(way)
             seconds = step * (ort if way == "ort" else 1.0) + factor * compiles
@@ -388,7 +407,7 @@ def test_processes_of_a_run_decide_alike() -> None:
         for race, order, times in zip(
             races, orders, ({"unchanged": 0.1, "ort": 0.08}, {"unchanged": 0.01, "ort": 0.5}), strict=True
         ):
-            way = race.next(5000 - number)
+            way = NAME[race.next(5000 - number)]
             compiles = way == "ort" and "ort" not in order
             order.append(way)
             race.done(times[way] + compiles, compiles)

@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 FIRST, GROWTH = 3, 1.5  # the rule to start is asked before steps 3, 5, 8, 12, ... of a run
 SAMPLES = 16  # unchanged steps that are timed
@@ -29,7 +30,30 @@ STOP = 2.0  # times what may be spent: then nothing more is compiled, not even i
 MEMORY, WORTH = 0.1, 0.03
 NO_LIMIT = math.inf  # as a share: everything starts at once
 
+Engine = Literal["torch", "ort", "inductor", "inductor-graphs"]
 Agree = Callable[[str, Mapping[str, float]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a step.
+
+    Args:
+        engine: What runs it; ``"torch"`` is the unchanged step.
+        part: What is compiled: the step, or its child modules.
+        graphs: Of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2.
+
+    """
+
+    engine: Engine
+    part: Literal["step", "modules"] = "step"
+    graphs: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.engine}/{self.part}/{self.graphs}"
+
+
+UNCHANGED = Way("torch")
 
 
 @dataclass(frozen=True)
@@ -49,11 +73,27 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a way cannot go on, and what is tried in its place, if anything."""
+class Waiting:
+    """Why a way waits: what it is expected to cost, and what may be spent, in seconds."""
 
-    why: str
-    instead: str | None = None
+    cost: float
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a way cannot go on.
+
+    Args:
+        why: For people; nothing here reads it.
+        instead: What is tried in its place, if anything.
+        final: Whether nothing else can go on either: the step is for eager alone.
+
+    """
+
+    why: Any
+    instead: Way | None = None
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,20 +101,20 @@ class Event:
     """What happened to a way.
 
     Args:
-        way: Its name.
+        way: Which one.
         what: ``"waits"`` (the rule to start says no), ``"starts"``, ``"compiles"``, ``"wins"``, ``"loses"``,
             ``"fails"``, ``"costs too much"``, or ``"pays"`` (more is saved than was spent).
         step: How many steps of the run were done.
-        why: For people; may be empty.
+        why: For people.
         seconds: Of compiling, or the medians of a duel, by way.
 
     """
 
-    way: str
+    way: Way
     what: str
     step: int
-    why: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    why: Any = ""
+    seconds: Mapping[Way, float] = field(default_factory=dict)
 
 
 class Duel:
@@ -83,26 +123,27 @@ class Duel:
     The first step of a way that has not run yet does not count, since it allocates; nor do steps that compile.
 
     Args:
-        challenger: A name.
-        champion: Another one.
+        challenger: One of them.
+        champion: The other one.
         fresh: Which of them have not run yet.
+        memory: Bytes that the process used before it began; 0 if nobody knows.
 
     """
 
-    def __init__(self, challenger: str, champion: str, fresh: Iterable[str] = ()) -> None:
-        self.challenger, self.champion = challenger, champion
-        self.samples: dict[str, list[float]] = {challenger: [], champion: []}
+    def __init__(self, challenger: Way, champion: Way, fresh: Iterable[Way] = (), memory: float = 0.0) -> None:
+        self.challenger, self.champion, self.memory = challenger, champion, memory
+        self.samples: dict[Way, list[float]] = {challenger: [], champion: []}
         self._fresh = set(fresh)
 
     @property
-    def turn(self) -> str:
+    def turn(self) -> Way:
         """Whose turn it is."""
         counts = {name: len(samples) - (name in self._fresh) for name, samples in self.samples.items()}
         fewest = min(counts.values())
         behind = [name for name, count in counts.items() if count == fewest]
         return behind[-(fewest % 2)]
 
-    def add(self, way: str, seconds: float) -> None:
+    def add(self, way: Way, seconds: float) -> None:
         """Add a sample."""
         if way in self._fresh:
             self._fresh.discard(way)
@@ -122,11 +163,11 @@ class Duel:
         return count >= LEAST and statistics.median(slow) > CLOSE * statistics.median(fast)
 
     @property
-    def medians(self) -> dict[str, float]:
+    def medians(self) -> dict[Way, float]:
         """The median of each way in seconds."""
         return {name: statistics.median(samples) for name, samples in self.samples.items()}
 
-    def saved_by(self, way: str) -> float:
+    def saved_by(self, way: Way) -> float:
         """Return the seconds by which a way is faster: the lesser of what medians and lower quartiles say."""
         own, other = (self._quartiles(one) for one in (way, *(self.samples.keys() - {way})))
         return max(0.0, min(other[index] - own[index] for index in (0, 1)))
@@ -137,7 +178,7 @@ class Duel:
         usual = self.medians[self.champion]
         return sum(max(0.0, seconds - usual) for seconds in self.samples[self.challenger])
 
-    def _quartiles(self, way: str) -> list[float]:
+    def _quartiles(self, way: Way) -> list[float]:
         return statistics.quantiles(self.samples[way], method="inclusive")
 
 
@@ -145,8 +186,7 @@ class Race:
     """The state of one kind of step.
 
     Args:
-        unchanged: The name of the step as the user wrote it.
-        challengers: The names of other ways, in the order in which they are tried.
+        challengers: The ways beside the unchanged step, in the order in which they are tried.
         share: Of the time that the step takes in a run, what may be spent on compiling and trying; with
             :data:`NO_LIMIT` everything starts at once.
         expect: Returns what is expected of a way now.
@@ -164,22 +204,19 @@ class Race:
 
     def __init__(
         self,
-        unchanged: str,
-        challengers: Iterable[str],
+        challengers: Iterable[Way],
         share: float,
-        expect: Callable[[str], Expected],
+        expect: Callable[[Way], Expected],
         measured: bool = True,
         agree: Agree = lambda key, figures: figures,
     ) -> None:
-        self.champion = self._unchanged = unchanged
+        self.champion = UNCHANGED
         self.events: list[Event] = []
         self._challengers = deque(challengers)
         self._share, self._expect, self._measured, self._agree = share, expect, measured, agree
-        self._ran = {unchanged}
-        self._dear: list[str] = []  # what cost too much in this run
+        self._ran = {UNCHANGED}
+        self._dear: list[Way] = []  # what cost too much in this run
         self._saving = 0.0  # in each step of the champion
-        self._memory = self._memory_before = 0.0  # in use now, and before the challenger started
-        self._duels = 0
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -196,29 +233,32 @@ class Race:
 
     # Questions
 
-    def next(self, steps_left: float | None = None, may_change: bool = True, obstacle: str = "") -> str:
+    def next(
+        self, steps_left: float | None = None, may_change: bool = True, obstacle: str = "", memory: float = 0.0
+    ) -> Way:
         """Return which way the next step runs.
 
         Args:
             steps_left: How many steps are to come; ``None`` if nobody knows: then as many as were done.
             may_change: Whether another way may begin here, and not within a window of accumulated gradients.
             obstacle: Why nothing new may be tried now; may be empty.
+            memory: Bytes that the process uses; 0 if nobody knows.
 
         """
         self._left = self.steps if steps_left is None else steps_left
         if self._duel is None and may_change:
-            if self._measured and self.champion != self._unchanged and self.steps >= self._recheck:
-                self._begin_duel(self.champion, self._unchanged)
+            if self._measured and self.champion != UNCHANGED and self.steps >= self._recheck:
+                self._begin_duel(self.champion, UNCHANGED)
             elif self._has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
-                self._consider(obstacle)
+                self._consider(obstacle, memory)
         self._way = self.champion if self._duel is None else self._duel.turn
         return self._way
 
     @property
     def wants_time(self) -> bool:
         """Whether the time of the next step matters."""
-        return self._duel is not None or (self._way == self._unchanged and len(self._usual) < SAMPLES)
+        return self._duel is not None or (self._way == UNCHANGED and len(self._usual) < SAMPLES)
 
     @property
     def quiet_steps(self) -> int:
@@ -226,7 +266,7 @@ class Race:
         if self.wants_time:
             return 0
         ends = [self._next] if self._has_challengers else []
-        if self._measured and self.champion != self._unchanged:
+        if self._measured and self.champion != UNCHANGED:
             ends.append(self._recheck)
         return max(0, min(ends, default=1 << 30) - self.steps)
 
@@ -255,13 +295,12 @@ class Race:
         """
         way = self._way
         self.steps += 1
-        self._memory = memory or self._memory
         if compiled:
             took = max(0.0, seconds - self.usual)
             self.spent += took
             self._note(way, "compiles", seconds={way: took})
         if failure is not None:
-            self._drop(way, "fails", failure.why, failure.instead)
+            self.fail(way, failure)
         elif compiled:
             if way in self._ran and self._is_too_dear(way):
                 self._dear.append(way)
@@ -270,9 +309,9 @@ class Race:
         elif self._duel is not None:
             self._duel.add(way, seconds)
             if self._duel.is_over:
-                self._settle(self._duel)
+                self._settle(self._duel, memory)
         else:
-            if way == self._unchanged and len(self._usual) < SAMPLES:
+            if way == UNCHANGED and len(self._usual) < SAMPLES:
                 self._usual.append(seconds)
             self._save(1)
 
@@ -281,9 +320,13 @@ class Race:
         self.steps += steps
         self._save(steps)
 
-    def fail(self, way: str, failure: Failure) -> None:
+    def fail(self, way: Way, failure: Failure) -> None:
         """Say that a way cannot go on, between two steps."""
-        if way in self._challengers:
+        if failure.final:
+            self._challengers.clear()
+            self._duel = None
+            way = self.champion if way is UNCHANGED else way
+        elif way in self._challengers:
             self._challengers.remove(way)
         self._drop(way, "fails", failure.why, failure.instead)
 
@@ -300,40 +343,41 @@ class Race:
             return False
         return self._share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
 
-    def _consider(self, obstacle: str) -> None:
+    def _consider(self, obstacle: str, memory: float) -> None:
         for way in [*self._challengers]:
             expected = self._expect(way)
             pays = not obstacle and self._pays(expected)
             if self._agree(f"start/{way}/{self.steps}", {"starts": float(pays)})["starts"]:
                 self._challengers.remove(way)
                 self._note(way, "starts")
-                self._memory_before = self._memory
                 if self._measured:
-                    self._begin_duel(way, self.champion)
+                    self._begin_duel(way, self.champion, memory)
                 else:
                     self.champion = way
                 return
-            allowed = max(0.0, self._allowed - self.spent)
-            self._note(way, "waits", obstacle or expected.why, {"cost": expected.cost, "allowed": allowed})
+            allowed = max(0.0, self._share * self.usual * self._left - self.spent)
+            self._note(way, "waits", obstacle or expected.why or Waiting(expected.cost, allowed))
 
-    def _begin_duel(self, challenger: str, champion: str) -> None:
-        self._duel = Duel(challenger, champion, {challenger, champion} - self._ran)
+    def _begin_duel(self, challenger: Way, champion: Way, memory: float = 0.0) -> None:
+        self._duel = Duel(challenger, champion, {challenger, champion} - self._ran, memory)
 
-    def _settle(self, duel: Duel) -> None:
+    def _settle(self, duel: Duel, memory: float) -> None:
         """Keep the faster way; all processes go by the times of the one that was done first."""
-        self._duel, self._duels = None, self._duels + 1
-        medians = self._agree(f"duel/{self._duels}/{duel.challenger}/{duel.champion}", duel.medians)
-        checked = duel.champion == self._unchanged and duel.challenger == self.champion
+        self._duel = None
+        checked = duel.challenger == self.champion  # by the unchanged step
+        number = sum(event.what in ("wins", "loses") for event in self.events)
+        own = {str(way): seconds for way, seconds in duel.medians.items()}
+        agreed = self._agree(f"duel/{number}/{'/'.join(own)}", own)
+        medians = {way: agreed.get(str(way), own[str(way)]) for way in duel.samples}
         self.spent += 0.0 if checked else duel.overhead
-        worth = 1.0 - WORTH if self._memory > (1 + MEMORY) * self._memory_before > 0 and not checked else 1.0
-        wins = medians[duel.challenger] < worth * medians[duel.champion]
-        winner = duel.challenger if wins else duel.champion
-        before, self.champion = self._saving, winner
-        if duel.champion == self._unchanged:
-            self._saving = duel.saved_by(winner) if wins else 0.0
-            self._usual = duel.samples[self._unchanged][-SAMPLES:]
+        takes_more = not checked and memory > (1 + MEMORY) * duel.memory > 0
+        wins = medians[duel.challenger] < (1 - WORTH * takes_more) * medians[duel.champion]
+        before, self.champion = self._saving, duel.challenger if wins else duel.champion
+        if duel.champion == UNCHANGED:
+            self._saving = duel.saved_by(self.champion) if wins else 0.0
+            self._usual = duel.samples[UNCHANGED][-SAMPLES:]
         elif wins:
-            self._saving += duel.saved_by(winner)
+            self._saving += duel.saved_by(self.champion)
         if checked and self._saving < before:  # nobody knows since when
             self.saved -= (self.saved - self._saved_before) * (1 - self._saving / before)
         self._saved_before = self.saved
@@ -341,12 +385,12 @@ class Race:
         self._recheck = RARER * self._recheck if checked else self.steps + RECHECK
         self._note(duel.challenger, "wins" if wins else "loses", why, medians)
 
-    def _drop(self, way: str, what: str, why: str, instead: str | None = None) -> None:
+    def _drop(self, way: Way, what: str, why: Any, instead: Way | None = None) -> None:
         self._note(way, what, why)
         if self._duel is not None and way in self._duel.samples:
             self._duel = None
         if self.champion == way:
-            self.champion, self._saving = self._unchanged, 0.0
+            self.champion, self._saving = UNCHANGED, 0.0
         if instead is not None:
             self._challengers.appendleft(instead)
             self._next = self.steps
@@ -359,7 +403,7 @@ class Race:
     @property
     def _has_challengers(self) -> bool:
         """Whether something is left to try: without measuring, the first that runs stays."""
-        return bool(self._challengers) and (self._measured or self.champion == self._unchanged)
+        return bool(self._challengers) and (self._measured or self.champion == UNCHANGED)
 
     @property
     def _champions_time(self) -> float:
@@ -369,9 +413,9 @@ class Race:
     def _allowed(self) -> float:
         return self._share * self.usual * (self.steps + self._left) if self._share < NO_LIMIT else math.inf
 
-    def _is_too_dear(self, way: str) -> bool:
+    def _is_too_dear(self, way: Way) -> bool:
         exceeded = self.spent > self._allowed
         return self._agree(f"stop/{way}/{self.steps}", {"stops": float(exceeded)})["stops"] > 0
 
-    def _note(self, way: str, what: str, why: str = "", seconds: Mapping[str, float] | None = None) -> None:
+    def _note(self, way: Way, what: str, why: Any = "", seconds: Mapping[Way, float] | None = None) -> None:
         self.events.append(Event(way, what, self.steps, why, dict(seconds or {})))
