@@ -1,0 +1,115 @@
+"""What happens when a step cannot be captured as it is: :func:`after_compiling`, the one place that decides it.
+
+Others only say what has failed: the backend, for a graph that differs from eager when it is captured
+(:mod:`lightning_ort.compiler.conflicts`), and the audits.
+"""
+
+from dataclasses import dataclass
+
+from lightning_ort.compat import dynamo
+from lightning_ort.compat.dynamo_messages import plain_reason
+from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+from lightning_ort.strategies.capture.first_steps import OWN_GRADIENT
+from lightning_ort.strategies.capture.race import Failure, Way
+
+# A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row that recompile mean
+# that something differs in each step, until dynamo gives up.
+MAX_RECOMPILING_STEPS = 3
+# In all, as many as dynamo by default allows a frame: a partial last batch, a first epoch and a few counters stay below
+# it, and what does not costs a compilation each time that a new case comes up, however long that takes.
+MAX_RECOMPILING_STEPS_IN_ALL = 8
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a way fails, for the report.
+
+    Args:
+        reason: In words.
+        warns: Whether that is a failure, with a warning, and not a known limit.
+        error: What our compiler raised, which is an error under ``fallback="raise"``.
+
+    """
+
+    reason: Reason
+    warns: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What else decides.
+
+    Args:
+        children: Whether child modules may be captured instead.
+        in_a_row: How many steps in a row have compiled again, with this one.
+        in_all: How many since the way began.
+        closure: Whether an optimizer was given a closure.
+
+    """
+
+    children: bool
+    in_a_row: int = 0
+    in_all: int = 0
+    closure: bool = False
+
+
+def after_compiling(way: Way, outcome: Outcome, situation: Situation) -> Failure | None:
+    """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
+    if way.engine in inductor.ENGINES:
+        return _of_inductor(way, outcome)
+    instead = Way(way.engine, "modules") if situation.children and way.part == "step" else None
+    cause = dynamo.backend_error(outcome.error)
+    if outcome.error is not None:
+        return _failure(plain_reason(str(cause or outcome.error)), instead, ReasonType.CAPTURE_FAILED, cause)
+    if outcome.limit is not None:
+        return _failure(outcome.limit, instead, ReasonType.RECOMPILING)
+    if way.part == "modules":
+        if situation.in_all > MAX_RECOMPILING_STEPS_IN_ALL and situation.children:
+            return _choice(f"{situation.in_all} steps compiled child modules again", None, ReasonType.RECOMPILING)
+        return None
+    if outcome.calls_autograd_grad:
+        return for_eager_alone(Reason(ReasonType.SECOND_GRADIENT, OWN_GRADIENT))
+    if outcome.skipped is not None:
+        return _failure(plain_reason(outcome.skipped), instead, ReasonType.CAPTURE_FAILED)
+    if situation.closure:
+        instead = Way(way.engine, "modules")
+        return _choice("an optimizer runs a closure, which no graph can hold", instead, ReasonType.CAPTURE_FAILED)
+    if instead is None:
+        return None
+    if outcome.skipped_rest is not None:
+        return _choice(f"of a part: {plain_reason(outcome.skipped_rest)}", instead, ReasonType.CAPTURE_FAILED)
+    if situation.in_a_row > MAX_RECOMPILING_STEPS:
+        return _choice(f"{situation.in_a_row} steps in a row compiled again", instead, ReasonType.RECOMPILING)
+    if situation.in_all > MAX_RECOMPILING_STEPS_IN_ALL:
+        return _choice(f"{situation.in_all} steps compiled again", instead, ReasonType.RECOMPILING)
+    return None
+
+
+def for_eager_alone(reason: Reason) -> Failure:
+    """Return the failure of a step that nothing but eager can run."""
+    return Failure(Cause(reason), final=True)
+
+
+def without_one_graph(way: Way, why: str) -> Failure:
+    """Return the failure of a step that turned out to need a backward pass of its own."""
+    return Failure(Cause(Reason(ReasonType.SPLIT, why)), Way(way.engine, way.part))
+
+
+def _of_inductor(way: Way, outcome: Outcome) -> Failure | None:
+    cause = outcome.error and (dynamo.backend_error(outcome.error) or outcome.error)
+    if cause is not None or outcome.limit is not None:
+        return _choice(dynamo.explanation(str(cause or outcome.limit)), None, ReasonType.INDUCTOR_FAILED)
+    if way.engine == inductor.GRAPHS and outcome.recompiles:
+        return _choice("sizes vary", None, ReasonType.INDUCTOR_FAILED)
+    return None
+
+
+def _failure(text: str, instead: Way | None, kind: ReasonType, error: BaseException | None = None) -> Failure:
+    return Failure(Cause(Reason(kind, text), warns=True, error=error), instead)
+
+
+def _choice(text: str, instead: Way | None, kind: ReasonType) -> Failure:
+    return Failure(Cause(Reason(kind, text)), instead)

@@ -1,0 +1,187 @@
+"""Which ways of running a step are tried, in which order, and what is expected of them: :class:`Ways`.
+
+On a CPU ONNX Runtime comes first; inductor takes several times as long to compile. On a GPU ONNX Runtime's standard
+kernels fuse few elementwise operations and no gradients, so a training step is several times as many kernels as in
+eager. There inductor is tried first, and ONNX Runtime in steps without a backward pass, and in others where it may
+still win.
+
+What earlier runs on this machine found of a step of the same module, on batches of the same sizes, is kept in the
+cache.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_ort._text import duration
+from lightning_ort.compiler.cache import Startup
+from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.fingerprint import digest, program
+from lightning_ort.config import Engine as Setting
+from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.outlook import TRAINING
+from lightning_ort.strategies.capture.race import STOP, UNCHANGED, Engine, Event, Expected, Way
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.module import CapturedModule
+
+# Seconds, and seconds for each operation with a gradient that an unchanged step calls. With one thread 1.4 for an
+# MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
+# (616).
+COST, COST_PER_OPERATION = 0.5, 0.015
+FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
+WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
+EVALUATION = 0.5  # of what the training step takes: there is no backward graph
+DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
+SAVED_DISPATCH, SAVED = 0.3, 0.1  # shares of a step that capture saves
+INDUCTOR_SAVED = 0.1  # a share of the step, before anything was tried; it was 0.06 to 0.2 where inductor won
+INDUCTOR_COST, INDUCTOR_COST_PER_OPERATION = 15.0, 0.01  # seconds
+INDUCTOR_WARM = 0.2  # of the cold start-up's seconds: torch keeps what the C++ compiler made
+INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Runtime, at least
+
+
+def setting_for(config: ORTConfig, device: torch.device, amortized: bool) -> Setting:
+    """Return the engine that a config asks for.
+
+    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and inductor can compile.
+    """
+    if config.engine is not None:
+        return config.engine
+    if config.placement != "measured":
+        return "ort"
+    return "auto" if device.type == "cuda" or (amortized and inductor.cpp_compiler() is not None) else "ort"
+
+
+def challengers(setting: Setting, device: torch.device, step: str, first: Way, may_record: bool) -> list[Way]:
+    """Return the ways of a step in the order in which they are tried.
+
+    Args:
+        setting: Of :func:`setting_for`.
+        device: Where the step computes.
+        step: Its name.
+        first: How ONNX Runtime runs it.
+        may_record: Whether what a step leaves behind is gone by its next call.
+
+    """
+    if setting == "ort":
+        return [first]
+    engines: list[Engine] = ["inductor"]
+    if device.type == "cuda" and may_record:
+        engines.append("inductor-graphs")
+    others = [Way(engine, first.part) for engine in engines]
+    return [first, *others] if device.type != "cuda" else [*others, first]
+
+
+class Ways:
+    """What is known of the ways of one step, and expected of those that have not run.
+
+    Args:
+        module: Whose step it is.
+        name: The step's name.
+        batch: Its arguments.
+
+    """
+
+    def __init__(self, module: "CapturedModule", name: str, batch: Any) -> None:
+        self._module, self._name = module, name
+        self._program = digest(program(), *(f"{key}={value!r}" for key, value in module.module.hparams.items()))
+        about = f"{name}\n{_describe(module.module)}\n{_shapes(batch)}"
+        cache, settings = module.backend.cache, module.settings
+        self._files = {engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ("ort", *inductor.ENGINES)}
+        self._known = {engine: self._load(file) for engine, file in self._files.items()}
+
+    def expect(self, way: Way) -> Expected:
+        """Return what is expected of a way."""
+        known = self._known.get(way.engine)
+        if known is None:
+            return Expected(self._cost(way), self._prior(way))
+        if known.refused:
+            return Expected(self._cost(way), 0.0, f"in an earlier run: {known.refused}; ORTConfig(start='now') tries it again")
+        saves, why = self._prior(way), ""
+        if {"torch", way.engine} <= known.ms.keys():
+            saves = max(0.0, 1 - known.ms[way.engine] / known.ms["torch"])
+            times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in known.ms.items())
+            why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
+        if not known.finished:  # it takes more than that
+            return Expected(max(STOP * known.cold, self._cost(way)), saves, why)
+        warm = known.warm if known.warm is not None else self._warm(way, known.cold)
+        return Expected(warm, saves, why)
+
+    def _prior(self, way: Way) -> float:
+        """The share of the step that a way saves at most, before it was tried."""
+        if way.engine in inductor.ENGINES:
+            return INDUCTOR_SAVED
+        if self._module.device.type != "cuda" or self._name != TRAINING:
+            return 1.0
+        return SAVED_DISPATCH if self._module.usual(self._name) < DISPATCH_BOUND else SAVED
+
+    def _cost(self, way: Way) -> float:
+        module, operations = self._module, self._module.operations_of(self._name)
+        if way.engine in inductor.ENGINES:
+            # a step of a hundred graphs has no more operations than one of two
+            others = INDUCTOR_TO_ORT * module.spent_on(self._name, "ort")
+            return max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * operations, others)
+        if training := self._name != TRAINING and module.spent_on(TRAINING, "ort"):
+            return EVALUATION * training
+        first = not module.backend.compiled_in_process()
+        return COST + COST_PER_OPERATION * operations + first * FIRST_COMPILATION
+
+    @staticmethod
+    def _warm(way: Way, cold: float) -> float:
+        if way.engine not in inductor.ENGINES:
+            return WARM * cold
+        return INDUCTOR_WARM * cold if inductor.has_cache() else cold
+
+    def store(self, events: list[Event], refused: str) -> None:
+        """Keep what a run has found for later ones.
+
+        Args:
+            events: Of the run.
+            refused: Why the step is for eager alone; "" if it is not.
+
+        """
+        for engine, file in self._files.items():
+            own = [event for event in events if event.way.engine == engine]
+            seconds = sum(sum(event.seconds.values()) for event in own if event.what == "compiles")
+            if seconds == 0 or not any(event.what == "starts" for event in own):
+                continue  # what later runs compile again is not what a start takes
+            ms = _milliseconds(own)
+            finished = not any(event.what in ("fails", "costs too much") for event in own)
+            known = self._known[engine]
+            if refused:
+                found = Startup(seconds, None, ms, False, refused, self._program)
+            elif known is not None and known.finished:
+                found = dataclasses.replace(known, warm=seconds if finished else known.warm, ms=ms or known.ms)
+            else:
+                found = Startup(seconds, None, ms, finished)
+            self._module.backend.cache.store_startup(file, found)
+
+    def _load(self, file: str) -> Startup | None:
+        known = self._module.backend.cache.load_startup(file)
+        return None if known is not None and known.refused and known.program != self._program else known
+
+
+def _milliseconds(events: list[Event]) -> dict[str, float]:
+    duels = [event.seconds for event in events if event.what in ("wins", "loses") and UNCHANGED in event.seconds]
+    return {way.engine: 1000 * seconds for way, seconds in duels[0].items()} if duels else {}
+
+
+def _describe(module: nn.Module) -> str:
+    """Return a text that is equal for modules of the same structure."""
+    classes = [f"{name} {type(child).__module__}.{type(child).__qualname__}" for name, child in module.named_modules()]
+    tensors = [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in module.named_parameters()]
+    return "\n".join(classes + tensors)
+
+
+def _shapes(value: Any) -> str:
+    """Return a text that is equal for batches of the same sizes."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.device.type}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_shapes(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shapes, value))}]"
+    return type(value).__name__
