@@ -135,12 +135,20 @@ class StepAccount:
             self._projected = total
         return self._projected > 0
 
-    def settle(self, times: dict[str, float], overhead: float, saving: float) -> None:
-        """Count a trial: the time of the step on each engine in ms, the seconds that it took and that a step saves."""
+    def settle(self, times: dict[str, float], overhead: float, saving: float, is_clear: bool) -> None:
+        """Count a trial.
+
+        Args:
+            times: Of the step on each engine, in ms.
+            overhead: The seconds that it took.
+            saving: The seconds that a step saves from then on.
+            is_clear: Whether the samples differ by less than the engines.
+
+        """
         self._spend(overhead)
         run = self._module.backend.report.run
         run.trial_seconds += overhead
-        self._announcement.verdict(self._module.module.trainer, times)
+        self._announcement.verdict(self._module.module.trainer, times, is_clear)
         self.milliseconds = times
         if self.stage in ("all", *times):  # and not a later check of another engine
             self._found = times

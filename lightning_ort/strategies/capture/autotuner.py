@@ -159,7 +159,17 @@ class StepAutotuner:
         if len(self._samples) == 1:
             return True
         fastest, second = sorted(self.milliseconds.values())[:2]
-        return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
+        return rounds >= MAX_ROUNDS or (second > _CLOSE * fastest and self.is_clear)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the fastest two differ by more than the middle half of the samples of either."""
+        if len(self._samples) == 1:
+            return True
+        fastest, second = sorted(self._samples, key=self.milliseconds.__getitem__)[:2]
+        quartiles = [statistics.quantiles(self._samples[one][1:], method="inclusive") for one in (fastest, second)]
+        spread = max(high - low for low, _, high in quartiles)
+        return quartiles[1][1] - quartiles[0][1] > spread
 
     @property
     def milliseconds(self) -> dict[str, float]:

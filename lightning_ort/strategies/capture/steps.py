@@ -375,6 +375,8 @@ class CapturedStep(AbstractContextManager[None]):
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
     def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
+        if mode == "off":
+            self._trials.leave()
         if mode == "off" and kind is not ReasonType.BUDGET:
             self._account.refused = str(Reason(kind, why))
             self._module.takes_gradients = self._module.takes_gradients or kind is ReasonType.SECOND_GRADIENT
