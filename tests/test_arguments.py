@@ -149,7 +149,7 @@ STRATEGIES: list[Case] = [
         (kind, {"find_unused_parameter": True}, TypeError, ("'find_unused_parameter'", "'find_unused_parameters'"))
         for kind in (ORTDDPStrategy, ORTNativeZeRO1Strategy)
     ],
-    (ORTDDPStrategy, {"placement": "always"}, TypeError, ("'placement'", "arguments are config, optim")),
+    (ORTDDPStrategy, {"placement": "always"}, TypeError, ("'placement'", "it is a setting of `config`")),
 ]
 
 OPTIMIZERS: list[Case] = [

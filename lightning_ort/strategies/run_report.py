@@ -59,7 +59,9 @@ class RunReport:
             return
         if (batch_size := _batch_size(trainer)) is not None:
             report.run.facts["batch size"] = str(batch_size)
-        if trainer.interrupted and report.run.verdict:  # the program ends here, before it could show its report
+        if (
+            trainer.is_global_zero and trainer.interrupted and report.run.verdict
+        ):  # the program ends here, before it could show its report
             rank_zero_info("lightning-ort: interrupted; %s", report.run.verdict)
         if self._destination is None:
             return

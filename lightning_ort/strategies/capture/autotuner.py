@@ -159,7 +159,7 @@ class StepAutotuner:
         if len(self._samples) == 1:
             return True
         fastest, second = sorted(self.milliseconds.values())[:2]
-        return rounds >= MAX_ROUNDS or (second > _CLOSE * fastest and self.is_clear)
+        return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
 
     @property
     def is_clear(self) -> bool:
