@@ -46,8 +46,9 @@ class ORTConfig:
             a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
         start: ``"amortized"`` leaves each step of a LightningModule unchanged until the steps that are still to come
-            are expected to save more than compiling takes; ``"now"`` compiles at the first step. ``None`` is
-            ``"amortized"``, but ``"now"`` with ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
+            are expected to save more than compiling takes; ``"now"`` compiles after one step, which runs unchanged to
+            show errors early, or at once if there is only one. ``None`` is ``"amortized"``, but ``"now"`` with
+            ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
         compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
             the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
         kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice
+from lightning_ort._arguments import check_choice, names_its_arguments
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.onnx_export.signature import bind_sample
 
@@ -19,6 +19,7 @@ else:
 _log = logging.getLogger(__name__)
 
 
+@names_its_arguments
 class ExportOnnxCallback(_Callback):
     """Exports the module as an ONNX model at the end of a fit, on the first process.
 

@@ -1,16 +1,21 @@
-"""Private names of AOTAutograd and autograd's engine that a step as one graph needs, one small function per use.
+"""Private names of AOTAutograd and autograd's engine, one small function or class per use.
 
 Each function names the torch version that it was read in.
 """
 
+import sys
+import threading
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dynamo import eval_frame
+from torch._functorch import eager_transforms
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
+from typing_extensions import override
 
 
 def without_autocast() -> AbstractContextManager[None]:
@@ -108,3 +113,61 @@ def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManage
 def keeps_graph() -> bool:
     """Whether the backward pass that runs is to be repeated, ``retain_graph=True`` (torch 2.13)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+class GradientCalls(AbstractContextManager["GradientCalls"]):
+    """Within the block, notices calls in this thread that take gradients as no compiled graph has them (torch 2.13).
+
+    What a backward pass calls is not noticed, nor what graphs may hold (``torch.func``) or are told to leave out
+    (``torch.compiler.disable``).
+
+    Attributes:
+        own: Whether `torch.autograd.grad` was called.
+        second: Whether gradients are to be differentiated, as by ``create_graph=True``.
+
+    """
+
+    def __init__(self) -> None:
+        self.own = self.second = False
+
+    @override
+    def __enter__(self) -> "GradientCalls":
+        self._thread, self._frame = threading.get_ident(), sys._getframe(1)
+        with _watch_lock:
+            if not _watching:
+                _engine[:] = [torch.autograd._engine_run_backward]
+                torch.autograd._engine_run_backward = _watched_run  # type: ignore[assignment]
+            self._outer = _watching.get(self._thread)
+            _watching[self._thread] = self
+        return self
+
+    @override
+    def __exit__(self, *exc_info: object) -> None:
+        with _watch_lock:
+            del _watching[self._thread]
+            if self._outer is not None:
+                _watching[self._thread] = self._outer
+            elif not _watching and torch.autograd._engine_run_backward is _watched_run:
+                torch.autograd._engine_run_backward = _engine[0]
+
+    def see(self, create_graph: bool, accumulates: bool) -> None:
+        """Note a call of autograd's engine."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame is not self._frame:
+            if frame.f_code.co_filename in (eval_frame.__file__, eager_transforms.__file__):
+                return
+            frame = frame.f_back
+        self.own = self.own or not accumulates
+        self.second = self.second or create_graph
+
+
+_watch_lock = threading.Lock()
+_watching: dict[int, GradientCalls] = {}  # by thread
+_engine: list[Any] = []  # the function that is replaced meanwhile
+
+
+def _watched_run(tensors: Any, gradients: Any, retain: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
+    watch = _watching.get(threading.get_ident())
+    if watch is not None and torch._C._current_graph_task_id() == -1:
+        watch.see(bool(create_graph), kwargs.get("accumulate_grad", True))
+    return _engine[0](tensors, gradients, retain, create_graph, *args, **kwargs)

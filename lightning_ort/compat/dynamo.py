@@ -21,6 +21,8 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 from torch._guards import TracingContext
 from torch.distributions import kl
+from torch.utils._sympy.interp import handlers
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
@@ -188,6 +190,17 @@ def prepare_divergences() -> None:
     """Enter what ``kl_divergence`` would look up at its first call, a search that no graph can hold (torch 2.13)."""
     for kinds, function in kl._KL_REGISTRY.items():
         kl._KL_MEMOIZE.setdefault(kinds, function)
+
+
+def prepare_numbers() -> None:
+    """Keep a number out of graphs where torch lacks its operation on tensors, instead of failing (torch 2.13)."""
+    for name in {*handlers().values()}:
+        if not hasattr(TensorReferenceAnalysis, name):  # such as `python_mod`: `%` of an int that changes
+            setattr(TensorReferenceAnalysis, name, staticmethod(_not_implemented))
+
+
+def _not_implemented(*args: Any) -> None:
+    raise NotImplementedError
 
 
 def is_wrapped(function: Callable[..., Any]) -> bool:

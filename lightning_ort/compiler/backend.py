@@ -7,6 +7,7 @@
 import functools
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,14 +21,14 @@ from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
     boxed,
-    traced_graph_facts,
     without_fake_tensors,
     without_torch_function,
 )
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.example_inputs import device_of, tensor_class_of
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.fallbacks import PASSES, SECOND_GRADIENT, GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.fallbacks import PASSES, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
@@ -97,7 +98,7 @@ class ORTBackend:
         self.label = ""
         self.logs_graphs = True  # a line for each; a strategy that announces its steps needs none
         self.agree: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
-        self.leave: Callable[[], bool] | None = None
+        self.leave: Callable[[fx.GraphModule], bool] | None = None
         self.drop_gradients: Callable[[], None] | None = None
         self.one_graph = self.writes_gradients = False
         self.misfit: str | None = None
@@ -128,7 +129,7 @@ class ORTBackend:
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
-            if (kind := _tensor_class_of(example_inputs)) is not None:
+            if (kind := tensor_class_of(example_inputs)) is not None:
                 text = f"an input is a {kind.__qualname__}, a class of tensors with functions of its own"
                 self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
                 return without_torch_function(gm.forward)
@@ -137,7 +138,7 @@ class ORTBackend:
                 # nor for inductor, which differs from eager in the same ways
                 self._refuse(f"{prefix}graph_{number}", self.label, reason)
                 return gm.forward
-            if not self.available or (self.leave is not None and self.leave()):
+            if not self.available or (self.leave is not None and self.leave(gm)):
                 return gm.forward
             source = self._step_source(gm, len(example_inputs))
             # processes of a run go by what one of them measures, not by what each has kept
@@ -147,7 +148,7 @@ class ORTBackend:
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
             # the backward graph now: its regions are part of the decision
             with backward_at_once(), lowering.whole_shrinkages():
-                run = writes.hide(self._aot_autograd(compiler, source)(gm, example_inputs))
+                run = writes.hide(self._aot_autograd(compiler, source, monitor)(gm, example_inputs))
         finally:
             if collects:
                 gc.enable()
@@ -167,9 +168,8 @@ class ORTBackend:
         if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
             # compiled backward passes go on to it with zeros, where eager has nothing to go on with
             return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
-        # what a step with one backward pass returns beside its loss may be for another one, such as in a hook
-        may_have_several = self.by_hand or (self.one_graph and is_last_graph(gm))
-        if may_have_several and has_separate_gradients(gm):
+        # with automatic optimization Lightning differentiates the loss alone; GuardedGraph is prepared for the others
+        if self.by_hand and has_separate_gradients(gm):
             return Reason(ReasonType.SEPARATE_GRADIENTS, "a compiled graph has one backward pass")
         return None if writes.conflict is None else Reason(ReasonType.WRITES_TO_INPUT, writes.conflict)
 
@@ -205,24 +205,34 @@ class ORTBackend:
             self.misfit = why
 
         give_up = functools.partial(self._give_up, name, graphs)
-        second = functools.partial(self._leave_twice_differentiated, name, graphs, self.label)
+        refuse = functools.partial(self._leave_to_eager, name, graphs, self.label)
         if source is None or source.run is None:
             # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways. Recordings
             # read parameters in place, which the guard of these passes hides
-            once = (self.one_graph and is_last_graph(gm)) or self.config.cuda_graphs
-            return GuardedGraph(run, eager, monitor, give_up, second, 1 if once else PASSES)
+            is_last = is_last_graph(gm)
+            passes: float = 1 if (self.one_graph and is_last) or self.config.cuda_graphs else PASSES
+            separate = self.label != "" and is_last and has_separate_gradients(gm)
+            if separate or (monitor.gradients_differ and (is_last or self.by_hand)):
+                passes = math.inf
+            return GuardedGraph(run, eager, monitor, give_up, refuse, passes, separate)
         drop = None if reads_gradients() else self._drop_gradients
         step = StepGraph(
             source, eager, misfit, lambda: guard.saw_second_gradient(), lambda: self.writes_gradients, drop
         )
-        guard = GuardedGraph(step, eager, monitor, give_up, second, passes=0)
+        guard = GuardedGraph(step, eager, monitor, give_up, refuse, passes=0)
         return guard
 
     def _step_source(self, gm: fx.GraphModule, num_inputs: int) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""
         wanted = self.config.step_graph == "joint" or (self.config.step_graph == "auto" and self.one_graph)
         # after a graph break another result than the loss is differentiated
-        if not wanted or self.config.recompute or not is_last_graph(gm) or (loss := loss_of(gm)) is None:
+        if not wanted or self.config.recompute or not is_last_graph(gm):
+            return None
+        if has_separate_gradients(gm):  # two graphs can be kept until each result has had its backward pass
+            text = "a result beside the loss has gradients of its own; `detach()` it unless they are wanted"
+            self.report.record_choice(self.label or "step", Reason(ReasonType.SPLIT, text))
+            return None
+        if (loss := loss_of(gm)) is None:
             return None
         return GraphSource(loss, num_inputs)
 
@@ -245,7 +255,7 @@ class ORTBackend:
         self.report.graphs += graphs
 
     def _aot_autograd(
-        self, compiler: Callable[[str], Callable[..., Any]], source: GraphSource | None
+        self, compiler: Callable[[str], Callable[..., Any]], source: GraphSource | None, monitor: PassMonitor
     ) -> Callable[..., Any]:
         def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if source is not None and (step := self._make_step(source)) is not None:
@@ -258,9 +268,13 @@ class ORTBackend:
                 return boxed(backward.forward)
             return compiler("backward")(backward, inputs)
 
+        def see_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+            monitor.see_joint(joint, num_fwd_outputs)
+            if source is not None:
+                source.keep_joint(joint, num_fwd_outputs)
+
         whole = self._placer.whole_ops()
-        keep_joint = None if source is None else source.keep_joint
-        options: dict[str, Any] = {"recompute": self.config.recompute, "converted": whole, "keep_joint": keep_joint}
+        options: dict[str, Any] = {"recompute": self.config.recompute, "converted": whole, "see_joint": see_joint}
         return aot_backend(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
@@ -274,7 +288,7 @@ class ORTBackend:
     ) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower it, place its regions, assemble them."""
         start = time.perf_counter()
-        monitor.facts = traced_graph_facts() or monitor.facts
+        monitor.see_facts()
         allow_retain_graph()
         graph = GraphReport(name)
         self.report.graphs.append(graph)
@@ -282,7 +296,7 @@ class ORTBackend:
         with without_fake_tensors(), torch.no_grad():
             try:
                 lowering.lower(gm)
-                placed = self._placer.place(gm, _device_of(inputs), name)
+                placed = self._placer.place(gm, device_of(inputs), name)
                 graph.regions = placed.reports
                 run = assemble(placed)
             except ORTFallbackError:
@@ -320,8 +334,7 @@ class ORTBackend:
         _mark_left(graphs, reason)
         self.fall_back(where, reason)
 
-    def _leave_twice_differentiated(self, where: str, graphs: Sequence[GraphReport], label: str) -> None:
-        reason = Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT)
+    def _leave_to_eager(self, where: str, graphs: Sequence[GraphReport], label: str, reason: Reason) -> None:
         _mark_left(graphs, reason)
         self._refuse(where, label, reason)
 
@@ -342,25 +355,6 @@ class ORTBackend:
 def _mark_left(graphs: Sequence[GraphReport], reason: Reason) -> None:
     for region in (region for graph in graphs for region in graph.regions):
         region.executor, region.reason = TORCH, reason
-
-
-def _tensor_class_of(inputs: Sequence[Any]) -> type[torch.Tensor] | None:
-    """Return the first class with a ``__torch_function__`` of its own, but no ``__torch_dispatch__``, among inputs.
-
-    Dynamo traces into that function. The graph has its results already, and must not call it.
-    """
-    for value in inputs:
-        kind = type(value)
-        is_plain = not isinstance(value, torch.Tensor) or not torch.overrides.has_torch_function((value,))
-        if not is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            return kind
-    return None
-
-
-def _device_of(inputs: Sequence[Any]) -> torch.device:
-    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    # a scalar on the CPU may be an input of a graph on an accelerator
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _log_compiled(graph: GraphReport, shown: bool) -> None:

@@ -24,17 +24,16 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import platformdirs
 import torch
 from torch import fx
 
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler import cache_folder
+from lightning_ort.compiler.cache_folder import default_folder
 from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, graphics, processor, software
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.regions import Support, Timing
@@ -43,7 +42,6 @@ from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 _Content = TypeVar("_Content")
 
 
@@ -63,6 +61,8 @@ class Startup:
         warm: Seconds with what that run kept; ``None`` if there was no such run.
         ms: Time of the step on each engine, if it was tried.
         finished: Whether the step was compiled, and not given up before.
+        refused: Why the step was found to be for eager alone; "" if it was not.
+        program: Of which program and settings that is true.
 
     """
 
@@ -70,11 +70,8 @@ class Startup:
     warm: float | None = None
     ms: dict[str, float] = dataclasses.field(default_factory=dict)
     finished: bool = True
-
-
-def default_folder() -> Path:
-    """Return the folder of ``cache_dir="auto"``: ``$LIGHTNING_ORT_CACHE_DIR``, or the user's cache folder."""
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("lightning-ort", appauthor=False))
+    refused: str = ""
+    program: str = ""
 
 
 class Cache:
@@ -251,6 +248,8 @@ def _to_startup(kept: Any) -> Startup:
     _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm})})
     _to_times(startup.ms)
     _exactly(bool, startup.finished)
+    _exactly(str, startup.refused)
+    _exactly(str, startup.program)
     return startup
 
 

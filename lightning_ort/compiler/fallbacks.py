@@ -8,8 +8,13 @@ If the backward pass fails, the forward pass is long over. So until the first ba
 each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
 graph writes to. The same serves backward passes with ``create_graph=True``, as of networks for differential equations,
 force fields and penalties of gradients: compiled graphs have no gradients of gradients, and eager has.
+
+The results of a compiled graph have one backward pass, in which those that are not differentiated have gradients of
+zero. In eager a result that shares nothing with the loss has a pass of its own, and a parameter that the differentiated
+results do not depend on has no gradient. Where that makes a difference, eager can do each backward pass of the graph.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,13 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from lightning_ort.compat.autograd import version_of
-from lightning_ort.compat.torch import GraphFacts, mark_boxed
-from lightning_ort.compiler.nodes import reached
+from lightning_ort.compat.autograd import joint_facts, keeps_graph, version_of
+from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
+from lightning_ort.compiler.nodes import reached, results_of
+from lightning_ort.compiler.report import Reason, ReasonType
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+SECOND_PASS = (
+    "a result beside the loss has a backward pass of its own, and a compiled graph has one; `detach()` what need not be"
+    " differentiated"
+)
 SECOND_GRADIENT = "its gradients are differentiated (`create_graph=True`), and those of compiled graphs cannot be"
 _FAILED = "_lightning_ort_pass"
 # backward passes that eager could still do: a step may take a plain gradient first, and one to be differentiated next
@@ -42,6 +52,34 @@ class PassMonitor:
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
         self.facts = GraphFacts(num_inputs, [], True)
+        self._flows: list[set[int]] = []  # to the gradients of which inputs that of each differentiable result goes
+        self._differentiable: list[int] = []  # results
+
+    def see_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+        """Look at the forward and backward pass, before they are split."""
+        gradients = results_of(joint)[num_fwd_outputs:]
+        tangents = [node for node in joint.graph.find_nodes(op="placeholder") if half_of(node) == "backward"]
+        found = [reached([tangent], lambda node: node.users) for tangent in tangents]
+        self._flows = [{index for index, one in enumerate(gradients) if one in flow} for flow in found]
+
+    def see_facts(self) -> None:
+        """Look at what AOTAutograd has found out, while it compiles one of the passes."""
+        self.facts = traced_graph_facts() or self.facts
+        joint = joint_facts(self._num_inputs)
+        self._differentiable = [] if joint is None else joint.differentiable
+
+    @property
+    def gradients_differ(self) -> bool:
+        """Whether its results do not all depend on the same inputs, as far as gradients are concerned."""
+        return any(flow != self._flows[0] for flow in self._flows)
+
+    def without_zeros(self, found: list[Any], gradients: Sequence[Any]) -> list[Any]:
+        """Drop the gradient of each input on which no result depends that is differentiated."""
+        if len(self._differentiable) != len(self._flows):
+            return found
+        pairs = zip(self._differentiable, self._flows, strict=True)
+        flows = set[int]().union(*(flow for result, flow in pairs if gradients[result] is not None))
+        return [one if index in flows else None for index, one in enumerate(found)]
 
     @property
     def separate(self) -> bool:
@@ -71,9 +109,10 @@ class PassMonitor:
 class GuardedGraph:
     """A compiled graph that is replaced by eager, the graph as captured, once one of its passes has failed.
 
-    ``give_up`` gets what the pass failed with and may raise to refuse eager. ``on_second_gradient`` is called if its
-    gradients are to be differentiated, which eager does then. Eager can do so for the first ``passes`` backward passes;
-    0 if gradients need no compiled pass.
+    ``give_up`` gets what the pass failed with and may raise to refuse eager. ``refuse`` gets why the graph is for eager
+    alone, once that shows. Eager can take over the first ``passes`` backward passes, 0 if gradients need no compiled
+    pass. ``separate`` tells whether, in eager, results share nothing and may have passes of their own: what these need
+    is then kept.
     """
 
     def __init__(
@@ -82,17 +121,21 @@ class GuardedGraph:
         eager: Callable[..., Any],
         monitor: PassMonitor,
         give_up: Callable[[Exception], None],
-        on_second_gradient: Callable[[], None],
-        passes: int = PASSES,
+        refuse: Callable[[Reason], None],
+        passes: float = PASSES,
+        separate: bool = False,
     ) -> None:
         self.run = compiled
-        self._passes = passes  # that are left
-        self._on_second_gradient = on_second_gradient
+        self.separate = separate
+        self._passes: float = passes  # that are left
+        self._refuse = refuse
         self.eager = eager
         self.monitor = monitor
         self._give_up = give_up
         self.trusted = False
         self._calls = 0
+        if separate and not monitor.separate:
+            self.saw_second_pass()  # which cannot be prepared for
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
@@ -117,7 +160,8 @@ class GuardedGraph:
     def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
-        if self._passes and backward and self.monitor.separate and self._calls <= _PATIENCE:
+        waits = self._passes == math.inf or self._calls <= _PATIENCE
+        if self._passes and backward and self.monitor.separate and waits:
             return _run_for_first_backward(self, state, args)
         outputs = self.run(*args)
         self.trusted = True
@@ -136,7 +180,13 @@ class GuardedGraph:
         """Go on in eager, as its gradients are differentiated."""
         if self.run is not self.eager:
             self.leave()
-            self._on_second_gradient()
+            self._refuse(Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT))
+
+    def saw_second_pass(self) -> None:
+        """Go on in eager if its results have backward passes of their own."""
+        if self.separate and self.run is not self.eager:
+            self.leave()
+            self._refuse(Reason(ReasonType.SEPARATE_GRADIENTS, SECOND_PASS))
 
     def give_up(self, error: Exception) -> None:
         """Go on in eager from now on."""
@@ -183,8 +233,9 @@ class _FirstPass:
     args: Sequence[Any]
     written: Mapping[int, torch.Tensor]  # the values that inputs had, by index, which the pass writes to
     inner: Sequence[Any]  # the inputs of the compiled graph, as leaves
-    outputs: Sequence[Any] | None  # until a backward pass
+    outputs: Sequence[Any] | None  # until a backward pass that keeps nothing
     versions: Sequence[int]
+    passed: bool = False
 
     def is_unchanged(self) -> bool:
         """Whether nothing but the pass itself has written to its inputs."""
@@ -243,11 +294,15 @@ class _FirstBackward(torch.autograd.Function):
             found = first.gradients_by_eager(gradients)
             guard.saw_second_gradient()
             return None, None, *found
-        outputs, first.outputs = first.outputs, None
+        if first.passed:
+            guard.saw_second_pass()
+        first.passed = True
+        keeps = keeps_graph() or guard.separate
+        outputs, first.outputs = first.outputs, first.outputs if keeps else None
         failure: Exception | None = None
         if outputs is not None:
             try:
-                found = gradients_of(outputs, first.inner, gradients)
+                found = gradients_of(outputs, first.inner, gradients, keeps)
             except ORTFallbackError:
                 raise
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
@@ -256,6 +311,7 @@ class _FirstBackward(torch.autograd.Function):
             if not first.is_unchanged():
                 raise failure or RuntimeError(CHANGED)
             found = first.gradients_by_eager(gradients)
+        found = guard.monitor.without_zeros(found, gradients)
         if failure is not None:
             guard.give_up(failure)
         guard.passed()
@@ -323,7 +379,11 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(
-    outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any], create_graph: bool = False
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    gradients: Sequence[Any],
+    keeps: bool = False,
+    create_graph: bool = False,
 ) -> list[Any]:
     """The gradient of each input; ``None`` for one that has none."""
     pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
@@ -332,6 +392,7 @@ def gradients_of(
         [out for out, _ in pairs],
         [inputs[index] for index in wanted],
         [gradient if create_graph else gradient.detach() for _, gradient in pairs],
+        retain_graph=keeps or create_graph,
         create_graph=create_graph,
         allow_unused=True,
     )

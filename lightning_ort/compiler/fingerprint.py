@@ -2,8 +2,12 @@
 
 import functools
 import hashlib
+import os
 import platform
+import sys
+import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +153,18 @@ def software() -> tuple[str, ...]:
     # the training build has the plain one's version number
     package = getattr(onnxruntime, "package_name", "")
     return (package, onnxruntime.__version__, torch.__version__, sources.hexdigest())
+
+
+def program() -> str:
+    """Return a hash of the files of this process's program: of modules that it loaded and that are not installed."""
+    installed = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+    files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    states = []
+    for file in sorted(file for file in files if isinstance(file, str) and not file.startswith(installed)):
+        with suppress(OSError):  # such as of a cell of a notebook
+            state = os.stat(file)
+            states.append(f"{file} {state.st_mtime_ns} {state.st_size}")
+    return digest(*states)
 
 
 @functools.cache

@@ -136,6 +136,12 @@ def has_separate_gradients(gm: fx.GraphModule) -> bool:
     return len(groups) > 1
 
 
+def num_operations(gm: fx.GraphModule) -> int:
+    """How many operations with a gradient a graph calls, as dynamo captured it; without any, how many it calls."""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    return sum(map(_has_history, calls)) or len(calls)
+
+
 def _has_history(node: Any) -> bool:
     """Whether autograd keeps something for a node of a graph as dynamo captured it."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None

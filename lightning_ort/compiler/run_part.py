@@ -42,16 +42,18 @@ class StepReport:
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
             regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile),
             ``"inductor-graphs"`` (and recorded as CUDA graphs).
+        kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
 
     """
 
     name: str
     ms: dict[str, float]
+    kept: str = ""
 
     @property
     def engine(self) -> str:
-        """The fastest engine, which runs the step from then on."""
-        return min(self.ms, key=self.ms.__getitem__)
+        """What runs the step from then on: the fastest engine."""
+        return self.kept or min(self.ms, key=self.ms.__getitem__)
 
     def __str__(self) -> str:
         times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.ms.items())

@@ -77,6 +77,9 @@ class ORTMixin(_Strategy):
         host_memory: HostMemory = "retain",
         **kwargs: Any,
     ) -> None:
+        for name in kwargs.keys() & vars(_DEFAULT).keys():
+            setting = f"config={{{name!r}: {kwargs[name]!r}}}"
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}: it is a setting of `config`, {setting}.")
         check_keywords(type(self).__name__, kwargs, _keywords_of(type(self)))
         self._memory = RetainedMemory(host_memory)
         super().__init__(**kwargs)

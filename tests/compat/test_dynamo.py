@@ -315,6 +315,15 @@ def test_prepare_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kl._dispatch_kl(left, right) is function
 
 
+def test_prepare_numbers() -> None:
+    """Without it a graph that tensors are multiplied in with `step % 4` fails as a whole."""
+    dynamo.prepare_numbers()
+    for name in dynamo.handlers().values():
+        assert callable(getattr(dynamo.TensorReferenceAnalysis, name))
+    with pytest.raises(NotImplementedError):
+        dynamo.TensorReferenceAnalysis.python_mod(1, 2)
+
+
 def test_numbers_in_graphs() -> None:
     for numbers in (True, False):
         with dynamo.settings_for_steps([], numbers):

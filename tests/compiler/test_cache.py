@@ -57,7 +57,7 @@ def test_second_run_converts_and_times_nothing(monkeypatch, choices):
     module, x = mlp(), torch.randn(4, 8)
     first, second = ORTBackend(choices), ORTBackend(choices)
     expected = train(first, module, x)
-    assert cache_folder.entries(cache.default_folder())
+    assert cache_folder.entries(cache_folder.default_folder())
     forbid_work(monkeypatch)
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -82,7 +82,7 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
     torch_wins(monkeypatch)
     first, second = ORTBackend(), ORTBackend()
     expected = train(first, module, x)
-    assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache.default_folder()))
+    assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache_folder.default_folder()))
     monkeypatch.setattr(ORTBackend, "_aot_autograd", lambda *args: pytest.fail("traced in spite of the cache"))
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -150,7 +150,7 @@ def test_a_graph_with_a_part_on_onnxruntime_or_a_failure_is_traced_again(monkeyp
 
 def test_nothing_is_kept_without_a_folder():
     train(ORTBackend({"placement": "always", "cache_dir": None}), mlp(), torch.randn(4, 8))
-    assert not cache.default_folder().exists()
+    assert not cache_folder.default_folder().exists()
 
 
 def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):

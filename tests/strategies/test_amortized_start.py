@@ -1,8 +1,10 @@
 """Steps run unchanged until compiling pays, and then go on captured; what the report says of it."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -69,9 +71,9 @@ def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs
 def compiling_is_free(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> None:
     """It is expected to pay for the shortest run, and may take as long as it does."""
     monkeypatch.setattr(budget, "_COST", 0.0)
-    monkeypatch.setattr(budget, "_COST_PER_MODULE", 0.0)
+    monkeypatch.setattr(budget, "_COST_PER_OPERATION", 0.0)
     monkeypatch.setattr(budget, "_FIRST_COMPILATION", 0.0)
-    monkeypatch.setattr(budget, "_EVALUATION", 0.0)
+    monkeypatch.setattr(budget, "EVALUATION", 0.0)
     monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e6)
 
 
@@ -376,3 +378,71 @@ def test_the_account_survives_json() -> None:
     again = CompileReport.from_dict(report.to_dict())
     assert again == report
     assert again.run.verdict == report.run.verdict
+
+
+class Loops(Small):
+    """Three layers, many operations."""
+
+    def add(self, loss: Tensor) -> Tensor:
+        for _ in range(15):
+            loss = loss + self.net[0].weight.exp().tanh().mean() * 0.001
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.add(self.add(self.add(self.add(self.loss(batch)))))
+
+    def train_dataloader(self) -> Any:
+        return loader(8 * STEPS)
+
+
+class Parts(Loops):
+    """The same in several graphs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        torch._dynamo.graph_break()
+        loss = self.add(loss)
+        torch._dynamo.graph_break()
+        loss = self.add(loss)
+        torch._dynamo.graph_break()
+        loss = self.add(loss)
+        torch._dynamo.graph_break()
+        return self.add(loss)
+
+
+def test_the_estimate_counts_what_unchanged_steps_do(make_trainer: Callable[..., Any]) -> None:
+    texts = []
+    for module in (Small(), Loops()):
+        report = fit(module, amortized(cache_dir=None), make_trainer, max_steps=10, max_epochs=-1).strategy.report
+        texts += [note.reason.text for note in report.notes if note.where == "training_step"]
+    few, many = (float(text.partition("about ")[2].partition(" s ")[0]) for text in texts)
+    assert many - few > 60 * 4 * 0.014  # seconds
+
+
+def test_a_bad_estimate_stops_early(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first graphs take longer than expected, so the others are left out, before the budget is used up."""
+    monkeypatch.setattr(budget, "_COST", 0.0)
+    monkeypatch.setattr(budget, "_FIRST_COMPILATION", 0.0)
+    monkeypatch.setattr(budget, "_COST_PER_OPERATION", 0.0)
+    monkeypatch.setattr(budget, "_SAVED_DISPATCH", 0.9)
+    monkeypatch.setattr(CompileBudget, "steps_left", lambda self, done, outlook: 1e6)
+    monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 3.0)
+    call = ORTBackend.__call__
+
+    def slowly(self: ORTBackend, *args: Any, **kwargs: Any) -> Any:
+        now[0] += 1.0
+        return call(self, *args, **kwargs)
+
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() / 1000 + now[0])
+    monkeypatch.setattr("lightning_ort.strategies.capture.account.time", clock)
+    monkeypatch.setattr(ORTBackend, "__call__", slowly)
+    module, stock = Parts(), Parts()
+    fit(stock, "auto", make_trainer)
+    strategy = amortized(cache_dir=None, capture="step")
+    report = fit(module, strategy, make_trainer).strategy.report
+    (note,) = [note for note in report.notes if note.reason.type is ReasonType.BUDGET]
+    assert "of 3.0 s allowed, " in note.reason.text
+    assert "expected; raise ORTConfig(compile_budget=...)" in note.reason.text
+    assert 0 < sum(graph.name.startswith("training_step/forward") for graph in report.graphs) < 5
+    assert module.losses == pytest.approx(stock.losses, rel=1e-4)

@@ -13,6 +13,7 @@ from lightning_ort.strategies.capture.budget import (
     StartDecision,
     expected_cost,
     prior_fraction,
+    projected_cost,
     seconds_text,
 )
 from lightning_ort.strategies.capture.gate import StartGate
@@ -154,16 +155,24 @@ def test_time_spent_compiling_is_no_measure_of_the_steps() -> None:
 
 
 def test_a_warm_cache_is_cheap() -> None:
-    assert expected_cost(150) == pytest.approx(23.0)
-    assert expected_cost(4) == pytest.approx(1.1)
-    assert expected_cost(4, first=True) == pytest.approx(2.1)
-    assert expected_cost(150, cold=12.0) == pytest.approx(8.4)
-    assert expected_cost(150, cold=12.0, warm=1.5) == 1.5
-    assert expected_cost(150, training_seconds=8.0) == pytest.approx(4.0)
+    assert expected_cost(1500) == pytest.approx(23.0)
+    assert expected_cost(40) == pytest.approx(1.1)
+    assert expected_cost(40, first=True) == pytest.approx(2.1)
+    assert expected_cost(1500, cold=12.0) == pytest.approx(8.4)
+    assert expected_cost(1500, cold=12.0, warm=1.5) == 1.5
+    assert expected_cost(1500, training_seconds=8.0) == pytest.approx(4.0)
     run = 1000 * STEP
-    assert 0.05 * run < expected_cost(150)
-    assert Run().starts_at(1000, expected_cost(150)) is None
-    assert Run().starts_at(1000, expected_cost(150, cold=12.0, warm=1.5)) == FIRST
+    assert 0.05 * run < expected_cost(1500)
+    assert Run().starts_at(1000, expected_cost(1500)) is None
+    assert Run().starts_at(1000, expected_cost(1500, cold=12.0, warm=1.5)) == FIRST
+
+
+def test_the_first_graphs_tell_what_the_others_will_take() -> None:
+    assert projected_cost(0.4, 2, 100, first=False) == 0.4  # as long as any compilation takes
+    assert projected_cost(1.5, 10, 100, first=False) == pytest.approx(0.5 + 10.0)
+    assert projected_cost(1.5, 10, 100, first=True) == 1.5
+    assert projected_cost(4.0, 100, 100, first=False) == 4.0
+    assert projected_cost(4.0, 150, 100, first=False) == 4.0  # a graph may hold more than the unchanged step showed
 
 
 def test_max_time_ends_a_run_of_unknown_or_longer_length() -> None:

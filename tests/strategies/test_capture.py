@@ -130,7 +130,7 @@ def test_untraceable_step_under_raise(module_class: type[Untraceable], make_trai
     module = module_class()
     with pytest.raises(ORTFallbackError, match="training_step cannot run on ONNX Runtime: capture failed"):
         fit(module, always(fallback="raise"), make_trainer)
-    assert module.ran == ["start", "end"]
+    assert module.ran == 2 * ["start", "end"]  # the first step runs unchanged
 
 
 def test_untraceable_child_in_modules_mode(make_trainer: Callable[..., Any]) -> None:
@@ -236,7 +236,7 @@ def test_varying_length_compiles_twice(lengths: list[int], make_trainer: Callabl
 
     report = fit(Lengths(), always(), make_trainer)
     assert sum("training_step/step" in graph.name for graph in report.graphs) <= 2
-    assert report.ort_runs >= len(lengths)
+    assert report.ort_runs >= len(lengths) - 1  # the first step runs unchanged
     assert not capture_entries(report.notes + report.fallbacks)
 
 

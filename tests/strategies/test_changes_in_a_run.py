@@ -275,7 +275,7 @@ class NaNGradient(Small):
 
 def test_detect_anomaly_names_the_operation(make_trainer: Callable[..., Any]) -> None:
     strategy = ORTStrategy(config={"placement": "always"})
-    trainer = make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0, detect_anomaly=True)
+    trainer = make_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, detect_anomaly=True)
     with pytest.raises(RuntimeError, match=r"'(Mul|Sqrt)Backward0' returned nan"):
         trainer.fit(NaNGradient())
     assert strategy.report.graphs

@@ -274,7 +274,7 @@ def test_hidden_gradient_of_a_gradient(capture: str, first: int, tmp_path: Path)
         Trainer(**{**QUIET, "strategy": chosen, "default_root_dir": tmp_path, "max_epochs": 2}).fit(module)
         losses.append(module.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert strategy.report.ort_runs > 0
+    assert (strategy.report.ort_runs > 0) == (first > 0)  # the first step runs unchanged
     assert not [each for each in strategy.report.fallbacks if each.reason.type is ReasonType.RUN_FAILED]
     notes = [note for note in strategy.report.notes if note.reason.type is ReasonType.SECOND_GRADIENT]
     assert [note.where for note in notes] == ["training_step"]
@@ -366,7 +366,7 @@ def test_values_that_are_kept_with_their_gradients(
     kinds = {note.reason.type for note in strategy.report.notes}
     kept = {ReasonType.EARLIER_STEP, ReasonType.WRITES_TO_INPUT, ReasonType.SEPARATE_GRADIENTS}
     assert bool(kinds & kept) == (where != "detached")
-    assert strategy.report.ort_runs > 0 or where.startswith("a buffer")  # whose first graph says it
+    assert strategy.report.ort_runs > 0 or where != "detached"  # the first graph may say it
     assert not strategy.report.fallbacks
 
 

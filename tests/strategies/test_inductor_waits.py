@@ -56,7 +56,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, compiled: list[int], regions_win: None) -> Callable[..., None]:
     """Compiling is free, and each engine takes as many ms as the script says."""
-    for name in ("_COST", "_COST_PER_MODULE", "_FIRST_COMPILATION", "_INDUCTOR_COST", "_INDUCTOR_COST_PER_MODULE"):
+    for name in (
+        "_COST",
+        "_COST_PER_OPERATION",
+        "_FIRST_COMPILATION",
+        "_INDUCTOR_COST",
+        "_INDUCTOR_COST_PER_OPERATION",
+    ):
         monkeypatch.setattr(budget, name, 0.0)
     monkeypatch.setattr(budget, "_INDUCTOR_TO_ORT", 0.0)
     monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e9)
@@ -287,10 +293,10 @@ def test_the_compiler_is_the_one_of_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_inductor_is_expected_to_cost() -> None:
-    assert inductor_cost(50, 3.0) == pytest.approx(20.0)
-    assert inductor_cost(50, 30.0) == pytest.approx(60.0)  # a hundred graphs
-    assert inductor_cost(50, 30.0, cold=20.0) == pytest.approx(4.0)
-    assert inductor_cost(50, 30.0, cold=20.0, warm=2.5) == 2.5
+    assert inductor_cost(500, 3.0) == pytest.approx(20.0)
+    assert inductor_cost(500, 30.0) == pytest.approx(60.0)  # a hundred graphs
+    assert inductor_cost(500, 30.0, cold=20.0) == pytest.approx(4.0)
+    assert inductor_cost(500, 30.0, cold=20.0, warm=2.5) == 2.5
 
 
 class Rank:
@@ -300,7 +306,7 @@ class Rank:
         self.now, self.seconds = 0.0, seconds
         self.budget = CompileBudget(0.05, lambda: self.now)
         self.startup_seconds: dict[Any, float] = {}
-        self.leaf_modules = 10
+        self.operations_of = lambda name: 100.0
         run = SimpleNamespace(startup_seconds=0.0, waiting="")
         agree = lambda key, found: store.setdefault(key, found)  # noqa: E731
         cache = SimpleNamespace(name=lambda *parts: "start", load_startup=lambda name: None)

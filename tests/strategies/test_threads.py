@@ -83,7 +83,7 @@ def test_two_trainers_in_two_threads(kinds: tuple[type[Twin], type[Twin]], make_
     for kind, module, strategy, losses in zip(kinds, modules, strategies, expected, strict=True):
         report = strategy.report
         assert module.losses == pytest.approx(losses, rel=1e-4)
-        assert report.ort_runs >= len(losses)
+        assert report.ort_runs >= len(losses) - 1  # the first step runs unchanged
         assert report.notes == report.fallbacks == []
         assert report.recompiles == 0
         assert report.graph_breaks == (kind is Breaks)

@@ -47,18 +47,17 @@ def split_joint(
     *,
     recompute: Recompute,
     converted: Collection[OpOverload],
-    keep_joint: Callable[[fx.GraphModule, int], None] | None,
+    see_joint: Callable[[fx.GraphModule, int], None],
     num_fwd_outputs: int,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it with one of torch's partitioners.
 
-    ``keep_joint`` gets it before it is split, and the number of its outputs that are not gradients.
+    ``see_joint`` gets it before it is split, and the number of its outputs that are not gradients.
     """
     for joint_pass in JOINT_PASSES:
         joint_pass(joint)
-    if keep_joint is not None:
-        keep_joint(joint, num_fwd_outputs)
+    see_joint(joint, num_fwd_outputs)
     joint_passes.recompute_views(joint)
     joint.graph.lint()
     joint.recompile()

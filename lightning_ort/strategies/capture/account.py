@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from lightning_ort.strategies.capture.announcements import Announcement
-from lightning_ort.strategies.capture.budget import GRACE, STOP, seconds_text
+from lightning_ort.strategies.capture.budget import GRACE, STOP, projected_cost, seconds_text
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.autotuner import Engine
@@ -32,8 +32,12 @@ class StepAccount:
         self.stage: Stage = "all"  # what was tried last
         self._found: dict[str, float] = {}  # by the trial of that stage
         self._gave_up = False  # that stage
+        self.refused = ""  # why the step is for eager alone
         self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
+        self._first = False  # whether nothing was compiled in this process before that call
+        self._operations = 0  # in graphs of that call
+        self._projected = 0.0  # seconds in all, for which the rest of that call is not compiled
         self._announcement = Announcement(name)
 
     def begin_run(self) -> None:
@@ -52,7 +56,8 @@ class StepAccount:
         self._store()
         self.stage, self._history = stage, gate.histories[stage]
         self._usual, self._done = gate.step_seconds, gate.done - 1  # the current one is counted next
-        self._spent, self._found, self._gave_up, self.exceeded = 0.0, {}, False, ""
+        self._spent, self._found, self._gave_up, self.exceeded, self.refused = 0.0, {}, False, "", ""
+        self._projected = 0.0
         self._announcement = Announcement(self._name)
 
     def give_up(self, engine: "Engine", is_last: bool) -> None:
@@ -65,7 +70,9 @@ class StepAccount:
     def _store(self) -> None:
         module = self._module
         if self._history is not None and self._spent > 0 and module.module.trainer.is_global_zero:
-            self._history.store(module.backend, self._spent, self._found, not (self.exceeded or self._gave_up))
+            finished = not (self.exceeded or self._gave_up)
+            seconds = max(self._spent, self._projected / STOP)
+            self._history.store(module, seconds, self._found, finished, self.refused)
         self._history = None  # what later runs spend is not what a start takes
 
     def count_step(self, in_trial: bool) -> None:
@@ -84,7 +91,8 @@ class StepAccount:
         self._engine = engine
         if not self._announcement.started:
             self._announcement.start(self._module.module.trainer, engine if self.stage == "all" else self.stage)
-        self._call_start = time.perf_counter()
+        self._first = not self._module.backend.compiled_in_process()
+        self._operations, self._call_start = 0, time.perf_counter()
 
     def end_compiling_call(self, outcome: "Outcome", is_timed: bool) -> None:
         """Count what a call took in which something was compiled, and whether a trial of the step is to come."""
@@ -101,27 +109,46 @@ class StepAccount:
         # one that has ended well is not thrown away for a little
         limit = allowed if outcome.graph_breaks or outcome.recompiles else GRACE * allowed
         spent, agree = budget.charged, self._module.backend.agree
-        exceeded = spent > limit
+        exceeded = spent > limit or self._projected > 0
         if agree is not None and self._module.amortized:
             exceeded = agree(f"stop/{self._name}/{self._done}", {"stops": float(exceeded)})["stops"] > 0
         if exceeded:
+            expected = f", {seconds_text(self._projected)} expected" if self._projected > spent else ""
             self.exceeded = (
-                f"{seconds_text(spent)} of {seconds_text(allowed)} allowed; raise ORTConfig(compile_budget=...) or"
-                " pass start='now'"
+                f"{seconds_text(spent)} of {seconds_text(allowed)} allowed{expected}; raise"
+                " ORTConfig(compile_budget=...) or pass start='now'"
             )
             self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
 
-    def stops_compiling(self) -> bool:
-        """Return whether the call that runs has taken so much that what is left of it is not compiled."""
-        seconds = time.perf_counter() - self._call_start
-        return self._module.budget.charged + seconds > STOP * self._allowed
+    def stops_compiling(self, operations: int) -> bool:
+        """Return whether to compile nothing more in the call that runs, because it takes too much.
 
-    def settle(self, times: dict[str, float], overhead: float, saving: float) -> None:
-        """Count a trial: the time of the step on each engine in ms, the seconds that it took and that a step saves."""
+        Args:
+            operations: How many the graph calls that is next.
+
+        """
+        module, seconds = self._module, time.perf_counter() - self._call_start
+        charged, allowed = module.budget.charged, self._allowed
+        total = charged + projected_cost(seconds, self._operations, module.operations_of(self._name), self._first)
+        self._operations += operations
+        if total > GRACE * allowed or charged + seconds > STOP * allowed:
+            self._projected = total
+        return self._projected > 0
+
+    def settle(self, times: dict[str, float], overhead: float, saving: float, is_clear: bool) -> None:
+        """Count a trial.
+
+        Args:
+            times: Of the step on each engine, in ms.
+            overhead: The seconds that it took.
+            saving: The seconds that a step saves from then on.
+            is_clear: Whether the samples differ by less than the engines.
+
+        """
         self._spend(overhead)
         run = self._module.backend.report.run
         run.trial_seconds += overhead
-        self._announcement.verdict(self._module.module.trainer, times)
+        self._announcement.verdict(self._module.module.trainer, times, is_clear)
         self.milliseconds = times
         if self.stage in ("all", *times):  # and not a later check of another engine
             self._found = times

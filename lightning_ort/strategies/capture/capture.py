@@ -10,8 +10,9 @@ from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.steps import LATE_SECOND_GRADIENT, CapturedStep
+from lightning_ort.strategies.capture.steps import CapturedStep
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

@@ -154,6 +154,7 @@ class DynamoMonitor:
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
             dynamo.prepare_divergences()
+            dynamo.prepare_numbers()
             _filter_loggers()  # of modules that were imported since
             self._settings = ExitStack()
             self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))

@@ -14,12 +14,12 @@ from torch import nn
 from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.strategies.capture import budget, outlook
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.strategies.capture.module import CapturedModule
 
 Stage = Literal["all", "ort", "inductor"]  # what is tried at a time: an engine, or all of them
@@ -132,7 +132,10 @@ class StartGate:
         stage, decision = next(iter(self.decisions.items()))
         if decision.estimate is None:
             return f"too few steps to decide ({self.done})"
-        if stage in self.histories and (loser := self.histories[stage].loser) is not None:
+        history = self.histories.get(stage)
+        if history is not None and history.refused:
+            return f"in an earlier run: {history.refused}; ORTConfig(start='now') tries it again"
+        if history is not None and (loser := history.loser) is not None:
             return f"in an earlier run the unchanged step was the fastest ({loser})"
         return f"{decision.estimate}; ORTConfig(start='now') compiles at once"
 
@@ -152,11 +155,21 @@ class History:
         cache = module.backend.cache
         key = _key(step, stage)
         name = cache.name(f"{key}\n{_describe(module.module)}\n{_shapes(batch)}", module.settings, "start")
-        return cls(step, stage, name, cache.load_startup(name))
+        known = cache.load_startup(name)
+        if known is not None and known.refused and known.program != _program(module.module):
+            known = None  # it may have been mended
+        return cls(step, stage, name, known)
+
+    @property
+    def refused(self) -> str:
+        """Why the step is for eager alone, if an earlier run of the same program has found that."""
+        return "" if self.startup is None else self.startup.refused
 
     @property
     def fraction(self) -> float | None:
         """The share of the step that compiling it saved, if it was tried: 0 if the unchanged step won."""
+        if self.refused:
+            return 0.0
         if self.startup is None or "torch" not in self.startup.ms:
             return None
         ms = self.startup.ms
@@ -179,22 +192,26 @@ class History:
         return self._cost(module, known.cold, known.warm)
 
     def _cost(self, module: "CapturedModule", cold: float | None = None, warm: float | None = None) -> float:
-        modules, seconds = module.leaf_modules, module.startup_seconds
+        operations, seconds = module.operations_of(self.step), module.startup_seconds
         if self.stage == "inductor":
             if cold is not None and not inductor.has_cache():
                 return cold
-            return budget.inductor_cost(modules, seconds.get((self.step, "ort"), 0.0), cold, warm)
+            return budget.inductor_cost(operations, seconds.get((self.step, "ort"), 0.0), cold, warm)
         training = seconds.get((outlook.TRAINING, self.stage))
-        return budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())
+        return budget.expected_cost(operations, training, cold, warm, first=not module.backend.compiled_in_process())
 
-    def store(self, backend: "ORTBackend", seconds: float, ms: dict[str, float], finished: bool) -> None:
+    def store(
+        self, module: "CapturedModule", seconds: float, ms: dict[str, float], finished: bool, refused: str
+    ) -> None:
         """Write what this run has found."""
         known = self.startup
-        if known is not None and known.finished:
+        if refused:
+            found = Startup(seconds, None, ms, False, refused, _program(module.module))
+        elif known is not None and known.finished:
             found = dataclasses.replace(known, warm=seconds if finished else known.warm, ms=ms or known.ms)
         else:
             found = Startup(seconds, None, ms, finished)
-        backend.cache.store_startup(self.name, found)
+        module.backend.cache.store_startup(self.name, found)
 
 
 def _key(step: str, stage: Stage) -> str:
@@ -206,6 +223,11 @@ def _describe(module: nn.Module) -> str:
     classes = [f"{name} {type(child).__module__}.{type(child).__qualname__}" for name, child in module.named_modules()]
     tensors = [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in module.named_parameters()]
     return "\n".join(classes + tensors)
+
+
+def _program(module: Any) -> str:
+    """Return a text that changes with the code of a LightningModule and with its settings."""
+    return digest(program(), *(f"{key}={value!r}" for key, value in module.hparams.items()))
 
 
 def _shapes(value: Any) -> str:

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import fx
 
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.nodes import num_operations
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.announcements import is_announced
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
-from lightning_ort.strategies.capture.budget import CompileBudget, Outlook
+from lightning_ort.strategies.capture.budget import EVALUATION, PER_LAYER, CompileBudget, Outlook
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.engines import engines_for, setting_for, stages_for
@@ -56,6 +58,8 @@ class CapturedModule:
         self.shims = StepShims(module, self._on_closure)
         self.mode: Mode = "off"
         self.closure_seen = False  # whether an optimizer was given one
+        self.operations: dict[str, int] = {}  # with a gradient, that unchanged steps call
+        self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.budget = CompileBudget(config.compile_budget)  # of the current run
         self.startup_seconds: dict[tuple[str, Stage], float] = {}  # of each step and what was tried
         self.audits = AuditBudget(self.budget, backend.report.run)
@@ -93,7 +97,7 @@ class CapturedModule:
         self.backend.logs_graphs = not is_announced(self.module.trainer)
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
-        self.backend.leave = lambda: self.monitor.calls_autograd_grad() or self._stops_compiling()
+        self.backend.leave = lambda gm: self.monitor.calls_autograd_grad() or self._stops_compiling(gm)
         self.backend.drop_gradients = self.drop_gradients
         self.backend.by_hand = not self.module.automatic_optimization
 
@@ -167,9 +171,20 @@ class CapturedModule:
         device = self._strategy.root_device
         return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
+    def waits_for_first(self, name: str) -> bool:
+        """Return whether a step that does not wait runs unchanged once, so that errors come before any compiling."""
+        left = self.outlook(name, 0).steps
+        return left is None or left > 1 or self.takes_gradients
+
+    def operations_of(self, name: str) -> float:
+        """Return how many operations a step calls, as far as unchanged steps or else the number of layers tell."""
+        if seen := self.operations.get(name):
+            return seen
+        training = self.operations.get(TRAINING) or PER_LAYER * self._layers
+        return training if name == TRAINING else EVALUATION * training
+
     @functools.cached_property
-    def leaf_modules(self) -> int:
-        """How many modules without children there are."""
+    def _layers(self) -> int:
         return sum(next(child.children(), None) is None for child in self.module.modules())
 
     @property
@@ -247,8 +262,8 @@ class CapturedModule:
             return "it exchanges gradients with other processes"
         return ""
 
-    def _stops_compiling(self) -> bool:
-        return self.account is not None and self.account.stops_compiling()
+    def _stops_compiling(self, gm: fx.GraphModule) -> bool:
+        return self.account is not None and self.account.stops_compiling(num_operations(gm))
 
     def at_window_start(self) -> bool:
         """Return whether no gradients are accumulated now."""

@@ -8,8 +8,9 @@ The strategy's ``training_step`` (and validation, test, predict) runs as Lightni
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), decides how to continue.
 
-Under ``start="amortized"`` a step stays unchanged until capturing it is expected to pay; inductor waits longer
-(:mod:`~lightning_ort.strategies.capture.gate`).
+The first step runs unchanged if more are to come, and shows what it does
+(:mod:`~lightning_ort.strategies.capture.first_steps`). Under ``start="amortized"`` steps stay unchanged until capturing
+them is expected to pay; inductor waits longer (:mod:`~lightning_ort.strategies.capture.gate`).
 
 Under ``placement="measured"`` the first steps that compile nothing run alternately captured and unchanged, under
 ``engine="auto"`` also compiled by inductor, and the fastest way is kept
@@ -38,6 +39,7 @@ from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import Engine, StepAutotuner
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, OWN_GRADIENT, FirstSteps
 from lightning_ort.strategies.capture.gate import Stage, StartGate
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
@@ -51,12 +53,6 @@ _MAX_RECOMPILING_STEPS = 3
 # In all, as many as dynamo by default allows a frame: a partial last batch, a first epoch and a few counters stay below
 # it, and what does not costs a compilation each time that a new case comes up, however long that takes.
 _MAX_RECOMPILING_STEPS_IN_ALL = 8
-LATE_SECOND_GRADIENT = (
-    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
-    " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
-    " gradients before. Pass ORTConfig(capture='off') to the strategy, or put @torch.compiler.disable in front of the"
-    " method that computes what is differentiated twice."
-)
 _CHOICE = {
     "step": "the step is captured as two graphs",
     "modules": "its child modules are captured instead",
@@ -72,6 +68,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._name = name
         self._mode: Mode = "off"
         self._step: Any = None  # the user's, bound
+        self._first: FirstSteps  # the same
         self._function: Any = None
         self._compiled: dict[Engine, Any] = {}
         self._one_graph = name == "training_step"  # whether to try
@@ -97,8 +94,7 @@ class CapturedStep(AbstractContextManager[None]):
         report = self._module.backend.report
         stale = [(self._name, kind) for kind in (ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)]
         report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
-        if report.run.waiting.startswith(f"{self._name}: "):
-            report.run.waiting = ""
+        self._waits_no_more()
         if self._gate is not None and self._module.amortized:
             self._gate = self._module.new_gate(self._name, list(self._gate.decisions))
         elif self._gate is not None:
@@ -107,6 +103,11 @@ class CapturedStep(AbstractContextManager[None]):
                 self._uncaptured = False
                 self._trials.wait(())
                 self._set_mode(self._mode)
+
+    def _waits_no_more(self) -> None:
+        run = self._module.backend.report.run
+        if run.waiting.startswith(f"{self._name}: "):
+            run.waiting = ""
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
@@ -150,6 +151,7 @@ class CapturedStep(AbstractContextManager[None]):
     def _prepare(self, step: Callable[..., Any]) -> None:
         """Choose how to run a new step; dynamo compiles it at the first call."""
         self._step, self._function = step, getattr(step, "__func__", step)
+        self._first = FirstSteps(step)
         self._trials.forget_failures()
         mode = self._module.mode
         if mode == "step":
@@ -183,7 +185,9 @@ class CapturedStep(AbstractContextManager[None]):
             if (stage := gate.opens((args, kwargs), account.milliseconds, busy)) is not None:
                 self._try(stage, gate)
             elif self._uncaptured:
-                return gate.run(self._step, *args, **kwargs)
+                return self._watched(gate, *args, **kwargs) if gate.timer is not None else self._step(*args, **kwargs)
+        elif not self._first.seen and self._mode != "off" and self._module.waits_for_first(self._name):
+            return self._watched(None, *args, **kwargs)
         account.count_step(self._trials.timer is not None)
         if self._one_graph and (misfit := self._module.backend.misfit) is not None:
             self._one_graph = False
@@ -200,6 +204,16 @@ class CapturedStep(AbstractContextManager[None]):
             return self._run_on(engine, *args, **kwargs)
         with timer.timed():
             return self._run_on(engine, *args, **kwargs)
+
+    def _watched(self, gate: StartGate | None, *args: Any, **kwargs: Any) -> Any:
+        """Run the step unchanged; it may show that it is for eager alone."""
+        run = self._first if gate is None else functools.partial(gate.run, self._first)
+        output = run(*args, **kwargs)
+        self._module.operations[self._name] = self._first.operations
+        if (text := self._first.takes_gradients(self._mode == "step")) is not None:
+            self._waits_no_more()
+            self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
+        return output
 
     def _try(self, stage: Stage, gate: StartGate) -> None:
         """Try what has waited, from this step on."""
@@ -340,8 +354,7 @@ class CapturedStep(AbstractContextManager[None]):
                 text = f"{self._recompiled} steps compiled child modules again"
                 self._change_mode("off", ReasonType.RECOMPILING, text)
         elif outcome.calls_autograd_grad:
-            text = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
-            self._change_mode("off", ReasonType.SECOND_GRADIENT, text)
+            self._change_mode("off", ReasonType.SECOND_GRADIENT, OWN_GRADIENT)
         elif outcome.skipped is not None:
             self._fall_back(ReasonType.CAPTURE_FAILED, plain_reason(outcome.skipped))
         elif self._module.closure_seen:
@@ -389,6 +402,11 @@ class CapturedStep(AbstractContextManager[None]):
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
     def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
+        if mode == "off":
+            self._trials.leave()
+        if mode == "off" and kind is not ReasonType.BUDGET:
+            self._account.refused = str(Reason(kind, why))
+            self._module.takes_gradients = self._module.takes_gradients or kind is ReasonType.SECOND_GRADIENT
         self._set_mode(mode)
         self._record_choice(kind, f"{why}; {_CHOICE[mode]}")
 

@@ -1,0 +1,52 @@
+"""What a step is seen to do while it still runs unchanged: :class:`FirstSteps`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ort.compat.autograd import GradientCalls, next_number
+from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
+
+WATCHED = 16  # steps: what happens in later ones only is found out when it is captured
+OWN_GRADIENT = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
+LATE_SECOND_GRADIENT = (
+    "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
+    " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
+    " gradients before. Pass ORTConfig(capture='off') to the strategy, or put @torch.compiler.disable in front of the"
+    " method that computes what is differentiated twice."
+)
+
+
+class FirstSteps:
+    """Runs the first steps unchanged and watches them, which takes microseconds.
+
+    Args:
+        step: The user's, bound.
+
+    Attributes:
+        seen: How many steps have run.
+        operations: How many operations with a gradient a step calls, the most of any; 0 where gradients are disabled.
+
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.seen = self.operations = 0
+        self._step = step
+        self._takes = self._differentiates = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step."""
+        if self.seen >= WATCHED:
+            return self._step(*args, **kwargs)
+        self.seen += 1
+        before = next_number()
+        with GradientCalls() as calls:
+            output = self._step(*args, **kwargs)
+        self.operations = max(self.operations, next_number() - before)
+        self._takes, self._differentiates = self._takes or calls.own, self._differentiates or calls.second
+        return output
+
+    def takes_gradients(self, whole_step: bool) -> str | None:
+        """Return why it cannot be captured, as a whole or by its child modules, if it takes gradients itself."""
+        if self._takes and whole_step:
+            return OWN_GRADIENT
+        return SECOND_GRADIENT if self._differentiates else None
