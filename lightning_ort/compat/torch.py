@@ -220,9 +220,14 @@ def size_printer() -> PythonPrinter:
 # AOTAutograd
 
 
-def backward_at_once() -> AbstractContextManager[Any]:
-    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13)."""
-    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+def backward_at_once(autocast: bool) -> AbstractContextManager[Any]:
+    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13).
+
+    ``autocast``: whether the backward pass will be run under the autocast that is on now, as one that a step calls for.
+    Otherwise it has the dtypes of the forward pass, also of parts in which autocast was off.
+    """
+    mode = "same_as_forward" if autocast else "off"
+    return functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast=mode)
 
 
 def split_joint_graph(

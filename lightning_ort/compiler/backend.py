@@ -147,7 +147,7 @@ class ORTBackend:
                 self._report_kept(kept, prefix, number)
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
             # the backward graph now: its regions are part of the decision
-            with backward_at_once(), lowering.whole_shrinkages():
+            with backward_at_once(autocast=self.by_hand), lowering.whole_shrinkages():
                 run = writes.hide(self._aot_autograd(compiler, source, monitor)(gm, example_inputs))
         finally:
             if collects:

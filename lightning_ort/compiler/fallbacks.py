@@ -1,8 +1,8 @@
 """Replaces a compiled graph by eager if it fails while it runs.
 
 If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
-torch's generators. A compiled graph has no side effects before its end, so nothing happens twice. If eager raises too,
-the error is in the user's program or data, and the user gets it.
+torch's generators; inputs that the graph writes to get their values back. So nothing happens twice. If eager raises
+too, the error is in the user's program or data, and the user gets it.
 
 If the backward pass fails, the forward pass is long over. So until the first backward passes of a graph have succeeded,
 each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
@@ -86,6 +86,13 @@ class PassMonitor:
         """Whether its inputs share no memory with its outputs or with each other, as far as gradients are concerned."""
         return self.facts.separate and self.facts.num_inputs == self._num_inputs
 
+    def copies_of_written(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Copy the inputs that the graph writes to, by index."""
+        written: Sequence[int] = self.facts.written
+        if self.facts.num_inputs != self._num_inputs:  # of other inputs
+            written = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and not arg.requires_grad]
+        return {index: args[index].detach().clone() for index in written}
+
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return the pass, so that the monitor remembers what it failed with."""
 
@@ -139,11 +146,13 @@ class GuardedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        # what has run once fails in a pass or not at all, and passes write to nothing
         state = None if self.trusted else RunState(args)
+        written = {} if self.trusted else self.monitor.copies_of_written(args)
         try:
             if state is None:
                 return self.run(*args)
-            return self._run_first(args, state)
+            return self._run_first(args, state, written)
         except ORTFallbackError:
             raise
         except Exception as error:
@@ -153,16 +162,19 @@ class GuardedGraph:
             failure = error
         if state is not None:
             state.restore_random_numbers()
+            with torch.no_grad():
+                for index, before in written.items():
+                    args[index].copy_(before)
         outputs = self.eager(*args)  # what it raises is the user's
         self.give_up(failure)
         return outputs
 
-    def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
+    def _run_first(self, args: Sequence[Any], state: "RunState", written: Mapping[int, torch.Tensor]) -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         waits = self._passes == math.inf or self._calls <= _PATIENCE
         if self._passes and backward and self.monitor.separate and waits:
-            return _run_for_first_backward(self, state, args)
+            return _run_for_first_backward(self, state, args, written)
         outputs = self.run(*args)
         self.trusted = True
         return outputs
@@ -247,9 +259,10 @@ class _FirstPass:
         return gradients_by_eager(self.guard.eager, self.args, self.written, self.state, gradients)
 
 
-def _run_for_first_backward(guard: GuardedGraph, state: RunState, args: Sequence[Any]) -> Any:
+def _run_for_first_backward(
+    guard: GuardedGraph, state: RunState, args: Sequence[Any], written: Mapping[int, torch.Tensor]
+) -> Any:
     """Run a graph so that eager can do its backward pass."""
-    written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
     inner = leaves(args)
     outputs = guard.run(*inner)
     leaves_reached = _leaves_of(outputs)

@@ -99,7 +99,7 @@ class CapturedModule:
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         self.backend.leave = lambda gm: self.monitor.calls_autograd_grad() or self._stops_compiling(gm)
         self.backend.drop_gradients = self.drop_gradients
-        self.backend.by_hand = not self.module.automatic_optimization
+        self.backend.by_hand = self.monitor.by_hand = not self.module.automatic_optimization
 
     def stop(self) -> None:
         """End a run of the Trainer."""
