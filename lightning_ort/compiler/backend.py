@@ -31,7 +31,7 @@ from lightning_ort.compiler.fallbacks import PASSES, SECOND_GRADIENT, GuardedGra
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.nodes import has_separate_gradients
+from lightning_ort.compiler.nodes import has_separate_gradients, is_empty
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
@@ -145,9 +145,17 @@ class ORTBackend:
             if name is not None and (kept := self.cache.load_graphs(name)) is not None:
                 self._report_kept(kept, prefix, number)
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
-            # the backward graph now: its regions are part of the decision
-            with backward_at_once(), lowering.whole_shrinkages():
-                run = writes.hide(self._aot_autograd(compiler, source)(gm, example_inputs))
+            try:
+                # the backward graph now: its regions are part of the decision
+                with backward_at_once(), lowering.whole_shrinkages():
+                    run = writes.hide(self._aot_autograd(compiler, source)(gm, example_inputs))
+            except Exception as error:
+                if isinstance(error, ORTFallbackError) or not any(map(is_empty, example_inputs)):
+                    raise
+                del self.report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
+                text = f"an input is empty, and tracing it fails: {error}"
+                self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+                return gm.forward
         finally:
             if collects:
                 gc.enable()

@@ -99,6 +99,11 @@ def sizes_of(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else [value]
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value is a tensor that surely has no elements; a symbolic size may still turn out to be 0."""
+    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
 def is_static(node: fx.Node) -> bool:
     """Whether no size of the values that a node returns is symbolic."""
     return not any(isinstance(size, torch.SymInt) for value in values_of(node) for size in sizes_of(value))
