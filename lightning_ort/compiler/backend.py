@@ -20,6 +20,7 @@ from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
     boxed,
+    casts_within,
     traced_graph_facts,
     without_fake_tensors,
     without_torch_function,
@@ -175,6 +176,10 @@ class ORTBackend:
         if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
             # compiled backward passes go on to it with zeros, where eager has nothing to go on with
             return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
+        if casts_within(gm):
+            text = "under autocast, the kernel of an attention layer for inference casts within, where a graph cannot"
+            text += "; `torch.backends.mha.set_fastpath_enabled(False)` leaves the kernel out"
+            return Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text)
         # what a step with one backward pass returns beside its loss may be for another one, such as in a hook
         may_have_several = self.by_hand or (self.one_graph and is_last_graph(gm))
         if may_have_several and has_separate_gradients(gm):
