@@ -377,6 +377,7 @@ op("exp2", torch.exp2, X)
 # layers
 
 op("embedding", lambda w, i: F.embedding(i, w), normal(7, 4), ints(2, 5, high=7))
+op("embedding_of_one", lambda w, i: F.embedding(i, w), normal(7, 4), values(3, torch.int64).fixed())
 op("embedding_padding", lambda w, i: F.embedding(i, w, padding_idx=2), normal(7, 4), ints(2, 5, high=7))
 op("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), CUBE, normal(4), normal(4), **GRADS)
 op(

@@ -40,7 +40,8 @@ def refusing_negative(ctx: GraphBuilder, index: fx.Node | Value, x: fx.Node, dim
     """
     places, axis = ctx.value(index, torch.int64), axis_of(dim, rank_of(x))
     size = shape_of(x)[axis]
-    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1)
+    # a scalar, so that the index of one row stays one
+    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1).squeeze(0)
     return where(places < 0, beyond, places)
 
 
