@@ -390,21 +390,3 @@ def without_torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_double_backward_error(error: BaseException) -> bool:
     """Whether AOTAutograd says that its graphs have no gradient of a gradient (torch 2.13)."""
     return "does not currently support double backward" in str(error)
-
-
-# kernels of nn.TransformerEncoderLayer and nn.MultiheadAttention for inference (torch 2.13)
-_CAST_WITHIN = tuple(
-    getattr(torch, name)
-    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-    if hasattr(torch, name)
-)
-
-
-def casts_within(gm: Any) -> bool:
-    """Whether a graph captured under autocast calls a kernel whose inner operations autocast casts (torch 2.13).
-
-    The captured graph runs without autocast, since what it casts is in the graph; inside these kernels nothing is.
-    """
-    entered = any(str(getattr(node.target, "__name__", "")) == "_enter_autocast" for node in gm.graph.nodes)
-    casts = entered or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    return casts and any(node.target is kernel for node in gm.graph.nodes for kernel in _CAST_WITHIN)

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import is_recorded_before
+from lightning_ort.compat.autograd import casts_within, is_recorded_before
 from lightning_ort.compat.dynamo import aot_backend, hooks_a_result, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
     backward_at_once,
     boxed,
-    casts_within,
     traced_graph_facts,
     without_fake_tensors,
     without_torch_function,
@@ -32,7 +31,7 @@ from lightning_ort.compiler.fallbacks import PASSES, SECOND_GRADIENT, GuardedGra
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.nodes import has_separate_gradients, is_empty
+from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty, tensor_class_of
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.placer import Placer
 
 log = logging.getLogger(__name__)
+
+_Compilers = Callable[[str], Callable[..., Any]]  # of the kinds of graphs
 
 
 class ORTBackend:
@@ -129,7 +130,7 @@ class ORTBackend:
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
-            if (kind := _tensor_class_of(example_inputs)) is not None:
+            if (kind := tensor_class_of(example_inputs)) is not None:
                 text = f"an input is a {kind.__qualname__}, a class of tensors with functions of its own"
                 self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
                 return without_torch_function(gm.forward)
@@ -146,17 +147,10 @@ class ORTBackend:
             if name is not None and (kept := self.cache.load_graphs(name)) is not None:
                 self._report_kept(kept, prefix, number)
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
-            try:
-                # the backward graph now: its regions are part of the decision
-                with backward_at_once(), lowering.whole_shrinkages():
-                    run = writes.hide(self._aot_autograd(compiler, source)(gm, example_inputs))
-            except Exception as error:
-                if isinstance(error, ORTFallbackError) or not any(map(is_empty, example_inputs)):
-                    raise
-                del self.report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
-                text = f"an input is empty, and tracing it fails: {error}"
-                self._record_choice(f"{prefix}graph_{number}", Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+            run = self._traced(gm, example_inputs, compiler, source, f"{prefix}graph_{number}")
+            if run is None:
                 return gm.forward
+            run = writes.hide(run)
         finally:
             if collects:
                 gc.enable()
@@ -177,8 +171,7 @@ class ORTBackend:
             # compiled backward passes go on to it with zeros, where eager has nothing to go on with
             return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
         if casts_within(gm):
-            text = "under autocast, the kernel of an attention layer for inference casts within, where a graph cannot"
-            text += "; `torch.backends.mha.set_fastpath_enabled(False)` leaves the kernel out"
+            text = "without `torch.backends.mha.set_fastpath_enabled(False)`, autocast is needed within a kernel"
             return Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text)
         # what a step with one backward pass returns beside its loss may be for another one, such as in a hook
         may_have_several = self.by_hand or (self.one_graph and is_last_graph(gm))
@@ -257,9 +250,7 @@ class ORTBackend:
             _log_compiled(graph, self.logs_graphs)
         self.report.graphs += graphs
 
-    def _aot_autograd(
-        self, compiler: Callable[[str], Callable[..., Any]], source: GraphSource | None
-    ) -> Callable[..., Any]:
+    def _aot_autograd(self, compiler: _Compilers, source: GraphSource | None) -> Callable[..., Any]:
         def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if source is not None and (step := self._make_step(source)) is not None:
                 source.run = compiler("step")(step, inputs)
@@ -282,6 +273,23 @@ class ORTBackend:
             decompositions=lowering.decompositions(whole),
         )
 
+    def _traced(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], compiler: _Compilers, source: GraphSource | None, name: str
+    ) -> Callable[..., Any] | None:
+        """Trace a captured graph and compile what that gives; ``None`` if an input is too empty to be traced."""
+        compiled = len(self.report.graphs)
+        try:
+            # the backward graph now: its regions are part of the decision
+            with backward_at_once(), lowering.whole_shrinkages():
+                return self._aot_autograd(compiler, source)(gm, inputs)
+        except Exception as error:
+            if isinstance(error, ORTFallbackError) or not any(map(is_empty, inputs)):
+                raise
+            del self.report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
+            text = f"an input is empty, and tracing it fails: {error}"
+            self._record_choice(name, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+            return None
+
     def _compile(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, monitor: PassMonitor
     ) -> Callable[[list[Any]], Any]:
@@ -295,7 +303,7 @@ class ORTBackend:
         with without_fake_tensors(), torch.no_grad():
             try:
                 lowering.lower(gm)
-                placed = self._placer.place(gm, _device_of(inputs), name)
+                placed = self._placer.place(gm, device_of(inputs), name)
                 graph.regions = placed.reports
                 run = assemble(placed)
             except ORTFallbackError:
@@ -355,25 +363,6 @@ class ORTBackend:
 def _mark_left(graphs: Sequence[GraphReport], reason: Reason) -> None:
     for region in (region for graph in graphs for region in graph.regions):
         region.executor, region.reason = TORCH, reason
-
-
-def _tensor_class_of(inputs: Sequence[Any]) -> type[torch.Tensor] | None:
-    """Return the first class with a ``__torch_function__`` of its own, but no ``__torch_dispatch__``, among inputs.
-
-    Dynamo traces into that function. The graph has its results already, and must not call it.
-    """
-    for value in inputs:
-        kind = type(value)
-        is_plain = not isinstance(value, torch.Tensor) or not torch.overrides.has_torch_function((value,))
-        if not is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            return kind
-    return None
-
-
-def _device_of(inputs: Sequence[Any]) -> torch.device:
-    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    # a scalar on the CPU may be an input of a graph on an accelerator
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _log_compiled(graph: GraphReport, shown: bool) -> None:
