@@ -109,7 +109,7 @@ def check_changing(program: Program, step_graph: str) -> None:
 def takes(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> bool:
     try:
         harness.run(fn, harness.copies(inputs))
-    except (RuntimeError, IndexError, ValueError):
+    except Exception:  # a layer may be made for a number of rows
         return False
     return True
 
