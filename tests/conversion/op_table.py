@@ -478,6 +478,7 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
+op("soft_margin_loss", F.soft_margin_loss, X, uniform(4, 6, low=-1).fixed())
 op("take_one", torch.take, normal(3, 4), values(5, torch.int64).fixed())
 op("take", torch.take, normal(3, 4), values([[5, -1], [0, 5]], torch.int64).fixed())
 op("put", torch.put, normal(3, 4), values([[5, -1]], torch.int64).fixed(), normal(1, 2))
