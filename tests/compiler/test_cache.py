@@ -171,6 +171,31 @@ def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
         assert backend.report.ort_runs
 
 
+MACHINES: list[tuple[str, Any]] = [
+    ("lightning_ort.compiler.cache.torch.get_num_threads", lambda: 77),
+    ("lightning_ort.compiler.cache.processor", lambda: "another processor"),
+    ("lightning_ort.compiler.cache.float32_matmul_precision", lambda: "another precision"),
+    ("lightning_ort.compiler.cache.graphics", lambda: ("a GPU", "a driver")),
+    ("lightning_ort.compiler.cache.software", lambda: ("other versions",)),
+]
+
+
+@pytest.mark.parametrize(("function", "other"), MACHINES, ids=[name.rpartition(".")[2] for name, _ in MACHINES])
+def test_what_a_time_depends_on_names_its_entry(monkeypatch, function, other):
+    kept = Cache(ORTConfig())
+    name = kept.name("a graph", ("ort", "a build"))
+    assert kept.name("a graph", ("ort", "a build")) == name
+    monkeypatch.setattr(function, other)
+    assert kept.name("a graph", ("ort", "a build")) != name
+
+
+@pytest.mark.parametrize("option", [{"kernels": "standard"}, {"intra_op_threads": 3}, {"cuda_graphs": True}])
+def test_options_that_change_a_session_name_its_entry(option):
+    names = {Cache(config).name("a graph", ("ort",)) for config in (ORTConfig(), ORTConfig(**option))}
+    names |= {Cache(ORTConfig()).name("another graph", ("ort",)), Cache(ORTConfig()).name("a graph", ("another",))}
+    assert len(names) == 4
+
+
 def write_json(path: Path, content: Any) -> None:
     """As the cache does, whatever the content."""
     text = json.dumps({"sha256": cache._checksum(path.stem, content), "content": content})

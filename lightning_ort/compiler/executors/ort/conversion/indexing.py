@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.checks import (
+    axis_of,
     front,
     inverse,
-    refuse_empty,
     refuse_parallel_sums,
     refuse_scalars,
 )
@@ -38,9 +38,10 @@ def refusing_negative(ctx: GraphBuilder, index: fx.Node | Value, x: fx.Node, dim
 
     ONNX counts them from the end. To torch they are errors; with this both refuse them.
     """
-    places, axis = ctx.value(index, torch.int64), dim % rank_of(x)
+    places, axis = ctx.value(index, torch.int64), axis_of(dim, rank_of(x))
     size = shape_of(x)[axis]
-    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1)
+    # a scalar, so that the index of one row stays one
+    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1).squeeze(0)
     return where(places < 0, beyond, places)
 
 
@@ -190,8 +191,6 @@ def scatter_reduce(
 @converts(aten.masked_scatter.default)
 def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, source: fx.Node) -> Value:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
-    for tensor in (x, source):
-        refuse_empty(tensor, "masked_scatter")
     if not same_shape(x, node):
         raise Unsupported("masked_scatter that broadcasts")
     chosen = ctx.value(mask, torch.bool)
@@ -241,7 +240,7 @@ def index_add(
     if reduction:
         refuse_parallel_sums(ctx, shape_of(source), "index_add")
     rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
-    return write_rows(ctx.value(x), rows, updates, dim % rank_of(x), rank_of(x), reduction)
+    return write_rows(ctx.value(x), rows, updates, axis_of(dim, rank_of(x)), rank_of(x), reduction)
 
 
 def write_rows(x: Value, rows: Value, updates: Value, axis: int, rank: int, reduction: str | None) -> Value:
@@ -262,5 +261,5 @@ def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
     rows = ctx.value(index, torch.int64).reshape([-1, 1])
     ones = ctx.const(1, torch.float32).expand(rows.op("Shape", end=1))
     written = filled(ctx, ctx.ints([size]), 0, torch.float32).op("ScatterND", rows, ones)
-    chosen = written.unsqueeze(*range(1, rank_of(x) - dim % rank_of(x))).cast(torch.bool)
+    chosen = written.unsqueeze(*range(1, rank_of(x) - axis_of(dim, rank_of(x)))).cast(torch.bool)
     return where(chosen, value, ctx.value(x))
