@@ -54,6 +54,8 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
             first = known[value].source
             if is_new:
                 _guard(first, _distinct)
+                if isinstance(value, collections.OrderedDict) and len(value) > 1:
+                    _guard(first, functools.partial(_in_order, keys=[*value]))
             elif first not in (None, self.source) and make_dupe_guard(first, self.source) is None:
                 # dynamo leaves it out between an attribute and a global variable
                 _guard(first, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self.source))
@@ -92,6 +94,13 @@ def _distinct_dictionary(builder: Any, name: str) -> None:
     names = vars(builder).setdefault("_lightning_ort_dictionaries", [])
     builder.object_aliasing_guard_codes += [(code := f"{name} is not {other}", code) for other in names]
     names.append(name)
+
+
+def _in_order(builder: Any, guard: Any, keys: list[Any]) -> None:
+    """Guard the order of an OrderedDict, which ``move_to_end`` changes and dynamo does not see."""
+    if all(type(key) in (str, int) for key in keys):
+        code = f"[*{builder.arg_ref(guard)}] == {keys}"
+        builder.object_aliasing_guard_codes.append((code, code))
 
 
 # Functions
