@@ -22,6 +22,7 @@ from torch import nn
 from lightning_ort.compat.autograd import version_of
 from lightning_ort.compat.torch import GraphFacts, mark_boxed
 from lightning_ort.compiler.nodes import reached
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SECOND_GRADIENT = "its gradients are differentiated (`create_graph=True`), and those of compiled graphs cannot be"
@@ -73,7 +74,7 @@ class GuardedGraph:
 
     ``give_up`` gets what the pass failed with and may raise to refuse eager. ``on_second_gradient`` is called if its
     gradients are to be differentiated, which eager does then. Eager can do so for the first ``passes`` backward passes;
-    0 if gradients need no compiled pass.
+    0 if gradients need no compiled pass. With ``draws`` a later failure too repeats the graph's random numbers.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class GuardedGraph:
         give_up: Callable[[Exception], None],
         on_second_gradient: Callable[[], None],
         passes: int = PASSES,
+        draws: bool = False,
     ) -> None:
         self.run = compiled
+        self._draws = draws
         self._passes = passes  # that are left
         self._on_second_gradient = on_second_gradient
         self.eager = eager
@@ -96,20 +99,22 @@ class GuardedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        state = None if self.trusted else RunState(args)
+        trusted = self.trusted
+        state = None if trusted and not self._draws else RunState(args)
         try:
-            if state is None:
+            if state is None or trusted:
                 return self.run(*args)
             return self._run_first(args, state)
         except ORTFallbackError:
             raise
         except Exception as error:
             # in its first runs also what AOTAutograd fails with around its passes, such as a recurrent layer's (2.13)
-            if self.run is self.eager or not (self.monitor.saw(error) or state is not None):
+            if self.run is self.eager or not (self.monitor.saw(error) or not trusted):
                 raise
             failure = error
         if state is not None:
             state.restore_random_numbers()
+        self.make_room(failure)
         outputs = self.eager(*args)  # what it raises is the user's
         self.give_up(failure)
         return outputs
@@ -122,6 +127,12 @@ class GuardedGraph:
         outputs = self.run(*args)
         self.trusted = True
         return outputs
+
+    def make_room(self, error: Exception) -> None:
+        """Free what a pass that ran out of memory has taken, and what its compiled graph keeps."""
+        if is_out_of_memory(error):
+            self.leave()
+            free_memory_of(error)
 
     def passed(self) -> None:
         """Count a backward pass that has succeeded."""
@@ -255,6 +266,9 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
             if not first.is_unchanged():
                 raise failure or RuntimeError(CHANGED)
+            del outputs
+            if failure is not None:
+                guard.make_room(failure)
             found = first.gradients_by_eager(gradients)
         if failure is not None:
             guard.give_up(failure)

@@ -90,10 +90,10 @@ def test_onnxruntime_is_tried_where_its_projected_time_can_win(monkeypatch: pyte
 
 
 def test_what_inductor_is_told() -> None:
-    exact, fast = (inductor.compile_arguments("inductor", masks)["options"] for masks in ("exact", "fast"))
+    exact, fast = (inductor.backend_for("inductor", masks).compile.config for masks in ("exact", "fast"))
     assert exact == {"fallback_random": True}
     assert fast == {"fallback_random": False}
-    recorded = inductor.compile_arguments("inductor-graphs", "exact")["backend"].options
+    recorded = inductor.backend_for("inductor-graphs", "exact").compile.options
     # these are options of the installed torch, and those of its mode
     mode = torch._inductor.list_mode_options("reduce-overhead")
     assert recorded == {"fallback_random": True, **mode}
@@ -140,7 +140,7 @@ def test_results_of_a_recording_outlive_the_next_run(recorder: Recorder) -> None
         kept.append(x * 2)
         return {"y": x + 1, "view": x[0], "name": "x"}
 
-    compiled = torch.compile(step, **inductor.compile_arguments("inductor-graphs", "exact"), fullgraph=True)
+    compiled = torch.compile(step, backend=inductor.backend_for("inductor-graphs", "exact"), fullgraph=True)
     inputs = [torch.full((2, 2), number) for number in (1.0, 2.0)]
     first, second = map(compiled, inputs)
     assert recorder.events == ["run", "run"]

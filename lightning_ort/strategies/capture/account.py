@@ -32,6 +32,7 @@ class StepAccount:
         self.stage: Stage = "all"  # what was tried last
         self._found: dict[str, float] = {}  # by the trial of that stage
         self._gave_up = False  # that stage
+        self.failures: dict[Engine, str] = {}  # why engines cannot run the step any more, until it drops them
         self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
         self._announcement = Announcement(name)

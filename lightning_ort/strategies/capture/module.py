@@ -233,13 +233,19 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
-        executor: dict[str, Any] = {"backend": self.backend}
+        backend: Callable[..., Any] = self.backend
         if engine in inductor.ENGINES:
-            executor = inductor.compile_arguments(engine, self.config.dropout_masks)
-        compiled = dynamo.compile_isolated(function, **executor, dynamic=self.config.dynamic)
-        dynamo.release_backend(executor["backend"])
+            backend = inductor.backend_for(
+                engine, self.config.dropout_masks, functools.partial(self._note_failure, engine)
+            )
+        compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
+        dynamo.release_backend(backend)
         self._regions.append(dynamo.region_of(compiled))
         return compiled
+
+    def _note_failure(self, engine: Engine, error: Exception) -> None:
+        if self.account is not None:  # of the step that has run last, whose backward pass may run now
+            self.account.failures[engine] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def stance(self, keeps: bool) -> AbstractContextManager[Any]:
         """Return a context in which, if wanted, what would have to be compiled again runs unchanged.
