@@ -54,9 +54,9 @@ class Candidates:
                 candidates.reasons[node] = reasons[0]
         return candidates
 
-    def demote(self, region: "Region", reason: Reason) -> None:
-        """Take the region's executor from the candidates of its nodes."""
-        for node in region.nodes:
+    def demote(self, region: "Region", reason: Reason, nodes: Sequence[fx.Node] = ()) -> None:
+        """Take the region's executor from the candidates of its nodes, or of some of them."""
+        for node in nodes or region.nodes:
             self.executors[node] = [name for name in self.executors[node] if name != region.executor]
             self.reasons[node] = reason
 
