@@ -243,11 +243,8 @@ class GraphBuilder:
             None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)
             for arg in inputs
         ]
-        narrow = (
-            None
-            if self.on_cpu
-            else dtype_without_kernel(op_type, [value.dtype for value in values if value is not None])
-        )
+        dtypes = [value.dtype for value in values if value is not None]
+        narrow = None if self.on_cpu else dtype_without_kernel(op_type, dtypes, attrs.get("reduction"))
         if narrow is not None:
             wide = [
                 value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values

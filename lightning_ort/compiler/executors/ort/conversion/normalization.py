@@ -223,12 +223,13 @@ def _normalize(x: fx.Node, centered: Value, rstd: Value, weight: MaybeNode, bias
 def _batch_norm_eval(
     ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, mean: fx.Node, var: fx.Node, eps: float
 ) -> tuple[Value, Value, Value]:
-    """Normalize with the running mean and variance; the batch's statistics are empty."""
+    """Normalize with the running mean and variance, which a GPU returns for the batch's; on a CPU those are empty."""
     work = work_dtype(x)
-    rstd = rsqrt(ctx.value(var, work) + eps)
-    centered = ctx.value(x, work) - _per_channel(ctx.value(mean, work), x)
-    empty = ctx.const([], work)
-    return _normalize(x, centered, rstd, weight, bias), empty, empty
+    used, rstd = ctx.value(mean, work), rsqrt(ctx.value(var, work) + eps)
+    result = _normalize(x, ctx.value(x, work) - _per_channel(used, x), rstd, weight, bias)
+    if x.meta["val"].device.type == "cpu":
+        used = rstd = ctx.const([], work)
+    return result, used, rstd
 
 
 def _batch_norm_train(
