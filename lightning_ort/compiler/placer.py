@@ -114,7 +114,7 @@ class Placer:
                     built[region.key] = builder.build()
                 except RegionRejected as rejection:
                     reason = builder.reason_of(rejection)
-                    candidates.demote(region, reason)
+                    candidates.demote(region, reason, rejection.nodes)
                     if rejection.timing is not None:
                         lost[region.key] = rejection.timing
                     if reason.type.is_failure:
@@ -296,7 +296,9 @@ class RegionBuilder:
                     self._leave_out(variant, error)
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
-            return timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+            times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+            self._executor.end_trial(calls[times.variant], args)
+            return times
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
                 raise

@@ -86,7 +86,7 @@ class FakeCuda:
         patch(kernels, "_has_training_kernel", lambda op, providers, device: False)
 
     def options(self, session: "Session") -> dict[str, str]:
-        return dict(session.configured)["CUDAExecutionProvider"]
+        return {"device_id": "0", **dict(session.configured)["CUDAExecutionProvider"]}  # its default
 
 
 class Current:
@@ -144,7 +144,7 @@ class Session:
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
         found = {name: dict(options) for name, options in self.configured}
-        on_cuda = found["CUDAExecutionProvider"]
+        on_cuda = found["CUDAExecutionProvider"] = {"device_id": "0", **found["CUDAExecutionProvider"]}
         # as in CUDAExecutionProviderInfo: a stream of number 0 is none
         on_cuda["has_user_compute_stream"] = str(int(on_cuda.get("user_compute_stream", "0") != "0"))
         return found
@@ -160,7 +160,7 @@ class Session:
     @property
     def _sess(self) -> Any:
         def run(binding: Any, options: Any) -> None:
-            self.cuda.device = int(dict(self.configured)["CUDAExecutionProvider"]["device_id"])
+            self.cuda.device = int(dict(self.configured)["CUDAExecutionProvider"].get("device_id", 0))
             self.cuda.log.append((self, "runs"))
 
         return SimpleNamespace(run_with_iobinding=run)

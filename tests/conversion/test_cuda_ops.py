@@ -17,7 +17,10 @@ from tests.conversion.samples import build
 # these need memory that fake tensors lack
 LACK_MEMORY = {"like", "index_put", "index_copy"}
 # without a CUDA kernel in any dtype, and in one
-NO_KERNEL = {f"aten.{name}.default" for name in "tan asin acos atan sinh cosh asinh acosh atanh atan2".split()}
+NO_KERNEL = {
+    f"aten.{name}.default"
+    for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2")
+}
 OF_BFLOAT16 = {"aten.convolution.default", "aten.max_pool2d_with_indices.default"}  # transposed ones
 
 

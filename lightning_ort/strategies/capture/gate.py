@@ -185,7 +185,10 @@ class History:
                 return cold
             return budget.inductor_cost(modules, seconds.get((self.step, "ort"), 0.0), cold, warm)
         training = seconds.get((outlook.TRAINING, self.stage))
-        return budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())
+        cost = budget.expected_cost(modules, training, cold, warm, first=not module.backend.compiled_in_process())
+        if self.stage == "all" and cold is warm is training is None:
+            cost += module.count_inductors(self.step) * budget.inductor_cost(modules, 0.0)
+        return cost
 
     def store(self, backend: "ORTBackend", seconds: float, ms: dict[str, float], finished: bool) -> None:
         """Write what this run has found."""

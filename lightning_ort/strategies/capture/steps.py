@@ -241,7 +241,7 @@ class CapturedStep(AbstractContextManager[None]):
         module.backend.one_graph = (
             self._one_graph
             and self._mode == "step"
-            and module.module.automatic_optimization
+            and module.may_join
             and not torch.is_anomaly_enabled()  # its gradients come from one operation, and nobody could say from which
         )
         call = self._step

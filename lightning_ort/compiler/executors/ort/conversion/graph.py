@@ -20,7 +20,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
-from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, reached
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
@@ -177,6 +177,20 @@ class GraphBuilder:
         if converter is None:
             raise Unsupported(str(node.target), ReasonType.NO_CONVERTER)
         self.values[node] = converter(self, node, *node.args, **node.kwargs)
+
+    def constants(self, outputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Those of these FX nodes that depend on no input, and what they alone are made from."""
+        variable = set(self.inputs)
+        for made in self.nodes:
+            if not variable.isdisjoint(source for source in made.inputs if source is not None):
+                variable.update(made.outputs)
+
+        def has_constants(node: fx.Node) -> bool:
+            found = self.values[node]
+            values = found if isinstance(found, tuple) else (found,)
+            return not any(value is not None and value.ir in variable for value in values)
+
+        return [*reached(filter(has_constants, outputs), lambda node: filter(has_constants, node.all_input_nodes))]
 
     def model(self, outputs: Sequence[fx.Node], name: str) -> ir.Model:
         """The graph as a model; its outputs ``o0``, ``o1``, ... are all results of these FX nodes."""
