@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from lightning_ort.compat.torch import (
+    GraphFacts,
     copies_of,
     inductor_backend,
     inductor_cache_folder,
@@ -78,7 +79,8 @@ class GuardedBackend:
         """Compile a graph that dynamo has captured."""
         eager = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # inductor changes the graph
         compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
-        monitor.facts = traced_graph_facts() or monitor.facts
+        # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
+        monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
         draws = _DRAWS.search(gm.code) is not None
         second = self._leave_twice_differentiated
         guard = GuardedGraph(compiled, eager.forward, monitor, self._give_up, second, _PASSES, draws)
