@@ -51,6 +51,14 @@ def schema_of(op: OpOverload) -> str | None:
     return str(op._schema) if torch.__version__.startswith("2.13.") else None
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node that calls an op, by their names in its schema, with defaults (torch 2.13)."""
+    known = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
+    names = [argument.name for argument in known]
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
 def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen ops (torch 2.13)."""
     return core_aten_decompositions()  # type: ignore[return-value]

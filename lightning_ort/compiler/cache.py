@@ -123,7 +123,8 @@ class Cache:
             times = self._read(name, lambda kept: _to_times(kept, variants))
             if not times:
                 times = measure()
-                self._write_json(name, times)
+                if times:
+                    self._write_json(name, times)
             self._op_times[name] = times
         return self._op_times[name]
 

@@ -27,6 +27,7 @@ from torch import fx, nn
 from lightning_ort.compat.autograd import joint_facts, keeps_graph, version_of
 from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
 from lightning_ort.compiler.nodes import reached, results_of
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -119,7 +120,7 @@ class GuardedGraph:
     ``give_up`` gets what the pass failed with and may raise to refuse eager. ``refuse`` gets why the graph is for eager
     alone, once that shows. Eager can take over the first ``passes`` backward passes, 0 if gradients need no compiled
     pass. ``separate`` tells whether, in eager, results share nothing and may have passes of their own: what these need
-    is then kept.
+    is then kept. With ``draws`` a later failure too repeats the graph's random numbers.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class GuardedGraph:
         refuse: Callable[[Reason], None],
         passes: float = PASSES,
         separate: bool = False,
+        draws: bool = False,
     ) -> None:
         self.run = compiled
-        self.separate = separate
+        self.separate, self._draws = separate, draws
         self._passes: float = passes  # that are left
         self._refuse = refuse
         self.eager = eager
@@ -146,18 +148,19 @@ class GuardedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        trusted = self.trusted
         # what has run once fails in a pass or not at all, and passes write to nothing
-        state = None if self.trusted else RunState(args)
-        written = {} if self.trusted else self.monitor.copies_of_written(args)
+        state = None if trusted and not self._draws else RunState(args)
+        written = {} if trusted else self.monitor.copies_of_written(args)
         try:
-            if state is None:
+            if state is None or trusted:
                 return self.run(*args)
             return self._run_first(args, state, written)
         except ORTFallbackError:
             raise
         except Exception as error:
             # in its first runs also what AOTAutograd fails with around its passes, such as a recurrent layer's (2.13)
-            if self.run is self.eager or not (self.monitor.saw(error) or state is not None):
+            if self.run is self.eager or not (self.monitor.saw(error) or not trusted):
                 raise
             failure = error
         if state is not None:
@@ -165,6 +168,7 @@ class GuardedGraph:
             with torch.no_grad():
                 for index, before in written.items():
                     args[index].copy_(before)
+        self.make_room(failure)
         outputs = self.eager(*args)  # what it raises is the user's
         self.give_up(failure)
         return outputs
@@ -178,6 +182,12 @@ class GuardedGraph:
         outputs = self.run(*args)
         self.trusted = True
         return outputs
+
+    def make_room(self, error: Exception) -> None:
+        """Free what a pass that ran out of memory has taken, and what its compiled graph keeps."""
+        if is_out_of_memory(error):
+            self.leave()
+            free_memory_of(error)
 
     def passed(self) -> None:
         """Count a backward pass that has succeeded."""
@@ -323,6 +333,9 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
             if not first.is_unchanged():
                 raise failure or RuntimeError(CHANGED)
+            del outputs
+            if failure is not None:
+                guard.make_room(failure)
             found = first.gradients_by_eager(gradients)
         found = guard.monitor.without_zeros(found, gradients)
         if failure is not None:

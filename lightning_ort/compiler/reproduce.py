@@ -44,9 +44,10 @@ def make_input(spec: Any, generator: torch.Generator) -> Any:
         return spec
     sizes, strides, dtype, device = spec
     elements = extent(sizes, strides)
-    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
+    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite, and up to one they are
+    # valid probabilities
     if dtype.is_floating_point:
-        flat = torch.rand(elements, generator=generator).add_(0.1).to(dtype)
+        flat = torch.rand(elements, generator=generator).mul_(0.9).add_(0.1).to(dtype)
     else:
         flat = torch.zeros(elements, dtype=dtype)
     return flat.to(device).as_strided(sizes, strides)

@@ -68,6 +68,7 @@ class RunReport:
         optimizers: What runs each of the Trainer's optimizers.
         steps: Steps of a LightningModule that were timed on several engines.
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+        session_memory: What sessions hold of a GPU's memory; empty on a CPU.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
@@ -84,6 +85,7 @@ class RunReport:
     optimizers: list[OptimizerReport] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
+    session_memory: str = ""
     dropout_masks: str = ""
     startup_seconds: float = 0.0
     trial_seconds: float = 0.0

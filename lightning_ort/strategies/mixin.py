@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
+from lightning_ort.compiler import gpu_memory
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
@@ -122,6 +123,7 @@ class ORTMixin(_Strategy):
         self._memory.teardown()
         self._masks.teardown()
         self.report.dropout_masks = self._masks.text
+        self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
         self._run_report.teardown(self.report)
         super().teardown()

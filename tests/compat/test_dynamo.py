@@ -79,6 +79,15 @@ def test_recompiles_are_counted() -> None:
     assert dynamo.compilations_since(marker, None, ()) == (2, None, None)
 
 
+def test_another_backend_for_the_same_code_is_no_recompile() -> None:
+    compiled = [torch.compile(double, backend=lambda gm, inputs: gm.forward) for _ in range(2)]  # not isolated
+    marker = dynamo.last_compilation()
+    for each in compiled:
+        each(torch.ones(2))
+    assert len(dynamo._compilations_since(marker, ())) == 2
+    assert dynamo.compilations_since(marker, None, ()) == (0, None, None)
+
+
 def test_compilations_are_known_by_their_ids() -> None:
     ids: list[Any] = []
     dynamo.compile_callbacks()[0].append(lambda args: ids.append(dynamo.compile_id(args)))

@@ -33,6 +33,7 @@ class StepAccount:
         self._found: dict[str, float] = {}  # by the trial of that stage
         self._gave_up = False  # that stage
         self.refused = ""  # why the step is for eager alone
+        self.failures: dict[Engine, str] = {}  # why engines cannot run the step any more, until it drops them
         self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
         self._first = False  # whether nothing was compiled in this process before that call

@@ -127,7 +127,7 @@ def _gelu_tanh_slope(x: Value) -> Value:
 def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """silu(Tensor self) -> Tensor"""
     value = ctx.value(x)
-    return value * logistic(value)
+    return value / (exp(-value) + 1)
 
 
 @converts(aten.silu_backward.default, variants=(EXPANDED,))

@@ -36,9 +36,12 @@ Indices = Sequence[fx.Node | None]
 def refusing_negative(ctx: GraphBuilder, index: fx.Node | Value, x: fx.Node, dim: int) -> Value:
     """The index along a dimension of ``x`` with its negative entries out of range.
 
-    ONNX counts them from the end. To torch they are errors; with this both refuse them.
+    ONNX counts them from the end. To torch they are errors; with this both refuse them. Not on a GPU, whose kernels
+    would read and write out of range.
     """
     places, axis = ctx.value(index, torch.int64), axis_of(dim, rank_of(x))
+    if not ctx.on_cpu:
+        return places
     size = shape_of(x)[axis]
     # a scalar, so that the index of one row stays one
     beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1).squeeze(0)

@@ -10,12 +10,13 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.checks import Dims, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, work_dtype
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static, work_dtype
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce, reduce_shaped
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 
 aten = torch.ops.aten
 
+_LAYER_NORMS = (torch.float32, torch.float16, torch.bfloat16)  # what LayerNormalization has CUDA kernels for
 Gradients = tuple[Value | None, ...]
 MaybeNode = fx.Node | None
 
@@ -53,9 +54,14 @@ def _standardize(shape: Sequence[Any], value: Value, axes: Dims, eps: float) -> 
 @converts(aten.native_layer_norm.default, variants=(EXPANDED,))
 def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
-    # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
-    # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
+    # not LayerNormalization on a CPU: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100
+    # standard deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55, 0.50 ms, 1024 x 256 float32)
     normalized_shape, weight, bias, eps = args
+    scales = _affine_of_kernel(ctx, x, weight, bias, normalized_shape)
+    if scales is not None and ctx.kernels.layer_norm_is_exact(dtype_of(x)):
+        options = {"axis": -len(normalized_shape), "epsilon": eps, "stash_type": 1, "outputs": 3}
+        result, *statistics = ctx.op("LayerNormalization", x, *scales, **options)
+        return _as_traced(node, result, *(Value(ctx, value.ir, torch.float32) for value in statistics))
     value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
     result, mean, rstd = _standardize(shape_of(x), value, axes, eps)
     if weight is not None:
@@ -63,6 +69,18 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     if bias is not None:
         result = result + bias
     return _as_traced(node, result, mean, rstd)
+
+
+def _affine_of_kernel(
+    ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, normalized_shape: Sequence[Any]
+) -> list[Any] | None:
+    """Weight and bias as LayerNormalization takes them, in the dtype of the input; ``None`` where it does not."""
+    dtype, given = dtype_of(x), [each for each in (weight, bias) if each is not None]
+    if ctx.on_cpu or dtype not in _LAYER_NORMS or any(dtype_of(each) is not dtype for each in given):
+        return None
+    if weight is not None:
+        return [weight, bias]
+    return [ctx.const(1, dtype).expand(normalized_shape), bias] if static(normalized_shape) else None
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
@@ -228,12 +246,13 @@ def _normalize(x: fx.Node, centered: Value, rstd: Value, weight: MaybeNode, bias
 def _batch_norm_eval(
     ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, mean: fx.Node, var: fx.Node, eps: float
 ) -> tuple[Value, Value, Value]:
-    """Normalize with the running mean and variance; the batch's statistics are empty."""
+    """Normalize with the running mean and variance, which a GPU returns for the batch's; on a CPU those are empty."""
     work = work_dtype(x)
-    rstd = rsqrt(ctx.value(var, work) + eps)
-    centered = ctx.value(x, work) - _per_channel(ctx.value(mean, work), x)
-    empty = ctx.const([], work)
-    return _normalize(x, centered, rstd, weight, bias), empty, empty
+    used, rstd = ctx.value(mean, work), rsqrt(ctx.value(var, work) + eps)
+    result = _normalize(x, ctx.value(x, work) - _per_channel(used, x), rstd, weight, bias)
+    if x.meta["val"].device.type == "cpu":
+        used = rstd = ctx.const([], work)
+    return result, used, rstd
 
 
 def _batch_norm_train(

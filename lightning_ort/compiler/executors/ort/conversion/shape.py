@@ -261,6 +261,8 @@ def filled(ctx: GraphBuilder, shape: Value, number: Any, dtype: torch.dtype) -> 
     """A tensor of one number; its shape is a 1-D int64 value."""
     if isinstance(number, fx.Node):
         return ctx.value(number, dtype).expand(shape)
+    if dtype is torch.bfloat16:  # from opset 20 on
+        return filled(ctx, shape, number, torch.float32).cast(dtype)
     array = ctx.const([number], dtype).ir.const_value.numpy()  # type: ignore[union-attr]
     return shape.op("ConstantOfShape", dtype=dtype, value=ir.tensor(array, dtype=DTYPES[dtype]))
 
