@@ -127,7 +127,11 @@ def _guard_function(function: Any, tx: Any) -> None:
 
 
 def _is_function(builder: Any, guard: Any, code: types.CodeType | None) -> None:
-    if code is not None and getattr(builder.get(guard), "__code__", None) is code:  # and not a wrapper's
+    try:
+        function = builder.get(guard)
+    except (AttributeError, KeyError, IndexError, TypeError):  # a bound method that is a function by now
+        return
+    if code is not None and getattr(function, "__code__", None) is code:  # and not a wrapper's
         builder.CLOSURE_MATCH(guard)
 
 

@@ -85,7 +85,7 @@ def test_stock_and_ort_are_timed(
         assert row["step_ms"] > 0
     assert stock["ratios"] == [1, 1]
     assert stock["summary"]["ort_runs"] == 0
-    assert ort["summary"]["ort_runs"] >= 2 + 3 + 3  # loss and gradients in one
+    assert ort["summary"]["ort_runs"] >= 2 + 3 + 2  # loss and gradients in one; the first step runs unchanged
     assert "fused" in ort["summary"]["optimizers"][0]
     for ours, theirs in zip(ort["samples"], stock["samples"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)

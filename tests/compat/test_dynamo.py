@@ -193,11 +193,12 @@ def test_explanation() -> None:
 @pytest.mark.skipif(not dynamo.HAS_REGIONS, reason="torch 2.12 and newer only")
 def test_settings_hold_within_their_context() -> None:
     config = torch._dynamo.config
-    names = ("allow_unspec_int_on_nn_module", "suppress_errors", "use_numpy_random_stream", "allow_rnn")
-    before = {name: getattr(config, name) for name in (*names, "ignore_logging_functions")}
+    names = ("allow_unspec_int_on_nn_module", "suppress_errors", "allow_rnn")
+    before = {name: getattr(config, name) for name in (*names, "ignore_logging_functions", "trace_numpy")}
     assert not all(before[name] for name in names)
     with dynamo.settings_for_steps([print]):
         assert all(getattr(config, name) for name in names)
+        assert not config.trace_numpy
         assert print in config.ignore_logging_functions
     assert {name: getattr(config, name) for name in before} == before
 
