@@ -18,6 +18,7 @@ from lightning_ort._imports import NAMESPACES, __version__
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import SUM, Model, Port, Settings
 
+RUNNERS = {"runner.py": "training.py", "runner.mjs": "training.mjs"}
 FROZEN = "frozen.data"
 INLINE = 1 << 16  # bytes of a frozen tensor up to which it is in the model itself
 NEEDS = "1.17 or later"
@@ -82,7 +83,8 @@ def write_rest(
     step = 0 if settings.optimizer is None else settings.optimizer.step
     runner.write_state(folder / "state.safetensors", arrays, {"step": str(step), "pending": "0"})
     package = files("lightning_ort.onnx_export.training")
-    (folder / "training.py").write_text(package.joinpath("runner.py").read_text(encoding="utf-8"), encoding="utf-8")
+    for source, name in RUNNERS.items():
+        (folder / name).write_text(package.joinpath(source).read_text(encoding="utf-8"), encoding="utf-8")
     written = [f"{name}.onnx" for name in models] + [FROZEN] * (folder / FROZEN).exists()
     weights = sum(array.size for array in arrays.values())
     about = {
