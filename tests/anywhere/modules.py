@@ -52,10 +52,13 @@ class DigitsCNN(Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+
     @staticmethod
     def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        random = torch.Generator().manual_seed(seed)
-        return torch.rand(rows, 1, 8, 8, generator=random), torch.randint(0, 10, (rows,), generator=random)
+        images = torch.rand(rows, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+        return images, (images.mean((1, 2, 3)) * 80).long() % 10
 
 
 class TabularMLP(Module):

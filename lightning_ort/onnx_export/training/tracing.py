@@ -16,7 +16,7 @@ from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.compiler.nodes import results_of
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
-from lightning_ort.onnx_export.training.forms import DECOMPOSED
+from lightning_ort.onnx_export.training.forms import DECOMPOSED, taken_apart
 from lightning_ort.onnx_export.training.graph import written_whole
 
 aten = torch.ops.aten
@@ -128,8 +128,9 @@ def trace(
                 program = torch.export.export(traced, tuple(fields.values()), dynamic_shapes=(shapes,), strict=False)
             graph = program.module(check_guards=False)
             fakes = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")][-len(fields) :]
-            table = {**decompositions(written_whole()), **DECOMPOSED}
-            joint = joint_graph(graph, fakes, table)
+            table = {**decompositions(written_whole(), layouts=False), **DECOMPOSED}
+            with taken_apart():
+                joint = joint_graph(graph, fakes, table)
         except ExportFailed:
             raise
         except Exception as error:  # torch raises what the user's code raised, in several classes

@@ -140,6 +140,19 @@ def unfold_backward(
     return zeros.op("ScatterElements", rows, updates, axis=axis, reduction="add")
 
 
+@form(aten.masked_scatter_backward.default)
+def masked_scatter_backward(
+    ctx: PortableGraph, node: fx.Node, grad: fx.Node, mask: fx.Node, sizes: Sequence[Any]
+) -> Value:
+    """masked_scatter_backward(Tensor grad_output, Tensor mask, SymInt[] sizes) -> Tensor"""
+    shape = static_sizes(sizes, "the gradient of what was scattered")
+    chosen = ctx.value(mask, torch.bool).expand(ctx.shape_tensor(grad)).reshape([-1])
+    places = (chosen.cast(torch.int64).op("CumSum", 0) - 1).max(0)
+    updates = where(chosen, ctx.value(grad).reshape([-1]), 0)
+    zeros = filled(ctx, ctx.ints([math.prod(shape)]), 0, dtype_of(node))
+    return zeros.op("ScatterElements", places, updates, axis=0, reduction="add").reshape(shape)
+
+
 @form(aten.bincount.default)
 def bincount(
     ctx: PortableGraph, node: fx.Node, x: fx.Node, weights: fx.Node | None = None, minlength: int = 0
