@@ -190,7 +190,7 @@ class Training:
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = self._threads or min(self.about["threads"], os.cpu_count() or 1)
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            options.log_severity_level = 3
+            options.log_severity_level = 4  # an error is raised
             try:
                 path = str(self.folder / model["file"])
                 self._sessions[name] = onnxruntime.InferenceSession(path, options, providers=self._providers)
