@@ -226,6 +226,27 @@ def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
     assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
 
 
+def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
+    """A language model's shifted labels, its last states, and what is written to a part of a tensor."""
+
+    class Shifted(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            states = self.layer(F.one_hot(batch["tokens"], 4).float())
+            written = torch.zeros_like(states)
+            written[:, 1:] = states[:, :-1]
+            written[:, 0] = states[:, -1] * 2
+            return written.square().mean() + states[:, ::2].mean() + states[:, -3:].square().sum()
+
+    module = Shifted()
+    tokens = torch.randint(0, 4, (6, 9), generator=torch.Generator().manual_seed(0))
+    exported = export_training(module, {"tokens": tokens[:4, :7]}, tmp_path / "exported", optimizer=None)
+    assert json.loads((exported.path / "training.json").read_text())["fields"][0]["shape"] == ["batch", "length"]
+    training, _ = steps_of(exported.path, [{"tokens": tokens[:3]}])
+    module.training_step({"tokens": tokens[:3]}, 0).backward()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(training.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:
     class Normed(Small):
         def __init__(self) -> None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -150,6 +150,8 @@ def _task(module: nn.Module, data: Any, optimizer: Any, settings: Any, sizes: Ma
         check_choice("optimizer", optimizer, (CONFIGURED, None))
         optimizer, scheduler = optimizers.configured(module)
     read = None if optimizer is None else optimizers.read(optimizer, module, set(parameters), scheduler)
+    if read is not None and any(optimizer.state.values()):  # SGD counts no steps, its Trainer does
+        read = replace(read, step=max(read.step, int(getattr(module, "global_step", 0)), 1))
     if read is None and accumulate > 1:
         raise ValueError(
             "accumulate_grad_batches needs an optimizer; with optimizer=None add up the gradients yourself."

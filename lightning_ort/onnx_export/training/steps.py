@@ -183,6 +183,8 @@ def _attributes_kept(module: nn.Module, step: str, refuses: bool) -> Iterator[No
             now = vars(child)
             for name in {*now, *values}:
                 if now.get(name, None) is not values.get(name, None):
+                    if name.startswith("_") and isinstance(now.get(name), bool):
+                        continue  # that something has been installed, as in transformers
                     if isinstance(now.get(name), _NUMBERS) or isinstance(values.get(name), _NUMBERS):
                         changed.append(f"{type(child).__name__}.{name}")
                     if name in values:

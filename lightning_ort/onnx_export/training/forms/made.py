@@ -19,3 +19,9 @@ def empty(ctx: PortableGraph, node: fx.Node, size: Sequence[Any], *args: Any, **
     """empty.memory_format(SymInt[] size, *, dtype?, layout?, device?, pin_memory?, memory_format?) -> Tensor"""
     # whoever reads what is not there gets zeros
     return filled(ctx, ctx.sizes(size), 0, dtype_of(node))
+
+
+@form(aten.new_empty.default, aten.new_empty_strided.default)
+def new_empty(ctx: PortableGraph, node: fx.Node, x: fx.Node, size: Sequence[Any], *args: Any, **kwargs: Any) -> Value:
+    """new_empty(Tensor self, SymInt[] size, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
+    return empty(ctx, node, size)
