@@ -14,7 +14,7 @@ ROOT = Path(lightning_ort.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_PACKAGE_LINES = 29_500
+MAX_PACKAGE_LINES = 29_700
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
