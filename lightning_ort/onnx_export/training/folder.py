@@ -87,6 +87,8 @@ def write_rest(
         (folder / name).write_text(package.joinpath(source).read_text(encoding="utf-8"), encoding="utf-8")
     written = [f"{name}.onnx" for name in models] + [FROZEN] * (folder / FROZEN).exists()
     weights = sum(array.size for array in arrays.values())
+    if (folder / FROZEN).exists():
+        weights += (folder / FROZEN).stat().st_size // 4
     about = {
         "format": runner.FORMAT,
         "needs": NEEDS,

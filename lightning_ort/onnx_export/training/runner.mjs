@@ -158,7 +158,8 @@ export class Training {
   async #create(name, model) {
     const options = { ...this.#options };
     try {
-      if (this.#files.path) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
+      // onnxruntime-web finds no file beside a model, in Node neither
+      if (this.#files.path && !this.ort.env?.versions?.web) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
       if (this.about.files['frozen.data']) {
         options.externalData = [{ path: 'frozen.data', data: await this.#files.read('frozen.data') }];
       }
