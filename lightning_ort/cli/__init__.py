@@ -43,8 +43,13 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
-        (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
-        (("--output", "-o"), {"type": Path, "required": True, "help": "output file"}),
+        (("checkpoint",), {"type": Path | None, "nargs": "?", "help": "a Lightning checkpoint"}),
+        (("--module",), {"type": str | None, "help": "class of the LightningModule, as file.py:name"}),
+        (("--output", "-o"), {"type": Path, "required": True, "help": "output file; with --training, a folder"}),
+        (
+            ("--gradients_only",),
+            {"action": "store_true", "help": "with --training, return gradients and leave the optimizer out"},
+        ),
         (("--input_shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
         _TRUST,
     ],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
@@ -62,6 +62,11 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen ops (torch 2.13)."""
     return core_aten_decompositions()  # type: ignore[return-value]
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any]:
+    """Return torch's own decomposition of an op, which need not be to core ATen ops (torch 2.13)."""
+    return get_decompositions([op])[op]
 
 
 @contextmanager

@@ -211,7 +211,7 @@ class GraphBuilder:
         graph = ir.Graph(
             self.inputs,
             results,
-            nodes=_live(self.nodes, results),
+            nodes=live(self.nodes, results),
             initializers=[constant.ir for constant in self._constants.values()],
             opset_imports={"": self._opset, MICROSOFT: 1},
             name=name,
@@ -385,7 +385,7 @@ def _result_dtype(op_type: str, inputs: Sequence[Value | None]) -> torch.dtype:
     return value.dtype
 
 
-def _live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
+def live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
     """Drop nodes that no output needs, such as a transpose that was folded into a Gemm."""
     needed = {id(value) for value in outputs}
     kept = []

@@ -51,7 +51,7 @@ def refusing_negative(ctx: GraphBuilder, index: fx.Node | Value, x: fx.Node, dim
 # reading
 
 
-def _index_tensors(x: fx.Node, indices: Indices) -> tuple[list[int], list[fx.Node]]:
+def index_tensors(x: fx.Node, indices: Indices) -> tuple[list[int], list[fx.Node]]:
     """The dimensions of ``x`` that are indexed, and the index tensors."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if not given:
@@ -76,15 +76,15 @@ def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> Value:
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> Value:
     """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
-    (dims, tensors), rank = _index_tensors(x, indices), rank_of(x)
+    (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
     if len(dims) == 1:
         return ctx.value(x).op("Gather", ctx.value(tensors[0], torch.int64), axis=dims[0])
     rows = _index_rows(ctx, tensors)
     result = ctx.value(x).transpose(front(dims, rank)).op("GatherND", rows)
-    return result.transpose(_result_order(dims, rank, rank_of(node) - (rank - len(dims))))
+    return result.transpose(result_order(dims, rank, rank_of(node) - (rank - len(dims))))
 
 
-def _result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
+def result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
     """The permutation of a result with the ``added`` index dimensions first to where torch has them."""
     first, total = dims[0], rank - len(dims) + added
     if list(dims) != list(range(first, first + len(dims))):
@@ -210,7 +210,7 @@ def index_put(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
 ) -> Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
-    (dims, tensors), rank = _index_tensors(x, indices), rank_of(x)
+    (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
     if accumulate:
         others = [size for dim, size in enumerate(shape_of(x)) if dim not in dims]
         places = torch.broadcast_shapes(*map(shape_of, tensors))
@@ -218,7 +218,7 @@ def index_put(
     rows = _index_rows(ctx, tensors)
     added = max(rank_of(tensor) for tensor in tensors)
     # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
-    perm, back = front(dims, rank), _result_order(dims, rank, added)
+    perm, back = front(dims, rank), result_order(dims, rank, added)
     moved = ctx.value(x).transpose(perm)
     # the shape of the values with the indexed dimensions first
     shape = ctx.op("Concat", rows.op("Shape", end=added), moved.op("Shape", start=len(dims)), axis=0)
