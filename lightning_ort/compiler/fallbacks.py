@@ -76,7 +76,7 @@ class PassMonitor:
 
     def without_zeros(self, found: list[Any], gradients: Sequence[Any]) -> list[Any]:
         """Drop the gradient of each input on which no result depends that is differentiated."""
-        if len(self._differentiable) != len(self._flows):
+        if not self._flows or len(self._differentiable) != len(self._flows):
             return found
         pairs = zip(self._differentiable, self._flows, strict=True)
         flows = set[int]().union(*(flow for result, flow in pairs if gradients[result] is not None))

@@ -21,8 +21,9 @@ from lightning_ort.compat.torch import (
     storage_of,
     traced_graph_facts,
 )
-from lightning_ort.compiler.fallbacks import SECOND_GRADIENT, GuardedGraph, PassMonitor
+from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
 from lightning_ort.compiler.out_of_memory import is_out_of_memory
+from lightning_ort.compiler.report import Reason
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
@@ -82,8 +83,9 @@ class GuardedBackend:
         # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
         monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
         draws = _DRAWS.search(gm.code) is not None
-        second = self._leave_twice_differentiated
-        guard = GuardedGraph(compiled, eager.forward, monitor, self._give_up, second, _PASSES, draws)
+        guard = GuardedGraph(
+            compiled, eager.forward, monitor, self._give_up, self._leave_to_eager, passes=_PASSES, draws=draws
+        )
         self._guards.add(guard)
         return guard
 
@@ -92,8 +94,8 @@ class GuardedBackend:
             guard.leave()
         self._on_failure(error)
 
-    def _leave_twice_differentiated(self) -> None:
-        self._give_up(RuntimeError(SECOND_GRADIENT))
+    def _leave_to_eager(self, reason: Reason) -> None:
+        self._give_up(RuntimeError(reason.text))
 
 
 class _MemoryMonitor(PassMonitor):

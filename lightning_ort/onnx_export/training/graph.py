@@ -142,6 +142,6 @@ class PortableGraph(GraphBuilder):
             return floats[0].op("Sqrt")
         raise Unsupported(f"a size computed by {name}", ReasonType.DYNAMIC_SHAPE)
 
-    def constants(self) -> list[ir.Value]:
+    def constants_used(self) -> list[ir.Value]:
         """The constants so far."""
         return [constant.ir for constant in self._constants.values()]

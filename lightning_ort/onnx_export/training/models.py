@@ -237,7 +237,7 @@ class _Writer:
             inputs,
             results,
             nodes=nodes,
-            initializers=[value for value in self.ctx.constants() if id(value) in used],
+            initializers=[value for value in self.ctx.constants_used() if id(value) in used],
             opset_imports={"": OPSET},
             name=self.what,
         )
