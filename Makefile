@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 EXAMPLES_ARGS ?=
 PROJECTS_ARGS ?= --length short medium --start amortized now --rounds 3
 
-.PHONY: help install test test-slow coverage demo digits examples lint format bench projects docs figures screenshots notebook conformance wheel clean distclean
+.PHONY: help install test node test-slow coverage demo digits examples lint format bench projects docs figures screenshots notebook conformance wheel clean distclean
 
 help:
 	@echo "make install | test | test-slow | coverage | demo | digits | examples | lint | format | bench | projects | docs | figures | screenshots | notebook | conformance | wheel | clean | distclean"
@@ -31,8 +31,18 @@ $(VENV)/.examples_installed: $(INSTALLED)
 	$(PIP_INSTALL) -c constraints.txt -e ".[cpu,examples]"
 	touch $@
 
-test: $(INSTALLED)
+test: $(INSTALLED) node
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not gpu" $(TEST_ARGS)
+
+# for the runner in JavaScript: onnxruntime-web and onnxruntime-node, without the script that fetches CUDA
+NODE_TESTS := tests/anywhere/node
+node:
+	@if command -v npm >/dev/null; then \
+		test -d $(NODE_TESTS)/node_modules || npm install --prefix $(NODE_TESTS) --ignore-scripts --no-audit --no-fund \
+			|| echo "npm installed nothing: the tests of the runner in JavaScript are skipped."; \
+	else \
+		echo "Node is not installed: the tests of the runner in JavaScript are skipped."; \
+	fi
 
 # takes an hour or more on two cores: all of torch's test database, kills by the hundred, thousands of random modules, real clusters
 test-slow: $(INSTALLED)

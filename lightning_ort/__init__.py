@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         ORTZeRO1Strategy,
     )
     from lightning_ort.onnx_export.export import export_onnx
+    from lightning_ort.onnx_export.training.export import export_training
+    from lightning_ort.onnx_export.training.restore import load_training_state
     from lightning_ort.optim.param_groups import param_groups
     from lightning_ort.tuning.api import TuneResult, tune
 
@@ -48,6 +50,8 @@ __all__ = [
     "TuneResult",
     "__version__",
     "export_onnx",
+    "export_training",
+    "load_training_state",
     "param_groups",
     "tune",
 ]
@@ -65,6 +69,8 @@ register_strategies()
 _ELSEWHERE = {
     "TuneResult": "lightning_ort.tuning.api",
     "export_onnx": "lightning_ort.onnx_export.export",
+    "export_training": "lightning_ort.onnx_export.training.export",
+    "load_training_state": "lightning_ort.onnx_export.training.restore",
     "param_groups": "lightning_ort.optim.param_groups",
     "tune": "lightning_ort.tuning.api",
 }

@@ -1,13 +1,17 @@
 """Checks of arguments; each error says what was passed, what is allowed and what to do."""
 
 import difflib
+import functools
+import inspect
 import math
 import os
 import reprlib
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 200
@@ -120,6 +124,20 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str], w
     for name in given:
         if name not in allowed:
             raise TypeError(f"{owner} has no {what} {name!r}: {closest(name, allowed, f'{what}s')}")
+
+
+def names_its_arguments(kind: type[_Kind]) -> type[_Kind]:
+    """Have the error about an unknown keyword name a class as the user wrote it, and the closest argument."""
+    init = kind.__init__
+    names = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_keywords(type(self).__name__, kwargs, names)
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
 
 
 def check_device(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+import lightning_ort
 from lightning_ort import (
     CompileReport,
     OnnxExport,
@@ -148,7 +149,7 @@ STRATEGIES: list[Case] = [
         (kind, {"find_unused_parameter": True}, TypeError, ("'find_unused_parameter'", "'find_unused_parameters'"))
         for kind in (ORTDDPStrategy, ORTNativeZeRO1Strategy)
     ],
-    (ORTDDPStrategy, {"placement": "always"}, TypeError, ("'placement'", "arguments are config, optim")),
+    (ORTDDPStrategy, {"placement": "always"}, TypeError, ("'placement'", "it is a setting of `config`")),
 ]
 
 OPTIMIZERS: list[Case] = [
@@ -521,3 +522,23 @@ def test_yaml_still_knows_the_settings(tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     for name in ("placement: always", "min_region_nodes: 2", "cache_dir: auto", "torch_ops: []"):
         assert name in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("ORTTrainingSettings", {"thread": 1}, "ORTTrainingSettings has no argument 'thread': did you mean 'threads'?"),
+        ("ORTOptimizer", {"named": "keep"}, "ORTOptimizer has no argument 'named': did you mean 'name'?"),
+        ("OnnxExport", {"file": "x"}, "OnnxExport has no argument 'file': the arguments are path, "),
+        (
+            "ORTMatmulPrecision",
+            {"levels": "high"},
+            "ORTMatmulPrecision has no argument 'levels': did you mean 'level'?",
+        ),
+        ("ORTStrategy", {"placement": "always"}, "it is a setting of `config`, config={'placement': 'always'}."),
+    ],
+)
+def test_unknown_arguments_name_the_class_that_was_called(kind: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(lightning_ort, kind)(**arguments)
+    assert message in str(caught.value)

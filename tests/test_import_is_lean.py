@@ -99,3 +99,22 @@ def test_onnxruntime_comes_without_inductor() -> None:
     runs, loaded = fit({"placement": "always", "min_region_nodes": 1}, "torch._inductor.ir")
     assert int(runs) > 0
     assert loaded == ""
+
+
+COMMAND = """
+import sys
+from lightning_ort.cli import main
+sys.argv = ["lightning-ort", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code or "empty" in str(ended.code), ended.code
+print(",".join(name for name in ("torch", "numpy", "onnx", "lightning") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["cache", "info"], ["cache", "--help"]])
+def test_commands_that_need_no_torch_do_not_load_it(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""

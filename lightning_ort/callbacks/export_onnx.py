@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice
+from lightning_ort._arguments import check_choice, names_its_arguments
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.onnx_export.signature import bind_sample
 
@@ -19,20 +19,25 @@ else:
 _log = logging.getLogger(__name__)
 
 
+@names_its_arguments
 class ExportOnnxCallback(_Callback):
     """Exports the module as an ONNX model at the end of a fit, on the first process.
 
     Everything that can be checked without exporting is checked when the fit starts. ``fast_dev_run`` writes no file.
 
     Args:
-        path: The file.
+        path: The file; with ``training=True`` the folder.
         sample: Inputs of ``forward``: a tensor, a tuple of positional arguments or a dict of arguments by name. None
-            takes the module's ``example_input_array``.
+            takes the module's ``example_input_array``. With ``training=True`` a batch; None takes the first that the
+            fit trains on.
         best: Also export each time that a checkpoint is the best so far, to ``<path>-best.onnx``. Needs
             ``ModelCheckpoint(monitor=...)``; the first of several is used.
         dynamic_batch: Let the first size of the first input change, in all inputs that share it.
         tolerance: Largest difference to the module's results.
         quantize: ``"fp16"`` or ``"int8"``: make the weights smaller.
+        training: Export the training step instead, with the Trainer's optimizer as it is then, its clipping and its
+            accumulation of gradients, see :func:`~lightning_ort.export_training`. ``dynamic_batch`` and ``quantize``
+            have no effect on it, and must not be passed.
 
     Raises:
         ValueError: If a setting is not one of the allowed ones; when the fit starts, if there is no sample.
@@ -52,18 +57,31 @@ class ExportOnnxCallback(_Callback):
         dynamic_batch: bool = True,
         tolerance: float = 1e-4,
         quantize: Quantize | None = None,
+        training: bool = False,
     ) -> None:
-        from lightning_ort.onnx_export.export import check_settings  # loads onnx, which training does not need
+        check_choice("training", training, (True, False))
+        if training:
+            from lightning_ort.onnx_export.training.export import check_settings as check_training
 
-        check_settings(path, dynamic_batch, tolerance, quantize)
+            if not dynamic_batch or quantize is not None:
+                raise ValueError("OnnxExport(training=True) takes neither dynamic_batch nor quantize: leave them out.")
+            check_training(path, None, "norm", 1, True, tolerance)
+        else:
+            from lightning_ort.onnx_export.export import check_settings  # loads onnx, which training does not need
+
+            check_settings(path, dynamic_batch, tolerance, quantize)
         check_choice("best", best, (True, False))
         self.path, self.sample, self.best = Path(path), sample, best
         self.dynamic_batch, self.tolerance, self.quantize = dynamic_batch, tolerance, quantize
+        self.training, self._batch = training, sample if training else None
         self._best: tuple[str, Any] | None = None
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        bind_sample(pl_module, self.sample)
+        if self.training:
+            self._check_training(trainer, pl_module)
+        else:
+            bind_sample(pl_module, self.sample)
         strategy = trainer.strategy
         classes = {kind.__name__ for kind in type(strategy).__mro__}
         if classes & {"FSDPStrategy", "ModelParallelStrategy"} or getattr(strategy, "zero_stage_3", False):
@@ -78,6 +96,8 @@ class ExportOnnxCallback(_Callback):
 
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
+        if self.training and self._batch is None:
+            self._batch = args[0]
         self._export_best(trainer, pl_module)  # the weights have not changed since the checkpoint
 
     @override
@@ -100,9 +120,40 @@ class ExportOnnxCallback(_Callback):
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
         from lightning_ort.onnx_export.export import export_onnx
 
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.training:
+            self._export_training(trainer, pl_module, path)
+        elif trainer.is_global_zero:
             settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
             _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
+
+    def _check_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        from lightning_ort.onnx_export.training.steps import check_module
+
+        check_module(pl_module)
+        if len(trainer.optimizers) != 1:
+            count = len(trainer.optimizers)
+            raise ValueError(f"OnnxExport(training=True): a model has one optimizer; the module configures {count}.")
+
+    def _export_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", folder: Path) -> None:
+        from lightning_ort.onnx_export.training.export import export_training
+
+        if self._batch is None:
+            _log.info("No batch has been trained on: %s is not written.", folder)
+            return
+        clipping: dict[str, Any] = {"gradient_clip_val": trainer.gradient_clip_val or None}
+        if trainer.gradient_clip_algorithm is not None:
+            clipping["gradient_clip_algorithm"] = str(trainer.gradient_clip_algorithm.value)
+        accumulate = trainer.accumulate_grad_batches
+        exported = export_training(
+            pl_module,
+            self._batch,
+            folder,
+            optimizer=trainer.optimizers[0],
+            accumulate_grad_batches=accumulate,
+            tolerance=self.tolerance,
+            **clipping,
+        )
+        _log.info("%s", exported)
 
 
 def _monitoring(trainer: "pl.Trainer") -> Any:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort._arguments import names_its_arguments
 from lightning_ort.optim import registry
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
@@ -17,6 +18,7 @@ else:
     _Callback = object
 
 
+@names_its_arguments
 class SwapOptimizersCallback(OptimizerSettings, _Callback):
     """Runs the optimizers that ``configure_optimizers`` returned with another implementation.
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice, check_integer, passed
+from lightning_ort._arguments import check_choice, check_integer, names_its_arguments, passed
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.callbacks.loaders import changed
 
@@ -25,6 +25,7 @@ _OWNER = "ORTTrainingSettings"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+@names_its_arguments
 class TrainingSettingsCallback(_Callback):
     """Sets the training batches, the layout, the threads and what is recomputed, for the time of a fit.
 

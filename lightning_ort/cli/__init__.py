@@ -12,13 +12,15 @@
 - :mod:`~lightning_ort.cli.tune`: finds the fastest way to train a module
 """
 
-import inspect
+import ast
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
 _MODULE = "class or function that returns the LightningModule, as package.module:name or path/to/file.py:name"
 _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
     ("--trust",),
@@ -41,8 +43,13 @@ _BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "convert": [_TRUST],
     "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
     "export": [
-        (("--module",), {"type": str, "required": True, "help": "class of the LightningModule, as file.py:name"}),
-        (("--output", "-o"), {"type": Path, "required": True, "help": "output file"}),
+        (("checkpoint",), {"type": Path | None, "nargs": "?", "help": "a Lightning checkpoint"}),
+        (("--module",), {"type": str | None, "help": "class of the LightningModule, as file.py:name"}),
+        (("--output", "-o"), {"type": Path, "required": True, "help": "output file; with --training, a folder"}),
+        (
+            ("--gradients_only",),
+            {"action": "store_true", "help": "with --training, return gradients and leave the optimizer out"},
+        ),
         (("--input_shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
         _TRUST,
     ],
@@ -100,37 +107,36 @@ def main() -> None:
 
 def _run_command(summary_of_run: str) -> None:
     from lightning_ort._imports import __version__
-    from lightning_ort.cli.bench import bench
-    from lightning_ort.cli.cache import cache
-    from lightning_ort.cli.convert import convert
-    from lightning_ort.cli.doctor import doctor
-    from lightning_ort.cli.export import export
-    from lightning_ort.cli.memory import memory
-    from lightning_ort.cli.report import report
-    from lightning_ort.cli.tune import tune
 
-    commands: dict[str, Callable[..., None]] = {
-        "bench": bench,
-        "cache": cache,
-        "convert": convert,
-        "doctor": doctor,
-        "export": export,
-        "memory": memory,
-        "report": report,
-        "tune": tune,
-    }
+    if sys.argv[1:] == ["--version"]:  # before jsonargparse, which takes longer than all else
+        print(f"lightning-ort {__version__}")
+        sys.exit(0)
     from lightning_ort.cli.parser import Parser, in_one_style
 
+    # only the module of the command that is called: most of them need torch
+    wanted = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     description = "ONNX Runtime for PyTorch Lightning"
     parser = Parser(prog="lightning-ort", description=description, version=__version__)
     subcommands = parser.add_subcommands()
-    for name, command in commands.items():
-        summary = (command.__doc__ or "").partition("\n")[0]
-        own = Parser(description=inspect.cleandoc(command.__doc__ or "").partition("\nArgs:")[0].strip())
-        by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
-        own.add_function_arguments(command, as_positional=True, skip=by_hand)
-        subcommands.add_subcommand(name, own, help=summary)
+    for name in _COMMANDS:
+        documentation = _documentation(name)
+        own = Parser(description=documentation.partition("\nArgs:")[0].strip())
+        if name == wanted:
+            by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
+            own.add_function_arguments(_command(name), as_positional=True, skip=by_hand)
+        subcommands.add_subcommand(name, own, help=documentation.partition("\n")[0])
     subcommands.add_subcommand("run", Parser(), help=summary_of_run)
     lists = {flags[0] for added in _BY_HAND.values() for flags, options in added if options.get("nargs") == "+"}
     arguments = parser.parse_args(in_one_style(sys.argv[1:], lists))
-    commands[arguments.subcommand](**arguments[arguments.subcommand])
+    _command(arguments.subcommand)(**arguments[arguments.subcommand])
+
+
+def _command(name: str) -> Callable[..., None]:
+    return getattr(importlib.import_module(f"lightning_ort.cli.{name}"), name)
+
+
+def _documentation(name: str) -> str:
+    """Return the docstring of a command, whose module is not imported for it."""
+    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    found = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.get_docstring(next(found)) or ""

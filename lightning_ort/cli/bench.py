@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._imports import preferred_namespace
-from lightning_ort._text import PlainTable, console, digits, plain, show
+from lightning_ort._text import PlainTable, console, digits, plain, say, show
 from lightning_ort.cli.bench_worker import Job, Variant, Worker
 from lightning_ort.cli.load import check_source, load
 from lightning_ort.config import ORTConfig
@@ -28,6 +28,8 @@ VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
 # told apart by the colour-blind, too
 _COLORS = {"stock": "#767676", "compile": "#0072b2", "off": "#009e73", "ort": "#d55e00", "auto": "#cc79a7"}
 
+
+_LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
     "* the fastest; speed: the baseline's ms a step by the variant's, in brackets the slowest and the fastest round;"
@@ -61,9 +63,9 @@ class Row:
         return statistics.fmean(self.samples[-1].losses) if self.samples[-1].losses else None
 
     def compile_seconds(self, warm_up: int) -> float:
-        """Return what the first steps took longer than as many of the later ones."""
+        """Return what the first steps took longer than as many of the later ones; 0 if they took no longer."""
         assert self.first is not None
-        return warm_up * (self.first.step_seconds - self.step_ms / 1000)
+        return max(0.0, warm_up * (self.first.step_seconds - self.step_ms / 1000))
 
     def ratios(self, baseline: "Row") -> list[float]:
         """Return how many times as fast as the baseline it was, in each round that both have finished."""
@@ -211,6 +213,8 @@ def bench(
         text = json.dumps({"machine": machine(), "settings": settings, "rows": found}, indent=2, default=str)
         (output / "bench.json").write_text(text)
     show(to_table(rows, warm_up, title), _EXPLANATION, _footnote())
+    for text in _warnings(rows):
+        say(text)
     if output is not None:
         plot(rows, title, output / "bench.png")
     if not any(row.samples for row in rows):
@@ -261,7 +265,7 @@ def to_table(rows: Sequence[Row], warm_up: int, title: str) -> PlainTable:
             f"{row.compile_seconds(warm_up):.1f}",
             _pays_after(row, baseline, warm_up),
             "-" if peak is None else f"{peak / 1e6:,.0f}",
-            _differs(row.loss, baseline.loss if baseline.samples else None),
+            "-" if (difference := _difference(row, baseline)) is None else f"{difference:.1e}",
             "-" if fraction is None else f"{fraction:.0%}",
         )
     for row in rows:
@@ -275,16 +279,27 @@ def _pays_after(row: Row, baseline: Row, warm_up: int) -> str:
     if row is baseline or not baseline.samples:
         return "-"
     saved = (baseline.step_ms - row.step_ms) / 1000
+    if saved <= 0:
+        return "never"
     spent = row.compile_seconds(warm_up) - baseline.compile_seconds(warm_up)
-    if spent <= 0:
-        return "0"
-    return f"{math.ceil(spent / saved):,}" if saved > 0 else "never"
+    return f"{math.ceil(max(0.0, spent) / saved):,}"
 
 
-def _differs(loss: float | None, other: float | None) -> str:
-    if loss is None or other is None:
-        return "-"
-    return f"{abs(loss - other) / max(abs(other), 1e-12):.1e}"
+def _difference(row: Row, baseline: Row) -> float | None:
+    """Return the relative difference of the losses."""
+    loss, other = row.loss if row.samples else None, baseline.loss if baseline.samples else None
+    return None if loss is None or other is None else abs(loss - other) / max(abs(other), 1e-12)
+
+
+def _warnings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what a reader of the table might overlook."""
+    for row in rows[1:]:
+        difference = _difference(row, rows[0])
+        if difference is not None and not difference < _LARGE:
+            yield (
+                f"{row.variant} does not train as {rows[0].variant} does: after the same batches its loss differs by"
+                f" {difference:.0%}. Its speed counts only if it trains as well: compare the losses of longer runs."
+            )
 
 
 def _footnote() -> str:

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 
 from lightning_ort._text import say
 from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.cache import default_folder
+from lightning_ort.compiler.cache_folder import default_folder
 
 
 def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:

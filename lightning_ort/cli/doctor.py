@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -26,8 +27,7 @@ from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache import default_folder
-from lightning_ort.compiler.cache_folder import untrusted_reason
+from lightning_ort.compiler.cache_folder import default_folder, untrusted_reason
 from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.mask_kernel import unsupported_reason as mask_unsupported_reason
@@ -214,11 +214,14 @@ def _memory() -> Iterator[Finding]:
     above = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if folder.is_dir() and (obstacle := untrusted_reason(folder)) is not None:
         yield Finding("cache", "absent", obstacle)
-    elif os.access(above, os.W_OK):
+        return
+    try:
+        with tempfile.TemporaryDirectory(dir=above):  # the mode of a folder does not tell, as of /proc
+            pass
         yield Finding("cache", "ok", str(folder))
-    else:
+    except OSError as error:
         todo = "set LIGHTNING_ORT_CACHE_DIR to a writable folder"
-        yield Finding("cache", "absent", f"{folder} is not writable", todo)
+        yield Finding("cache", "absent", f"{folder} is not writable ({error.strerror})", todo)
 
 
 def _settings() -> Iterator[Finding]:

@@ -1,14 +1,15 @@
-"""``lightning-ort export``: the module in a checkpoint as an ONNX model."""
+"""``lightning-ort export``: the module in a checkpoint as an ONNX model, or the training of a module."""
 
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from lightning_ort._text import say
+from lightning_ort.cli.export_training import TrainingTask, export_training_command
 from lightning_ort.cli.load import described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -18,9 +19,9 @@ from lightning_ort.optim.shard_files import load as load_file
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: Path | None = None,
     *,
-    module: str,
+    module: str | None = None,
     output: Path,
     args: dict[str, Any] | None = None,
     sample: Path | None = None,
@@ -29,11 +30,20 @@ def export(
     tolerance: float = 1e-4,
     quantize: Quantize | None = None,
     trust: bool = False,
+    training: str | None = None,
+    data: str | None = None,
+    data_args: dict[str, Any] | None = None,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    accumulate_grad_batches: int = 1,
+    dropout: bool = True,
+    gradients_only: bool = False,
 ) -> None:
     """Export the module of a checkpoint as an ONNX model and compare the model with the module.
 
     The module is created with the hyperparameters in the checkpoint. The sample inputs are its own example_input_array,
-    unless --sample or --input-shape is passed.
+    unless --sample or --input-shape is passed. With --training, export the training step and the optimizer as a folder
+    that trains with onnxruntime alone; a checkpoint is then optional.
 
     Args:
         checkpoint: A Lightning checkpoint.
@@ -45,10 +55,49 @@ def export(
         dynamic_batch: Whether the batch size may change.
         tolerance: Largest difference from the module's results.
         quantize: Reduce the weights to int8 or fp16.
+        training: Export the training of this LightningModule class, or function that returns one.
+        data: With --training, the LightningDataModule or function that returns a DataLoader; or pass --sample with a
+            batch.
+        data_args: Keyword arguments for it.
+        gradient_clip_val: With --training, clip gradients.
+        gradient_clip_algorithm: How to clip.
+        accumulate_grad_batches: With --training, batches whose gradients are added up before an update.
+        dropout: With --training, whether dropout is part of the model.
+        gradients_only: With --training, return gradients and leave the optimizer out.
         trust: Also load a checkpoint that names functions and classes to call, for example because hyperparameters are
             objects. Such a file may do anything on this machine, so only use this for a checkpoint that you trust.
 
     """
+    if training is not None:
+        if module is not None or quantize is not None or input_shape is not None or not dynamic_batch:
+            sys.exit("--training takes no --module, --quantize, --input-shape or --dynamic-batch.")
+        export_training_command(
+            TrainingTask(training, args or {}, data, data_args or {}, checkpoint, sample, trust),
+            output,
+            optimizer=None if gradients_only else "configured",
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            accumulate_grad_batches=accumulate_grad_batches,
+            dropout=dropout,
+            tolerance=tolerance,
+        )
+        return
+    if checkpoint is None or module is None:
+        sys.exit("Pass a checkpoint and --module, or --training to export a module's training step.")
+    inputs = (sample, input_shape)
+    settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance, "quantize": quantize}
+    _export_checkpoint(checkpoint, module, output, args or {}, inputs, trust, settings)
+
+
+def _export_checkpoint(
+    checkpoint: Path,
+    module: str,
+    output: Path,
+    args: dict[str, Any],
+    samples: tuple[Path | None, list[int] | None],
+    trust: bool,
+    settings: dict[str, Any],
+) -> None:
     if output.exists():
         sys.exit(f"{output} already exists. Choose another output file.")
     if checkpoint.is_dir():
@@ -59,19 +108,18 @@ def export(
     if not hasattr(kind, "load_from_checkpoint"):
         sys.exit(f"module={module!r} is not a LightningModule class, which is needed to load a checkpoint.")
     try:
-        check_settings(output, dynamic_batch, tolerance, quantize)
-        inputs = _inputs(sample, input_shape)
+        check_settings(output, **settings)
+        inputs = _inputs(*samples)
         load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
         if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
-            args = {**(args or {}), "weights_only": not trust}
-        loaded = _load(kind, checkpoint, args or {})
+            args = {**args, "weights_only": not trust}
+        loaded = _load(kind, checkpoint, args)
         if inputs is None and loaded.example_input_array is None:
             sys.exit(
                 f"{module} has no sample inputs: set `self.example_input_array` in it, or pass --sample FILE.pt, "
                 "--sample FILE.npz or --input-shape 1 3 224 224."
             )
-        settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance}
-        exported = export_onnx(loaded, output, inputs, quantize=quantize, **settings)
+        exported = export_onnx(loaded, output, inputs, **settings)
     except NotTrusted as error:
         sys.exit(f"{error} If you trust it, pass --trust.")
     except (ExportFailed, ModuleNotFoundError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -90,7 +90,7 @@ def tune(
     for note in result.notes:
         say(note)
     if result.chosen == 0:
-        say("Nothing was clearly faster than what you have.")
+        say(result.nothing_faster)
     else:
         say(f"{result.best['candidate']}: {result.speed_up:.2f}x as fast as what you have.")
     say(f"Written: {', '.join(map(str, written))}")

@@ -171,3 +171,21 @@ def _watched_run(tensors: Any, gradients: Any, retain: Any, create_graph: Any, *
     if watch is not None and torch._C._current_graph_task_id() == -1:
         watch.see(bool(create_graph), kwargs.get("accumulate_grad", True))
     return _engine[0](tensors, gradients, retain, create_graph, *args, **kwargs)
+
+
+# kernels of nn.TransformerEncoderLayer and nn.MultiheadAttention for inference (torch 2.13)
+_CAST_WITHIN = tuple(
+    getattr(torch, name)
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+    if hasattr(torch, name)
+)
+
+
+def casts_within(gm: Any) -> bool:
+    """Whether a graph captured under autocast calls a kernel whose inner operations autocast casts (torch 2.13).
+
+    The captured graph runs without autocast, since what it casts is in the graph; inside these kernels nothing is.
+    """
+    entered = any(str(getattr(node.target, "__name__", "")) == "_enter_autocast" for node in gm.graph.nodes)
+    casts = entered or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return casts and any(node.target is kernel for node in gm.graph.nodes for kernel in _CAST_WITHIN)

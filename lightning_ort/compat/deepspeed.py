@@ -116,6 +116,9 @@ def parameter_device(zero: Any) -> torch.device:
 
 def checkpoint_folder(directory: Path) -> Path:
     """Return the folder with a checkpoint's files; raise ``ValueError`` if there is none (deepspeed 0.19.8)."""
+    if not directory.is_dir():
+        what = "is a file: pass the folder of a checkpoint" if directory.exists() else "does not exist"
+        raise ValueError(f"{directory} {what}.")
     latest = directory / "latest"
     if not latest.is_file():
         raise ValueError(f"{directory} is not a checkpoint of DeepSpeed: it has no file 'latest'.")

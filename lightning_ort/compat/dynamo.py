@@ -21,6 +21,8 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 from torch._guards import TracingContext
 from torch.distributions import kl
+from torch.utils._sympy.interp import handlers
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
@@ -56,7 +58,8 @@ def compilations_since(
     """
     recompiles, skipped, skipped_rest = 0, None, None
     for entry in _compilations_since(marker, ignored):
-        recompiles += entry.recompile_reason is not None
+        # another backend for the same code counts as one before torch 2.12, where nothing isolates the two
+        recompiles += entry.recompile_reason is not None and "BACKEND_MATCH" not in entry.recompile_reason
         if code is None or entry.co_filename != code.co_filename or entry.fail_type not in ("Unsupported", "UserError"):
             continue
         reason = f'{entry.fail_reason}\nfrom user code:\n File "{entry.fail_user_frame_filename}", line '
@@ -156,8 +159,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> A
             "suppress_errors": True,
             # otherwise each `.item()`, which people log, ends a graph
             "capture_scalar_outputs": numbers,
-            # otherwise `np.random` draws from torch's generator, and what is drawn after it differs from eager too
-            "use_numpy_random_stream": True,
+            # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
+            "trace_numpy": False,
             # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keep the call out of graphs
             "allow_rnn": True,
         }
@@ -188,6 +191,17 @@ def prepare_divergences() -> None:
     """Enter what ``kl_divergence`` would look up at its first call, a search that no graph can hold (torch 2.13)."""
     for kinds, function in kl._KL_REGISTRY.items():
         kl._KL_MEMOIZE.setdefault(kinds, function)
+
+
+def prepare_numbers() -> None:
+    """Keep a number out of graphs where torch lacks its operation on tensors, instead of failing (torch 2.13)."""
+    for name in {*handlers().values()}:
+        if not hasattr(TensorReferenceAnalysis, name):  # such as `python_mod`: `%` of an int that changes
+            setattr(TensorReferenceAnalysis, name, staticmethod(_not_implemented))
+
+
+def _not_implemented(*args: Any) -> None:
+    raise NotImplementedError
 
 
 def is_wrapped(function: Callable[..., Any]) -> bool:

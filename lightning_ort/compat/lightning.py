@@ -87,6 +87,9 @@ def deepspeed_dtype(plugin: Any) -> torch.dtype:
 
 # captured steps
 
+TRAINER_ATTRIBUTE = "_trainer"
+"""The attribute of a LightningModule with its Trainer, or ``None`` (2.6)."""
+
 
 def lightning_optimizers(strategy: "Strategy") -> list[Any]:
     """Return a strategy's wrapped optimizers: a new list whenever the optimizers are replaced (2.6)."""

@@ -3,7 +3,8 @@
 import ctypes
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,21 @@ def ep_devices() -> dict[str, list[Any]]:
     for device in getattr(onnxruntime, "get_ep_devices", list)():
         found.setdefault(device.ep_name, []).append(device)
     return found
+
+
+@contextmanager
+def without_device_warning() -> Iterator[None]:
+    """Within the block onnxruntime does not warn that the number of a GPU names no plug-in (onnxruntime 1.31).
+
+    Only its default logger has a severity for that, which cannot be read: afterwards it is onnxruntime's own default.
+    """
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(3)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(2)
 
 
 def is_ort_format(model: bytes) -> bool:

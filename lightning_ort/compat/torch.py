@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
@@ -51,9 +51,22 @@ def schema_of(op: OpOverload) -> str | None:
     return str(op._schema) if torch.__version__.startswith("2.13.") else None
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node that calls an op, by their names in its schema, with defaults (torch 2.13)."""
+    known = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
+    names = [argument.name for argument in known]
+    return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
 def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen ops (torch 2.13)."""
     return core_aten_decompositions()  # type: ignore[return-value]
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any]:
+    """Return torch's own decomposition of an op, which need not be to core ATen ops (torch 2.13)."""
+    return get_decompositions([op])[op]
 
 
 @contextmanager
@@ -220,9 +233,14 @@ def size_printer() -> PythonPrinter:
 # AOTAutograd
 
 
-def backward_at_once() -> AbstractContextManager[Any]:
-    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13)."""
-    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+def backward_at_once(autocast: bool) -> AbstractContextManager[Any]:
+    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13).
+
+    ``autocast``: whether the backward pass will be run under the autocast that is on now, as one that a step calls for.
+    Otherwise it has the dtypes of the forward pass, also of parts in which autocast was off.
+    """
+    mode = "same_as_forward" if autocast else "off"
+    return functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast=mode)
 
 
 def split_joint_graph(

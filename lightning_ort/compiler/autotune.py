@@ -22,6 +22,7 @@ from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.fingerprint import fingerprint
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.nodes import VARIANT, is_view, values_of
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.regions import TORCH, Candidates, Region, RegionRejected, finalize_region
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -56,7 +57,7 @@ class OpAutotuner:
             cached = self.cache.times(text, self.executor.cache_key, (*variants, TORCH), time)
             times = self.agree(f"op {text}", cached)
             own_times = {variant: times[variant] for variant in variants if variant in times}
-            if not own_times:  # no variant works: the region's build will report why
+            if not own_times:  # no variant works, or memory is too scarce: the region's build will report why
                 continue
             best = min(own_times, key=own_times.__getitem__)
             if times.get(TORCH, math.inf) + _BORDERS_MS < own_times[best]:
@@ -86,10 +87,17 @@ class OpAutotuner:
             except RegionRejected as rejection:
                 leave_out(variant, rejection)
         calls[TORCH] = region.module.forward
-        args = timing.samples(region)
-        calls = timing.warm_up(calls, args, leave_out)
-        # in a whole region, other ops have ended torch's threads already
-        return timing.race(calls, args, before=openmp.pause_openmp)
+        try:
+            args = timing.samples(region)
+            calls = timing.warm_up(calls, args, leave_out)
+            # in a whole region, other ops have ended torch's threads already
+            return timing.race(calls, args, before=openmp.pause_openmp)
+        except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
+            if not is_out_of_memory(error):
+                raise
+            log.debug("%s could not be timed", node.target, exc_info=True)
+            free_memory_of(error)
+            return {}
 
 
 def _is_large(node: fx.Node) -> bool:

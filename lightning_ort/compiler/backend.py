@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import is_recorded_before
+from lightning_ort.compat.autograd import casts_within, is_recorded_before
 from lightning_ort.compat.dynamo import aot_backend, hooks_a_result, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
@@ -26,13 +26,12 @@ from lightning_ort.compat.torch import (
 )
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.example_inputs import device_of, tensor_class_of
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.fallbacks import PASSES, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.fingerprint import digest
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.nodes import has_separate_gradients
+from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty, tensor_class_of
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, Reason, ReasonType
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.placer import Placer
 
 log = logging.getLogger(__name__)
+
+_Compilers = Callable[[str], Callable[..., Any]]  # of the kinds of graphs
 
 
 class ORTBackend:
@@ -146,9 +147,12 @@ class ORTBackend:
             if name is not None and (kept := self.cache.load_graphs(name)) is not None:
                 self._report_kept(kept, prefix, number)
                 return gm.forward  # as below, without tracing it first, which takes as long as all the rest
-            # the backward graph now: its regions are part of the decision
-            with backward_at_once(), lowering.whole_shrinkages():
-                run = writes.hide(self._aot_autograd(compiler, source, monitor)(gm, example_inputs))
+            run = self._traced(
+                gm, example_inputs, self._aot_autograd(compiler, source, monitor), f"{prefix}graph_{number}"
+            )
+            if run is None:
+                return gm.forward
+            run = writes.hide(run)
         finally:
             if collects:
                 gc.enable()
@@ -168,6 +172,9 @@ class ORTBackend:
         if torch.is_grad_enabled() and any(is_recorded_before(one, self.began_at) for one in example_inputs):
             # compiled backward passes go on to it with zeros, where eager has nothing to go on with
             return Reason(ReasonType.EARLIER_STEP, "`detach()` it so that the step can be compiled")
+        if casts_within(gm):
+            text = "without `torch.backends.mha.set_fastpath_enabled(False)`, autocast is needed within a kernel"
+            return Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text)
         # with automatic optimization Lightning differentiates the loss alone; GuardedGraph is prepared for the others
         if self.by_hand and has_separate_gradients(gm):
             return Reason(ReasonType.SEPARATE_GRADIENTS, "a compiled graph has one backward pass")
@@ -255,7 +262,7 @@ class ORTBackend:
         self.report.graphs += graphs
 
     def _aot_autograd(
-        self, compiler: Callable[[str], Callable[..., Any]], source: GraphSource | None, monitor: PassMonitor
+        self, compiler: _Compilers, source: GraphSource | None, monitor: PassMonitor
     ) -> Callable[..., Any]:
         def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if source is not None and (step := self._make_step(source)) is not None:
@@ -282,6 +289,23 @@ class ORTBackend:
             partition_fn=functools.partial(lowering.split_joint, **options),
             decompositions=lowering.decompositions(whole),
         )
+
+    def _traced(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], trace: Callable[..., Any], name: str
+    ) -> Callable[..., Any] | None:
+        """Trace a captured graph and compile what that gives; ``None`` if an input is too empty to be traced."""
+        compiled = len(self.report.graphs)
+        try:
+            # the backward graph now: its regions are part of the decision
+            with backward_at_once(autocast=self.by_hand), lowering.whole_shrinkages():
+                return trace(gm, inputs)
+        except Exception as error:
+            if isinstance(error, ORTFallbackError) or not any(map(is_empty, inputs)):
+                raise
+            del self.report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
+            text = f"an input is empty, and tracing it fails: {error}"
+            self._record_choice(name, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+            return None
 
     def _compile(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, monitor: PassMonitor

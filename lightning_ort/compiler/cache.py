@@ -24,17 +24,16 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import platformdirs
 import torch
 from torch import fx
 
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler import cache_folder
+from lightning_ort.compiler.cache_folder import default_folder
 from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, graphics, processor, software
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.regions import Support, Timing
@@ -43,7 +42,6 @@ from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 _Content = TypeVar("_Content")
 
 
@@ -74,11 +72,6 @@ class Startup:
     finished: bool = True
     refused: str = ""
     program: str = ""
-
-
-def default_folder() -> Path:
-    """Return the folder of ``cache_dir="auto"``: ``$LIGHTNING_ORT_CACHE_DIR``, or the user's cache folder."""
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("lightning-ort", appauthor=False))
 
 
 class Cache:
@@ -130,7 +123,8 @@ class Cache:
             times = self._read(name, lambda kept: _to_times(kept, variants))
             if not times:
                 times = measure()
-                self._write_json(name, times)
+                if times:
+                    self._write_json(name, times)
             self._op_times[name] = times
         return self._op_times[name]
 

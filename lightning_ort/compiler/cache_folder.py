@@ -12,12 +12,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import platformdirs
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
+
+VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 
 # far more than is ever written: a model contains shapes and scalars, no weights
 MAX_BYTES = 64 << 20
@@ -26,6 +30,11 @@ _ENTRY = re.compile(_NAME)
 # what killed writers leave; the second pattern is that of earlier versions
 _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp|tmp[a-z0-9_]{{8}}\.tmp")
 _DAY = 24 * 60 * 60
+
+
+def default_folder() -> Path:
+    """Return the folder of ``cache_dir="auto"``: ``$LIGHTNING_ORT_CACHE_DIR``, or the user's cache folder."""
+    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("lightning-ort", appauthor=False))
 
 
 def entries(folder: Path, pattern: re.Pattern[str] = _ENTRY) -> list[Path]:

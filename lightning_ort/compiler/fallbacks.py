@@ -1,8 +1,8 @@
 """Replaces a compiled graph by eager if it fails while it runs.
 
 If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
-torch's generators. A compiled graph has no side effects before its end, so nothing happens twice. If eager raises too,
-the error is in the user's program or data, and the user gets it.
+torch's generators; inputs that the graph writes to get their values back. So nothing happens twice. If eager raises
+too, the error is in the user's program or data, and the user gets it.
 
 If the backward pass fails, the forward pass is long over. So until the first backward passes of a graph have succeeded,
 each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
@@ -27,6 +27,7 @@ from torch import fx, nn
 from lightning_ort.compat.autograd import joint_facts, keeps_graph, version_of
 from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
 from lightning_ort.compiler.nodes import reached, results_of
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -75,7 +76,7 @@ class PassMonitor:
 
     def without_zeros(self, found: list[Any], gradients: Sequence[Any]) -> list[Any]:
         """Drop the gradient of each input on which no result depends that is differentiated."""
-        if len(self._differentiable) != len(self._flows):
+        if not self._flows or len(self._differentiable) != len(self._flows):
             return found
         pairs = zip(self._differentiable, self._flows, strict=True)
         flows = set[int]().union(*(flow for result, flow in pairs if gradients[result] is not None))
@@ -85,6 +86,13 @@ class PassMonitor:
     def separate(self) -> bool:
         """Whether its inputs share no memory with its outputs or with each other, as far as gradients are concerned."""
         return self.facts.separate and self.facts.num_inputs == self._num_inputs
+
+    def copies_of_written(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Copy the inputs that the graph writes to, by index."""
+        written: Sequence[int] = self.facts.written
+        if self.facts.num_inputs != self._num_inputs:  # of other inputs
+            written = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and not arg.requires_grad]
+        return {index: args[index].detach().clone() for index in written}
 
     def watch(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return the pass, so that the monitor remembers what it failed with."""
@@ -112,7 +120,7 @@ class GuardedGraph:
     ``give_up`` gets what the pass failed with and may raise to refuse eager. ``refuse`` gets why the graph is for eager
     alone, once that shows. Eager can take over the first ``passes`` backward passes, 0 if gradients need no compiled
     pass. ``separate`` tells whether, in eager, results share nothing and may have passes of their own: what these need
-    is then kept.
+    is then kept. With ``draws`` a later failure too repeats the graph's random numbers.
     """
 
     def __init__(
@@ -124,9 +132,10 @@ class GuardedGraph:
         refuse: Callable[[Reason], None],
         passes: float = PASSES,
         separate: bool = False,
+        draws: bool = False,
     ) -> None:
         self.run = compiled
-        self.separate = separate
+        self.separate, self._draws = separate, draws
         self._passes: float = passes  # that are left
         self._refuse = refuse
         self.eager = eager
@@ -139,33 +148,46 @@ class GuardedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
-        state = None if self.trusted else RunState(args)
+        trusted = self.trusted
+        # what has run once fails in a pass or not at all, and passes write to nothing
+        state = None if trusted and not self._draws else RunState(args)
+        written = {} if trusted else self.monitor.copies_of_written(args)
         try:
-            if state is None:
+            if state is None or trusted:
                 return self.run(*args)
-            return self._run_first(args, state)
+            return self._run_first(args, state, written)
         except ORTFallbackError:
             raise
         except Exception as error:
             # in its first runs also what AOTAutograd fails with around its passes, such as a recurrent layer's (2.13)
-            if self.run is self.eager or not (self.monitor.saw(error) or state is not None):
+            if self.run is self.eager or not (self.monitor.saw(error) or not trusted):
                 raise
             failure = error
         if state is not None:
             state.restore_random_numbers()
+            with torch.no_grad():
+                for index, before in written.items():
+                    args[index].copy_(before)
+        self.make_room(failure)
         outputs = self.eager(*args)  # what it raises is the user's
         self.give_up(failure)
         return outputs
 
-    def _run_first(self, args: Sequence[Any], state: "RunState") -> Any:
+    def _run_first(self, args: Sequence[Any], state: "RunState", written: Mapping[int, torch.Tensor]) -> Any:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         waits = self._passes == math.inf or self._calls <= _PATIENCE
         if self._passes and backward and self.monitor.separate and waits:
-            return _run_for_first_backward(self, state, args)
+            return _run_for_first_backward(self, state, args, written)
         outputs = self.run(*args)
         self.trusted = True
         return outputs
+
+    def make_room(self, error: Exception) -> None:
+        """Free what a pass that ran out of memory has taken, and what its compiled graph keeps."""
+        if is_out_of_memory(error):
+            self.leave()
+            free_memory_of(error)
 
     def passed(self) -> None:
         """Count a backward pass that has succeeded."""
@@ -247,9 +269,10 @@ class _FirstPass:
         return gradients_by_eager(self.guard.eager, self.args, self.written, self.state, gradients)
 
 
-def _run_for_first_backward(guard: GuardedGraph, state: RunState, args: Sequence[Any]) -> Any:
+def _run_for_first_backward(
+    guard: GuardedGraph, state: RunState, args: Sequence[Any], written: Mapping[int, torch.Tensor]
+) -> Any:
     """Run a graph so that eager can do its backward pass."""
-    written = {index: args[index].detach().clone() for index in guard.monitor.facts.written}
     inner = leaves(args)
     outputs = guard.run(*inner)
     leaves_reached = _leaves_of(outputs)
@@ -310,6 +333,9 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is None or failure is not None:  # it has failed, or this is its second time (`retain_graph=True`)
             if not first.is_unchanged():
                 raise failure or RuntimeError(CHANGED)
+            del outputs
+            if failure is not None:
+                guard.make_room(failure)
             found = first.gradients_by_eager(gradients)
         found = guard.monitor.without_zeros(found, gradients)
         if failure is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.output_shapes import is_emptied_fn
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
@@ -45,16 +46,23 @@ class GuardedRegion:
             reason = error.reason
         except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
             reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
+            if is_out_of_memory(error):  # torch needs what the session has
+                self._leave(reason)
+                free_memory_of(error)
         else:
             self.report.runs += 1
             return outputs
         # a region has no side effects, so torch can run it again; if torch raises too, such as for a label that is out
         # of range, the error is the user's, and the region stays as it is
         outputs = self._module.forward(*args)
+        if self._run is not None:
+            self._leave(reason)
+        return outputs
+
+    def _leave(self, reason: Reason) -> None:
         self._run = None
         self.report.executor, self.report.reason = TORCH, reason
         self._on_failure(reason)
-        return outputs
 
     def rename(self, name: str) -> None:
         """Change the name in the report and in the code of the compiled graph."""

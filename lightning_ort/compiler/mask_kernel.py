@@ -88,7 +88,12 @@ class MaskKernel:
     def _look_in_cache(self) -> None:
         self._looked = True
         self.problem = unsupported_reason()
-        if not self.problem and (path := self._cache.load_library(_name())) is not None:
+        try:
+            path = None if self.problem else self._cache.load_library(_name())
+        except OSError as error:  # such as too many open files
+            self.problem = str(error)
+            return
+        if path is not None:
             self._load(path)
 
     @staticmethod

@@ -99,6 +99,11 @@ def sizes_of(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else [value]
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value is a tensor that surely has no elements; a symbolic size may still turn out to be 0."""
+    return isinstance(value, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
 def is_static(node: fx.Node) -> bool:
     """Whether no size of the values that a node returns is symbolic."""
     return not any(isinstance(size, torch.SymInt) for value in values_of(node) for size in sizes_of(value))
@@ -163,3 +168,23 @@ def reached(starts: Iterable[_Node], neighbours: Callable[[_Node], Iterable[_Nod
         found.update(new)
         todo += new
     return found
+
+
+def tensor_class_of(inputs: Sequence[Any]) -> type[torch.Tensor] | None:
+    """Return the first class with a ``__torch_function__`` of its own, but no ``__torch_dispatch__``, among inputs.
+
+    Dynamo traces into that function. The graph has its results already, and must not call it.
+    """
+    for value in inputs:
+        kind = type(value)
+        is_plain = not isinstance(value, torch.Tensor) or not torch.overrides.has_torch_function((value,))
+        if not is_plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            return kind
+    return None
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """Return the device that a graph of these inputs computes on."""
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    # a scalar on the CPU may be an input of a graph on an accelerator
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -27,7 +27,9 @@ from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
 from lightning_ort.compiler.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.guarded_region import GuardedRegion
+from lightning_ort.compiler.made_up_inputs import may_go_out_of_bounds
 from lightning_ort.compiler.nodes import is_compute, is_known, is_random, values_of
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.regions import (
     TORCH,
     Candidates,
@@ -44,6 +46,8 @@ from lightning_ort.compiler.reproducer import Reproducer
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
+
+_OUT_OF_BOUNDS = Reason(ReasonType.NOT_TIMED, "it reads or writes at positions that made-up inputs do not show")
 
 
 @dataclass(frozen=True)
@@ -86,33 +90,38 @@ class Placer:
         """Cut a lowered graph and build its regions."""
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
         candidates = self._candidates(gm, list(executors.values()), name)
-        # where timing decides at all
-        if self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled():
+        timed = self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
+        timed_on_gpu = timed and device.type != "cpu"
+        if timed:
             for executor in executors.values():
                 OpAutotuner(executor, self.cache, self.agree).choose(gm, candidates)
         built: dict[Any, GuardedRegion] = {}
         lost: dict[Any, Timing] = {}
         regions: list[Region] = []
-        timed: set[str] = set()
+        ran: set[str] = set()  # executors that were timed
         while True:
             regions = partition(gm, candidates, self.config.min_region_nodes, regions)
             new = [region for region in regions if region.executor != TORCH and region.key not in built]
             if not new:
                 break
             for region in new:
+                if timed_on_gpu and (nodes := may_go_out_of_bounds(region)):
+                    candidates.demote(region, _OUT_OF_BOUNDS, nodes)
+                    continue
                 where = f"{name}/{region.name}"
                 builder = RegionBuilder(self, executors[region.executor], region, where)
                 try:
                     built[region.key] = builder.build()
                 except RegionRejected as rejection:
-                    candidates.demote(region, rejection.reason)
+                    reason = builder.reason_of(rejection)
+                    candidates.demote(region, reason, rejection.nodes)
                     if rejection.timing is not None:
                         lost[region.key] = rejection.timing
-                    if rejection.reason.type.is_failure:
-                        self.fall_back(where, rejection.reason)
+                    if reason.type.is_failure:
+                        self.fall_back(where, reason)
                 if builder.timed:
-                    timed.add(region.executor)
-        for used in timed:
+                    ran.add(region.executor)
+        for used in ran:
             executors[used].release_memory()
         placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
         for region in regions:
@@ -224,6 +233,15 @@ class RegionBuilder:
             log.debug("cache entry %s is not used: %s", self._entry_name, reason)
         return self._build(None)
 
+    def reason_of(self, rejection: RegionRejected) -> Reason:
+        """Return why a region is rejected: what a trial takes too much memory for has lost it, and has not failed."""
+        if not is_out_of_memory(rejection):
+            return rejection.reason
+        free_memory_of(rejection)
+        if not self.timed:
+            return rejection.reason
+        return Reason(ReasonType.NOT_TIMED, f"out of memory: {rejection.reason.text}")
+
     def _build(self, entry: Entry | None) -> GuardedRegion:
         known = self._known_timing(entry)
         artifact = self._executor.convert(self._region) if entry is None else entry.model
@@ -278,12 +296,17 @@ class RegionBuilder:
                     self._leave_out(variant, error)
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
-            return timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+            times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+            self._executor.end_trial(calls[times.variant], args)
+            return times
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
                 raise
             return Timing({}, next(iter(calls)))
         except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
+            if calls and not measured and is_out_of_memory(error):
+                free_memory_of(error)
+                return Timing({}, next(iter(calls)))
             raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
     def _leave_out(self, candidate: Variant | str, error: Exception, args: Sequence[Any] | None = None) -> None:
@@ -291,10 +314,12 @@ class RegionBuilder:
 
         ``args`` are the made-up inputs that it fails on, if it could be built.
         """
-        if candidate == TORCH:
-            rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
-        elif isinstance(candidate, Variant) and candidate.cuda_graph:
+        if isinstance(candidate, Variant) and candidate.cuda_graph:
             rejection = RegionRejected(ReasonType.NOT_RECORDED, error)
+        elif is_out_of_memory(error):
+            raise error
+        elif candidate == TORCH:
+            rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
         elif args is not None and timing.is_due_to_samples(error, self._region.module.forward, args):
             raise RegionRejected(ReasonType.NOT_TIMED, error) from error
         else:

@@ -54,9 +54,9 @@ class Candidates:
                 candidates.reasons[node] = reasons[0]
         return candidates
 
-    def demote(self, region: "Region", reason: Reason) -> None:
-        """Take the region's executor from the candidates of its nodes."""
-        for node in region.nodes:
+    def demote(self, region: "Region", reason: Reason, nodes: Sequence[fx.Node] = ()) -> None:
+        """Take the region's executor from the candidates of its nodes, or of some of them."""
+        for node in nodes or region.nodes:
             self.executors[node] = [name for name in self.executors[node] if name != region.executor]
             self.reasons[node] = reason
 
@@ -71,6 +71,7 @@ class Region:
     inputs: list[fx.Node] = field(default_factory=list)  # made elsewhere
     outputs: list[fx.Node] = field(default_factory=list)  # of its own nodes, those that others read
     module: RegionModule = field(init=False)  # the region as torch runs it
+    originals: dict[fx.Node, fx.Node] = field(init=False, repr=False)  # of the nodes of its module
 
     @property
     def name(self) -> str:
@@ -115,12 +116,18 @@ class Timing:
 
 
 class RegionRejected(Exception):
-    """A region is not run by its executor; ``timing`` is its time, if it was timed."""
+    """A region is not run by its executor, or some of its ``nodes``; ``timing`` is its time, if it was timed."""
 
-    def __init__(self, type: ReasonType, error: BaseException | str, timing: Timing | None = None) -> None:
+    def __init__(
+        self,
+        type: ReasonType,
+        error: BaseException | str,
+        timing: Timing | None = None,
+        nodes: Sequence[fx.Node] = (),
+    ) -> None:
         text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
         self.reason = Reason(type, text.strip().splitlines()[0])
-        self.timing = timing
+        self.timing, self.nodes = timing, nodes
         super().__init__(str(self.reason))
 
 
@@ -143,7 +150,8 @@ def partition(
             candidates.demote(region, Reason(ReasonType.TOO_SMALL, text))
     for region in regions:
         if (same := finalized.get(region.key)) is not None:
-            region.inputs, region.outputs, region.module = same.inputs, same.outputs, same.module
+            region.inputs, region.outputs = same.inputs, same.outputs
+            region.module, region.originals = same.module, same.originals
         else:
             finalize_region(region, gm, views, candidates)
     return regions
@@ -213,6 +221,7 @@ def finalize_region(region: Region, gm: fx.GraphModule, unassigned_views: set[fx
         copy_with_views(node, graph, inner)
     graph.output(tuple(inner[node] for node in region.outputs))
     region.module = RegionModule(graph, region.name)
+    region.originals = {copy: node for node, copy in inner.items()}
 
 
 def _missing_symbols(region: Region, gm: fx.GraphModule) -> list[fx.Node]:

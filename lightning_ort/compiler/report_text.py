@@ -31,6 +31,7 @@ def render_text(report: "CompileReport", width: int) -> str:
         *(f"fallback: {fallback}" for fallback in report.fallbacks),
         *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
         *([f"host memory: {report.host_memory}"] if report.host_memory else []),
+        *([f"session memory: {report.run.session_memory}"] if report.run.session_memory else []),
         *([f"dropout masks: {report.dropout_masks}"] if report.dropout_masks else []),
         *([f"audits: {report.run.audit_text}"] if report.run.audits else []),
         *(f"note: {note}" for note in report.notes),

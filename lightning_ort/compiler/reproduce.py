@@ -44,9 +44,10 @@ def make_input(spec: Any, generator: torch.Generator) -> Any:
         return spec
     sizes, strides, dtype, device = spec
     elements = extent(sizes, strides)
-    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite
+    # zeros are valid indices and labels; floats away from zero keep logarithms and roots finite, and up to one they are
+    # valid probabilities
     if dtype.is_floating_point:
-        flat = torch.rand(elements, generator=generator).add_(0.1).to(dtype)
+        flat = torch.rand(elements, generator=generator).mul_(0.9).add_(0.1).to(dtype)
     else:
         flat = torch.zeros(elements, dtype=dtype)
     return flat.to(device).as_strided(sizes, strides)
@@ -88,17 +89,31 @@ def median_ms(run: Callable[[], Any]) -> float:
 
 
 def largest_difference(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute difference; equal infinities and NaN at the same place count as equal."""
+    """Return the largest difference, each in units of the largest value of its result.
+
+    Equal infinities and NaN at the same place count as equal.
+    """
     largest = 0.0
     for a, b in zip(got, expected, strict=True):
         a, b = a.double(), b.double()
         differences = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+        values = b.abs()[b.isfinite()]
+        differences = differences / (float(values.max()) if values.numel() and values.any() else 1.0)
         largest = max([largest, *differences.flatten().tolist()], key=lambda x: (x != x, x))
     return largest
 
 
+def in_float64(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """Return the results in float64, ``None`` if that does not run, as where an operation names its dtype."""
+    floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs]
+    try:
+        return forward(None, *[x.double() if wide else x for x, wide in zip(inputs, floats, strict=True)])
+    except RuntimeError:
+        return None
+
+
 def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | None) -> None:
-    """Print the time in torch, the time in onnxruntime and the largest difference between the two."""
+    """Print the times in torch and onnxruntime, the largest difference between the two, and torch's own error."""
     generator = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, generator) for spec in specs]
     with torch.no_grad():
@@ -107,4 +122,7 @@ def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | N
         if model is not None:
             run, outputs = bind(model, inputs, expected)
             print(f"onnxruntime: {median_ms(run):.3f} ms")
-            print(f"largest difference: {largest_difference(outputs, expected):.3g}")
+            text = f"largest difference: {largest_difference(outputs, expected):.1e} of the largest value"
+            if (exact := in_float64(forward, inputs)) is not None:
+                text += f"; of torch to float64: {largest_difference(expected, exact):.1e}"
+            print(text)

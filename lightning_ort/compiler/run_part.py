@@ -42,16 +42,18 @@ class StepReport:
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
             regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile),
             ``"inductor-graphs"`` (and recorded as CUDA graphs).
+        kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
 
     """
 
     name: str
     ms: dict[str, float]
+    kept: str = ""
 
     @property
     def engine(self) -> str:
-        """The fastest engine, which runs the step from then on."""
-        return min(self.ms, key=self.ms.__getitem__)
+        """What runs the step from then on: the fastest engine."""
+        return self.kept or min(self.ms, key=self.ms.__getitem__)
 
     def __str__(self) -> str:
         times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.ms.items())
@@ -66,6 +68,7 @@ class RunReport:
         optimizers: What runs each of the Trainer's optimizers.
         steps: Steps of a LightningModule that were timed on several engines.
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+        session_memory: What sessions hold of a GPU's memory; empty on a CPU.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
@@ -82,6 +85,7 @@ class RunReport:
     optimizers: list[OptimizerReport] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
+    session_memory: str = ""
     dropout_masks: str = ""
     startup_seconds: float = 0.0
     trial_seconds: float = 0.0

@@ -4,6 +4,8 @@ AOTAutograd computes new values and copies them to the inputs when a graph is ov
 
 - where the value of a module's attribute comes to depend on parameters, and so on the steps before: the backward pass
   of a compiled graph goes on to those with zeros, where eager has nothing to go on with;
+- where another input shares memory with one that is written to: a view of it that the graph returns begins at another
+  element, and to return one may fail (2.13);
 - where ``x.data`` is written to, which autograd does not see: eager's backward pass then uses what was written last,
   that of a compiled graph what there was in the forward pass.
 """
@@ -37,8 +39,11 @@ class InputWrites:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         inputs = {}
+        self._shared: set[Any] = set()  # storages of several inputs
         for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             if (key := storage_of(node)) is not None:
+                if key in inputs:
+                    self._shared.add(key)
                 inputs[key] = (index, node)
         self.conflict: str | None = None
         self._used: set[Any] = set()  # storages that a backward pass may need
@@ -68,6 +73,8 @@ class InputWrites:
     def _write(self, written: fx.Node, key: Any, placeholder: fx.Node) -> None:
         by_data = written in self._data
         self._written[key] = by_data and self._written.get(key, True)
+        if key in self._shared:
+            self.conflict = "two of its inputs share memory, and it writes to one"
         if by_data and key in self._used:
             self.conflict = "`.data` is written to after a gradient came to depend on it"
         value = written.meta["example_value"]  # as the write has left it

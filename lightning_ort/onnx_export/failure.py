@@ -17,6 +17,7 @@ from lightning_ort.compat.torch import guards_of
 _FOREIGN = sys.stdlib_module_names | {
     *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
 }
+_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 class ExportFailed(Exception):
@@ -46,7 +47,7 @@ def explain(error: BaseException) -> str:
 def line_in(stack_trace: str) -> str | None:
     """Return the innermost line of the user's in a stack trace of torch.fx's: ``file:line in function: code``."""
     found = re.findall(r'File "(.+?)", line (\d+), in (\S+)', stack_trace)
-    own = [entry for entry in found if Path(entry[0]).is_absolute() and not _is_torch(entry[0])]
+    own = [entry for entry in found if Path(entry[0]).is_absolute() and not is_foreign(entry[0])]
     return _written(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
 
 
@@ -67,13 +68,14 @@ def branch_on_size(
     for size in sizes:
         for guard in guards_of(size):
             frame = guard.sloc.framework_loc
-            if isinstance(frame, traceback.FrameSummary) and not _is_torch(frame.filename):
+            if isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename):
                 return _written(frame.filename, frame.lineno or 0, frame.name)
     return None
 
 
-def _is_torch(file: str) -> bool:
-    return Path(torch.__file__).parent in Path(file).parents
+def is_foreign(file: str) -> bool:
+    """Whether a file is torch's or this package's."""
+    return any(Path(root) in Path(file).parents for root in _ROOTS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

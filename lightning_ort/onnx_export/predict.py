@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ort._arguments import names_its_arguments
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _LightningModule
 else:
     _LightningModule = object
 
 
+@names_its_arguments
 class PredictorMixin(_LightningModule):
     """An ONNX model to call, and for ``trainer.predict``.
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -147,10 +147,11 @@ class _StepCheck:
         owner = shard_of(self.optimizer) if sharded else self.optimizer
         if len(self.optimizer.param_groups) != self.known_groups:
             self._check_added_groups(type(owner))
+        # a shard has groups of its own, which get the settings of the whole's in its step
         pairs = zip(self.optimizer.param_groups, owner.param_groups, strict=True)
-        parameters = [p for group, own in pairs if group.get("fused") for p in own["params"]]
+        fused = [(group, own["params"]) for group, own in pairs if group.get("fused")]
         strided = []  # few or none, so that an ordinary model pays for this line alone
-        for p in parameters:
+        for p in (p for _, parameters in fused for p in parameters):
             gradient = p.grad
             if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
                 strided.append(p)
@@ -159,7 +160,9 @@ class _StepCheck:
             return
         if strided or self._strides:
             self._lay_out(owner, strided)
-        _fill_momentum(owner, parameters)
+        for group, parameters in fused:
+            if group.get("momentum"):
+                _fill_momentum(owner.state, parameters)
 
     def _check_added_groups(self, cls: type[optim.Optimizer]) -> None:
         groups = self.optimizer.param_groups
@@ -188,15 +191,12 @@ class _StepCheck:
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
 
-def _fill_momentum(owner: optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Add the buffers of parameters whose first gradient comes later than others': torch adds all or none (2.13)."""
-    if not owner.state or not any(group.get("momentum") for group in owner.param_groups):
-        return
-    if len(owner.state) == sum(len(group["params"]) for group in owner.param_groups):
-        return
-    for parameter in parameters:
-        if parameter.grad is not None and owner.state[parameter].get("momentum_buffer") is None:
-            owner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+def _fill_momentum(state: MutableMapping[torch.Tensor, Any], parameters: list[torch.Tensor]) -> None:
+    """Add the buffers that a group lacks: torch adds those of all its gradients or, if one has one, none (2.13)."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    lacking = [p for p in with_gradient if state.get(p, {}).get("momentum_buffer") is None]
+    if len(lacking) < len(with_gradient):
+        state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in lacking})
 
 
 def _call_with_gradients(optimizer: optim.Optimizer, check: Callable[[], None]) -> None:

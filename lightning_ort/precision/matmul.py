@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice
+from lightning_ort._arguments import check_choice, names_its_arguments
 from lightning_ort.compat.torch import float32_matmul_precision, set_float32_matmul_precision
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ else:
 Level = Literal["highest", "high", "medium"]
 
 
+@names_its_arguments
 class MatmulPrecisionMixin(_Precision):
     """Computes float32 matrix products with fewer bits during a run.
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_ort._arguments import check_choice, check_device, check_integer, check_type
+from lightning_ort._arguments import check_choice, check_device, check_integer, check_type, names_its_arguments
 from lightning_ort.compat.torch_optimizers import unscaled_by_scaler
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
 _WRAPPED = ("step", "state_dict")  # methods of schedulers, while a fit lasts
 
 
+@names_its_arguments
 class MixedPrecisionMixin(_MixedPrecision):
     """Automatic mixed precision that supports fused optimizers with gradient clipping, and counts overflows.
 

@@ -37,6 +37,10 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
 
     The folder is created, and an existing file is replaced. Temporary files of processes that were killed while they
     saved are removed: at once if the process ran on this machine, otherwise after a day.
+
+    Raises:
+        OSError: If the system cannot write the file, such as on a full disk, with the path and what it has written.
+
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
@@ -49,10 +53,21 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
+        written = partial.stat().st_size if partial.exists() else 0
         partial.unlink(missing_ok=True)
+        if (cause := _system_error(error)) is not None:
+            text = f"{cause.strerror or cause}, after {written:,} bytes of the checkpoint"
+            raise OSError(cause.errno, text, str(path)) from error
         raise
     _sync_folder(path.parent)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return what the system refused, which torch's writer of archives hides behind an error of its own (2.13)."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
+from lightning_ort.compiler import gpu_memory
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.registry import OptimName
@@ -77,7 +78,7 @@ class ORTMixin(_Strategy):
         host_memory: HostMemory = "retain",
         **kwargs: Any,
     ) -> None:
-        check_keywords(type(self).__name__, kwargs, _keywords_of(type(self)))
+        self._check_arguments(kwargs)
         self._memory = RetainedMemory(host_memory)
         super().__init__(**kwargs)
         self._environment = read_environment()
@@ -87,6 +88,14 @@ class ORTMixin(_Strategy):
         self._masks = DropoutMasks()
         self._run_report = RunReport(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
+
+    @classmethod
+    def _check_arguments(cls, given: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError for keyword arguments that Lightning's strategy would take, and fail later."""
+        for name in given.keys() & vars(_DEFAULT).keys():
+            setting = f"config={{{name!r}: {given[name]!r}}}"
+            raise TypeError(f"{cls.__name__} has no argument {name!r}: it is a setting of `config`, {setting}.")
+        check_keywords(cls.__name__, given, _keywords_of(cls))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,6 +123,7 @@ class ORTMixin(_Strategy):
         self._memory.teardown()
         self._masks.teardown()
         self.report.dropout_masks = self._masks.text
+        self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
         self._run_report.teardown(self.report)
         super().teardown()

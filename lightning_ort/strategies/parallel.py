@@ -1,14 +1,16 @@
 """What all strategies with several processes have in common: :class:`ORTParallelMixin`; DDP: :class:`ORTDDPMixin`."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_ort._arguments import check_choice, check_type
 from lightning_ort.compat.lightning import wrap_start_of_scripts
 from lightning_ort.strategies.distributed import relaunch, watchdog
 from lightning_ort.strategies.distributed.run_store import open_run_store
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
 else:
     _ParallelStrategy = object
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class ORTParallelMixin(ORTMixin, _ParallelStrategy):
@@ -123,6 +127,16 @@ class ORTDDPMixin(ORTParallelMixin):
 
     strategy_name: ClassVar[str]
     wrapper: ClassVar[type | None] = DistributedDataParallel
+
+    @classmethod
+    @override
+    def _check_arguments(cls, given: Mapping[str, Any]) -> None:
+        super()._check_arguments(given)
+        if "start_method" in given:
+            check_choice("start_method", given["start_method"], get_args(StartMethod), cls.__name__)
+        for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items():
+            if name in given and isinstance(parameter.default, bool):  # the others it checks itself
+                check_type(name, given[name], bool, "True or False", cls.__name__)
 
     @classmethod
     @override

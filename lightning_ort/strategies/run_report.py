@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ort.compat.lightning import log_to_loggers
 from lightning_ort.compiler.executors.ort import kernels
@@ -58,6 +59,10 @@ class RunReport:
             return
         if (batch_size := _batch_size(trainer)) is not None:
             report.run.facts["batch size"] = str(batch_size)
+        if (
+            trainer.is_global_zero and trainer.interrupted and report.run.verdict
+        ):  # the program ends here, before it could show its report
+            rank_zero_info("lightning-ort: interrupted; %s", report.run.verdict)
         if self._destination is None:
             return
         if trainer.is_global_zero:

@@ -22,7 +22,7 @@ from lightning_ort.tuning.runner import ProcessRunner
 from lightning_ort.tuning.search import Outcome, Search
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
-from lightning_ort.tuning.trials import Trial, speed
+from lightning_ort.tuning.trials import Trial, nothing_faster, speed
 from lightning_ort.tuning.yaml_file import commented
 
 __all__ = ["TuneError", "TuneResult", "tune"]
@@ -57,7 +57,7 @@ def tune(
         datamodule: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or the configuration
             has it.
         config: A LightningCLI configuration as a mapping.
-        time: Seconds for everything.
+        time: Seconds for the search.
         memory: Bytes that the process, or what it has on the GPU, may take.
         effective_batch: Examples between two steps of the optimizer; ``None`` keeps the number that there is.
         keep_numerics: Keep float32 and the algorithm of the optimizer.
@@ -277,7 +277,7 @@ def head_of(project: Project, outcome: Outcome) -> list[str]:
     found = speed(best, own)
     head = ["Written by lightning-ort tune; the reasons are in the .json beside it (lightning-ort tune --explain)."]
     if best is own or found is None:
-        head.append("Nothing was clearly faster than what you have.")
+        head.append(nothing_faster(any(speed(trial, own) for trial in outcome.trials if trial is not own)))
     else:
         on = " on one device" if devices_of(project) else ""
         times = f"{found.median:.2f} times as fast as before{on} ({found.low:.2f} to {found.high:.2f})"

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 
 from lightning_ort._text import PlainTable, digits, plain
 from lightning_ort.tuning.losses import sketch
+from lightning_ort.tuning.trials import nothing_faster
 
 _VERSION = 1
 _COLUMNS = ("ms a sample", "samples/s", "speed-up", "(90 %)", "peak MB", "start s", "pays after", "loss differs")
@@ -146,9 +147,14 @@ class TuneResult:
         lines += ["", *self.notes, self._conclusion()]
         return plain("\n".join(lines), "utf-8")
 
+    @property
+    def nothing_faster(self) -> str:
+        """Why nothing else was chosen, if nothing was."""
+        return nothing_faster(any(trial["speed"] is not None for trial in self.trials[1:]))
+
     def _conclusion(self) -> str:
         if self.chosen == 0:
-            return "Nothing was clearly faster than what you have."
+            return self.nothing_faster
         low, high = self.best["speed"][1:]
         return f"Chosen: {self.best['candidate']}, {self.speed_up:.2f}x as fast as yours ({low:.2f} to {high:.2f})."
 

@@ -120,3 +120,10 @@ def break_even(trial: Trial, own: Trial) -> int | None:
 def fastest(trials: Sequence[Trial], baseline: Trial) -> list[Trial]:
     """Return trials in the order of their speed over a baseline, the fastest first."""
     return sorted(trials, key=lambda trial: found.median if (found := speed(trial, baseline)) else 0.0, reverse=True)
+
+
+def nothing_faster(measured: bool) -> str:
+    """Say that nothing else was chosen, ``measured`` or not."""
+    if measured:
+        return "Nothing was clearly faster than what you have."
+    return "Nothing but what you have was measured: there was no time, or nothing else could run; --time allows more."

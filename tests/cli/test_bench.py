@@ -85,7 +85,7 @@ def test_stock_and_ort_are_timed(
         assert row["step_ms"] > 0
     assert stock["ratios"] == [1, 1]
     assert stock["summary"]["ort_runs"] == 0
-    assert ort["summary"]["ort_runs"] >= 2 + 3 + 3  # loss and gradients in one
+    assert ort["summary"]["ort_runs"] >= 2 + 3 + 2  # loss and gradients in one; the first step runs unchanged
     assert "fused" in ort["summary"]["optimizers"][0]
     for ours, theirs in zip(ort["samples"], stock["samples"], strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
@@ -274,3 +274,16 @@ def test_rows_are_sorted_by_the_speed_that_they_show() -> None:
     assert speeds[:3] == ["2.00x", "1.00x", "0.50x"]
     assert ms[:3] == ["100", "200", "400"]
     assert [row.to_dict(rows[0], 10).get("speed") for row in rows] == [1.0, 0.5, 2.0, None]
+
+
+def test_what_pays_and_what_trains_otherwise() -> None:
+    samples = {"stock": (0.2, 1.0), "ort": (0.1, 1.01), "ort@16-true": (0.1, 1.3), "ort+keep": (0.4, 1.0)}
+    first = Sample(0.05, [], None)  # faster than the rounds, as noise has it
+    rows = [bench.Row(name, first, [Sample(each, [loss], 1)]) for name, (each, loss) in samples.items()]
+    table = bench.to_table(rows, 10, "a title")
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    found = dict(zip((name.rstrip(" *") for name in columns["variant"]), columns["pays after"], strict=True))
+    assert found == {"ort": "0", "ort@16-true": "0", "stock": "-", "ort+keep": "never"}
+    assert columns["compile s"].count("-1.5") == 0
+    (text,) = bench._warnings(rows)
+    assert text.startswith("ort@16-true does not train as stock does: after the same batches its loss differs by 30%.")

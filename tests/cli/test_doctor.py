@@ -198,3 +198,11 @@ class TestOnAGpu:
         (finding,) = (finding for finding in doctor_command._onnxruntime() if finding.what == "CUDAExecutionProvider")
         assert "CUDA 11.8" in finding.todo
         assert "lightning-ort[gpu]" in finding.todo
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_cache_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", "/proc/nope")  # in which root may write, as far as its mode tells
+    (cache,) = [finding for finding in doctor_command._memory() if finding.what == "cache"]
+    assert cache.state == "absent"
+    assert "LIGHTNING_ORT_CACHE_DIR" in cache.todo

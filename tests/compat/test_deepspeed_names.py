@@ -67,6 +67,8 @@ def test_master_weights(facts: dict[str, Any]) -> None:
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing does not exist"):
+        compat.checkpoint_folder(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no file 'latest'"):
         compat.checkpoint_folder(tmp_path)
     (tmp_path / "latest").write_text("../elsewhere")

@@ -79,6 +79,15 @@ def test_recompiles_are_counted() -> None:
     assert dynamo.compilations_since(marker, None, ()) == (2, None, None)
 
 
+def test_another_backend_for_the_same_code_is_no_recompile() -> None:
+    compiled = [torch.compile(double, backend=lambda gm, inputs: gm.forward) for _ in range(2)]  # not isolated
+    marker = dynamo.last_compilation()
+    for each in compiled:
+        each(torch.ones(2))
+    assert len(dynamo._compilations_since(marker, ())) == 2
+    assert dynamo.compilations_since(marker, None, ()) == (0, None, None)
+
+
 def test_compilations_are_known_by_their_ids() -> None:
     ids: list[Any] = []
     dynamo.compile_callbacks()[0].append(lambda args: ids.append(dynamo.compile_id(args)))
@@ -184,11 +193,12 @@ def test_explanation() -> None:
 @pytest.mark.skipif(not dynamo.HAS_REGIONS, reason="torch 2.12 and newer only")
 def test_settings_hold_within_their_context() -> None:
     config = torch._dynamo.config
-    names = ("allow_unspec_int_on_nn_module", "suppress_errors", "use_numpy_random_stream", "allow_rnn")
-    before = {name: getattr(config, name) for name in (*names, "ignore_logging_functions")}
+    names = ("allow_unspec_int_on_nn_module", "suppress_errors", "allow_rnn")
+    before = {name: getattr(config, name) for name in (*names, "ignore_logging_functions", "trace_numpy")}
     assert not all(before[name] for name in names)
     with dynamo.settings_for_steps([print]):
         assert all(getattr(config, name) for name in names)
+        assert not config.trace_numpy
         assert print in config.ignore_logging_functions
     assert {name: getattr(config, name) for name in before} == before
 
@@ -313,6 +323,15 @@ def test_prepare_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.items() <= known.items()
     for (left, right), function in known.items():
         assert kl._dispatch_kl(left, right) is function
+
+
+def test_prepare_numbers() -> None:
+    """Without it a graph that tensors are multiplied in with `step % 4` fails as a whole."""
+    dynamo.prepare_numbers()
+    for name in dynamo.handlers().values():
+        assert callable(getattr(dynamo.TensorReferenceAnalysis, name))
+    with pytest.raises(NotImplementedError):
+        dynamo.TensorReferenceAnalysis.python_mod(1, 2)
 
 
 def test_numbers_in_graphs() -> None:

@@ -26,7 +26,7 @@ def test_aot_backend_compiles_forward_and_backward_graphs() -> None:
         fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("inference")
     )
     x = torch.randn(3, requires_grad=True)
-    with backward_at_once():
+    with backward_at_once(autocast=False):
         y = torch.compile(lambda x: x.sin() * 2, backend=backend)(x)
     assert compiled == ["forward", "backward"]
     y.sum().backward()

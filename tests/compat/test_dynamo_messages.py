@@ -159,3 +159,12 @@ def test_without_internal_warnings() -> None:
         for module in inside:
             warn_from(module)
         assert len(seen) == len(outside) + len(inside)
+
+
+def test_what_tracing_fails_at_is_not_shown() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with dynamo_messages.without_internal_warnings():
+            warnings.warn("Error detected in EmbeddingBackward0. No forward pass information available.", stacklevel=1)
+            warnings.warn("Error detected in the data.", stacklevel=1)
+    assert [str(one.message) for one in seen] == ["Error detected in the data."]

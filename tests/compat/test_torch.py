@@ -51,7 +51,7 @@ def trace(
     def compile_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if not backward_at_once:
             return backend(gm, inputs)
-        with compat.backward_at_once():
+        with compat.backward_at_once(autocast=False):
             return backend(gm, inputs)
 
     torch.compile(function, backend=compile_all, dynamic=dynamic)(*args)
@@ -280,7 +280,7 @@ def test_allow_retain_graph(allow: bool) -> None:
     backend = aot_autograd(fw_compiler=lambda gm, _: compat.boxed(gm.forward), bw_compiler=compile_backward)
 
     def compile_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with compat.backward_at_once(), torch._functorch.config.patch(donated_buffer=True):
+        with compat.backward_at_once(autocast=False), torch._functorch.config.patch(donated_buffer=True):
             return backend(gm, inputs)
 
     x = torch.randn(3, requires_grad=True)

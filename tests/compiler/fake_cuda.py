@@ -5,7 +5,7 @@ What the provider answers is what onnxruntime-gpu 1.31.1 answered when its model
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from onnx import TensorProto
 from packaging.version import Version
 from torch import fx
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_ort.compat.torch import boxed, fake_mode_of
 from lightning_ort.compiler.backend import ORTBackend
@@ -45,6 +45,7 @@ MISSING: dict[tuple[int, int], set[str]] = {
     (22, TensorProto.FLOAT16): {*_NEVER.split(), "Elu", "MaxPool", "EyeLike", "Range"},
     (22, TensorProto.BFLOAT16): {*_NEVER.split(), *_BFLOAT16.split(), "ReduceL2"},
 }
+SCATTERED = (TensorProto.FLOAT, TensorProto.FLOAT16)  # what ScatterND reduces
 
 
 class Stream:
@@ -85,7 +86,7 @@ class FakeCuda:
         patch(kernels, "_has_training_kernel", lambda op, providers, device: False)
 
     def options(self, session: "Session") -> dict[str, str]:
-        return dict(session.configured)["CUDAExecutionProvider"]
+        return {"device_id": "0", **dict(session.configured)["CUDAExecutionProvider"]}  # its default
 
 
 class Current:
@@ -134,6 +135,8 @@ class Session:
             node.op_type
             for node in graph.node
             if any(node.op_type in MISSING.get((opset, types.get(name, 0)), ()) for name in node.input)
+            # it loads in any dtype, and fails when it runs
+            or (node.op_type == "ScatterND" and node.attribute and types[node.input[0]] not in SCATTERED)
         ]
 
     def get_providers(self) -> list[str]:
@@ -141,7 +144,7 @@ class Session:
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
         found = {name: dict(options) for name, options in self.configured}
-        on_cuda = found["CUDAExecutionProvider"]
+        on_cuda = found["CUDAExecutionProvider"] = {"device_id": "0", **found["CUDAExecutionProvider"]}
         # as in CUDAExecutionProviderInfo: a stream of number 0 is none
         on_cuda["has_user_compute_stream"] = str(int(on_cuda.get("user_compute_stream", "0") != "0"))
         return found
@@ -157,7 +160,7 @@ class Session:
     @property
     def _sess(self) -> Any:
         def run(binding: Any, options: Any) -> None:
-            self.cuda.device = int(dict(self.configured)["CUDAExecutionProvider"]["device_id"])
+            self.cuda.device = int(dict(self.configured)["CUDAExecutionProvider"].get("device_id", 0))
             self.cuda.log.append((self, "runs"))
 
         return SimpleNamespace(run_with_iobinding=run)
@@ -172,13 +175,23 @@ def on_cuda(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def move_to_cuda(gm: fx.GraphModule) -> None:
-    """Change a graph that was traced on the CPU to the one of the same step on the GPU."""
-    mode = FakeTensorMode()
+    """Change a graph that was traced on the CPU to the one of the same step on the GPU, with the results it has there.
+
+    Some have other shapes, such as the statistics of a batch norm in eval mode.
+    """
+    before = tree_flatten([node.meta.get("val") for node in gm.graph.nodes])[0]
+    modes = (fake_mode_of(value) for value in before if isinstance(value, torch.Tensor))
+    mode = next((mode for mode in modes if mode is not None), None) or FakeTensorMode()
     for node in gm.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = tree_map(lambda value: on_cuda(value, mode), node.meta["val"])
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": CUDA}
+        if "val" not in node.meta:
+            continue
+        node.meta["val"] = tree_map(lambda value: on_cuda(value, mode), node.meta["val"])
+        if node.op == "call_function" and "cpu" not in str(node.target):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            with mode, suppress(RuntimeError):  # a few ask for CUDA itself
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 class CudaBackend(ORTBackend):

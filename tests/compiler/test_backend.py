@@ -628,3 +628,42 @@ def test_a_result_whose_gradient_has_a_hook():
     assert backend.report.ort_runs > 0
     assert [note.reason.type for note in backend.report.notes] == [ReasonType.HOOKED_RESULT]
     assert not backend.report.fallbacks
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("entered_within", [False, True])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+        lambda: SelfAttention(16, 2, batch_first=True),
+    ],
+    ids=["encoder layer", "attention"],
+)
+def test_kernels_for_inference_that_cast_within(
+    make: Callable[[], nn.Module], fast: bool, entered_within: bool
+) -> None:
+    """Eager's kernel runs under autocast; a graph has no autocast, but what it would cast."""
+    layer = make().eval()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=entered_within or torch.is_autocast_enabled("cpu")):
+            return layer(x).float().sin()
+
+    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, fallback="raise"))
+    x = torch.randn(3, 5, 16)
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not entered_within):
+            expected, actual = step(x), torch.compile(step, backend=backend)(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+    assert not backend.report.fallbacks
+    left = any("set_fastpath_enabled(False)" in str(note) for note in backend.report.notes)
+    assert left == (backend.report.ort_runs == 0) == (fast and isinstance(layer, nn.TransformerEncoderLayer))

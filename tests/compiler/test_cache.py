@@ -57,7 +57,7 @@ def test_second_run_converts_and_times_nothing(monkeypatch, choices):
     module, x = mlp(), torch.randn(4, 8)
     first, second = ORTBackend(choices), ORTBackend(choices)
     expected = train(first, module, x)
-    assert cache_folder.entries(cache.default_folder())
+    assert cache_folder.entries(cache_folder.default_folder())
     forbid_work(monkeypatch)
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -82,7 +82,7 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
     torch_wins(monkeypatch)
     first, second = ORTBackend(), ORTBackend()
     expected = train(first, module, x)
-    assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache.default_folder()))
+    assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache_folder.default_folder()))
     monkeypatch.setattr(ORTBackend, "_aot_autograd", lambda *args: pytest.fail("traced in spite of the cache"))
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -150,7 +150,7 @@ def test_a_graph_with_a_part_on_onnxruntime_or_a_failure_is_traced_again(monkeyp
 
 def test_nothing_is_kept_without_a_folder():
     train(ORTBackend({"placement": "always", "cache_dir": None}), mlp(), torch.randn(4, 8))
-    assert not cache.default_folder().exists()
+    assert not cache_folder.default_folder().exists()
 
 
 def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
@@ -169,6 +169,31 @@ def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
         changed = backend.report.graphs[:1] if backend is kept_in_torch else backend.report.graphs
         assert not any(region.cached for graph in changed for region in graph.regions)
         assert backend.report.ort_runs
+
+
+MACHINES: list[tuple[str, Any]] = [
+    ("lightning_ort.compiler.cache.torch.get_num_threads", lambda: 77),
+    ("lightning_ort.compiler.cache.processor", lambda: "another processor"),
+    ("lightning_ort.compiler.cache.float32_matmul_precision", lambda: "another precision"),
+    ("lightning_ort.compiler.cache.graphics", lambda: ("a GPU", "a driver")),
+    ("lightning_ort.compiler.cache.software", lambda: ("other versions",)),
+]
+
+
+@pytest.mark.parametrize(("function", "other"), MACHINES, ids=[name.rpartition(".")[2] for name, _ in MACHINES])
+def test_what_a_time_depends_on_names_its_entry(monkeypatch, function, other):
+    kept = Cache(ORTConfig())
+    name = kept.name("a graph", ("ort", "a build"))
+    assert kept.name("a graph", ("ort", "a build")) == name
+    monkeypatch.setattr(function, other)
+    assert kept.name("a graph", ("ort", "a build")) != name
+
+
+@pytest.mark.parametrize("option", [{"kernels": "standard"}, {"intra_op_threads": 3}, {"cuda_graphs": True}])
+def test_options_that_change_a_session_name_its_entry(option):
+    names = {Cache(config).name("a graph", ("ort",)) for config in (ORTConfig(), ORTConfig(**option))}
+    names |= {Cache(ORTConfig()).name("another graph", ("ort",)), Cache(ORTConfig()).name("a graph", ("another",))}
+    assert len(names) == 4
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from lightning_ort.compiler.executors.ort import kernels, support
+from lightning_ort.compiler.executors.ort import kernels, layer_norm, support
 from lightning_ort.compiler.report import ReasonType
 from tests.compiler.fake_cuda import CUDA, CudaBackend, FakeCuda, autocast, run_op
 from tests.strategies.parity_models import BERT, CLASSES, CNN, GPT, MLP, Block
@@ -137,6 +137,47 @@ def test_log_softmax_is_computed_in_float32(dtype: torch.dtype, cuda: FakeCuda) 
     assert not report.fallbacks
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_layer_norm_that_the_gpu_has_shown_to_be_exact(
+    affine: bool, dtype: torch.dtype, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = nn.LayerNorm(8, elementwise_affine=affine).to(dtype)
+    for exact in (False, True):
+        monkeypatch.setattr(layer_norm, "is_exact", lambda dtype, device, exact=exact: exact)
+        torch._dynamo.reset()
+        cuda.sessions.clear()
+        report = CudaBackend(min_region_nodes=1)
+        torch.compile(norm, backend=report)(torch.randn(2, 4, 8, dtype=dtype, requires_grad=True))
+        assert not report.report.fallbacks
+        ops = region_ops(cuda.sessions[0].model)
+        assert ("LayerNormalization" in ops) == exact
+        assert not exact or set(ops) <= {"LayerNormalization", "Expand"}
+
+
+def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    return list(torch.native_layer_norm(x.float(), [x.shape[-1]], weight.float(), bias.float(), 1e-5))
+
+
+def cancelling_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    """The variance as that of onnxruntime's CPU kernel."""
+    x = x.float()
+    mean = x.mean(-1, keepdim=True)
+    rstd = ((x * x).mean(-1, keepdim=True) - mean * mean + 1e-5).rsqrt()
+    return [(x - mean) * rstd * weight + bias, mean, rstd]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("kernel", "exact"), [(exact_layer_norm, True), (cancelling_layer_norm, False), (None, False)])
+def test_what_a_gpu_shows(kernel: Any, exact: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, *affine: Tensor) -> list[Tensor]:
+        result, *statistics = kernel(x, *affine)  # None fails, as a session that is not built
+        return [result.to(x.dtype), *statistics]
+
+    monkeypatch.setattr(layer_norm, "_run", run)
+    assert layer_norm.is_exact.__wrapped__(dtype, torch.device("cpu")) is exact
+
+
 @pytest.mark.parametrize(("newest", "opsets"), [(22, [22]), (18, [])])
 def test_a_convolution_of_bfloat16_needs_a_newer_opset(
     newest: int, opsets: list[int], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +213,34 @@ def test_an_op_without_a_cuda_kernel_stays_in_torch(cuda: FakeCuda) -> None:
     assert region.ops == {"aten.acos.default": 1}
     assert region.reason is not None
     assert region.reason.type is ReasonType.NO_KERNEL
+
+
+@pytest.mark.parametrize(
+    ("function", "in_torch"),
+    [
+        (lambda x: (x + torch.arange(4), torch.arange(4)), {"arange"}),
+        (lambda x: (x + 1, torch.zeros_like(x)), {"full_like"}),
+        (lambda x: (x + 1, x.new_ones(4, 4).tril() > 0), {"full", "tril", "gt", "where", "sub", "le", "arange", "ge"}),
+        (lambda x: (x + torch.arange(4).view(1, 4), torch.arange(4).view(4, 1)), {"arange"}),
+        (lambda x: (x + torch.arange(4),), set()),
+        (lambda x: (x + 1, x.view(-1)), set()),
+    ],
+)
+def test_a_constant_is_no_result_of_a_session(function: Any, in_torch: set[str], cuda: FakeCuda) -> None:
+    """It would be copied to the GPU in each run, which waits for that; ONNX Runtime may still use it itself."""
+    report = run_op(function, torch.randn(4, 4))
+    assert not report.fallbacks
+    (session,) = cuda.sessions
+    model = session.model.graph
+    made_from = {value.name for value in model.input}
+    for node in model.node:
+        if made_from.intersection(node.input):
+            made_from.update(node.output)
+    assert {value.name for value in model.output} <= made_from
+    regions = [region for region in report.graphs[0].regions if region.executor == "torch"]
+    ops = {name.split(".")[1] for region in regions for name in region.ops}
+    assert ops <= in_torch
+    assert bool(ops) == bool(in_torch)
 
 
 @pytest.mark.parametrize("shape", [(3,), ()])

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import fingerprint, timing
+from lightning_ort.compiler import fingerprint, gpu_memory, timing
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
@@ -44,6 +44,25 @@ def test_a_stream_that_onnxruntime_did_not_take_is_refused(cuda: FakeCuda, monke
     (fallback,) = report.fallbacks
     assert fallback.reason.type is ReasonType.SESSION_FAILED
     assert "'has_user_compute_stream': '0'" in fallback.reason.text
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_onnxruntime_is_not_asked_to_warn_of_each_session(
+    index: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.31 warns where the number of a GPU is given, whatever the severity of the session."""
+    severities, asked = [2], list[Any]()
+    monkeypatch.setattr("onnxruntime.set_default_logger_severity", severities.append)
+    build = Session.__new__
+    monkeypatch.setattr(Session, "__new__", lambda cls, *args, **kwargs: note(build(cls, *args, **kwargs)))
+
+    def note(session: Any) -> Any:
+        asked.append(("device_id" in dict(session.configured)["CUDAExecutionProvider"], severities[-1]))
+        return session
+
+    OrtExecutor(ORTConfig(), torch.device("cuda", index)).kernels.missing(relu_model())
+    assert asked == [(False, 2) if index == 0 else (True, 3)]
+    assert severities[-1] == 2
 
 
 def relu_model() -> ir.Model:
@@ -143,7 +162,7 @@ def test_another_provider_than_cuda_has_streams_of_its_own(cuda: FakeCuda, monke
     report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4), providers=TENSORRT, cuda_graphs=True)
     session = cuda.sessions[-1]
     assert not report.fallbacks
-    assert dict(session.configured)["TensorrtExecutionProvider"] == {"device_id": "0"}
+    assert dict(session.configured)["TensorrtExecutionProvider"] == {}  # GPU 0
     options = cuda.options(session)
     assert "user_compute_stream" not in options
     assert options["enable_cuda_graph"] == "0"
@@ -169,6 +188,41 @@ def test_what_has_streams_of_its_own_waits_on_both_sides(cuda: FakeCuda) -> None
         bound.run_options.get_run_config_entry(UNSYNCHRONIZED)
     on_stream = BoundSession(region, session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
     assert on_stream.run_options.get_run_config_entry(UNSYNCHRONIZED) == "1"
+
+
+def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
+    runs: list[Any] = []
+
+    def run(binding: Any, options: Any) -> None:
+        try:
+            runs.append(options.get_run_config_entry("memory.enable_memory_arena_shrinkage"))
+        except RuntimeError:
+            runs.append(None)
+
+    session = SimpleNamespace(
+        get_inputs=list,
+        io_binding=lambda: SimpleNamespace(_iobinding=None),
+        _sess=SimpleNamespace(run_with_iobinding=run),
+    )
+    bound = BoundSession(Region("ort", 1), session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
+    bound()
+    OrtExecutor(ORTConfig(), CUDA).end_trial(bound, [])
+    bound()
+    assert runs == [None, "gpu:0", None]
+
+
+def test_what_sessions_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "_before", {})
+    free, reserved = 900 << 20, 40 << 20
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 1000 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved)
+    assert gpu_memory.describe(CUDA) == ""  # no session
+    gpu_memory.note_first_session(CUDA)
+    free, reserved = 700 << 20, 100 << 20
+    gpu_memory.note_first_session(CUDA)
+    assert gpu_memory.describe(CUDA).startswith("140 MB of GPU 0")
+    assert gpu_memory.describe(torch.device("cpu")) == ""
 
 
 def test_torch_waits_for_a_run_that_fails(cuda: FakeCuda) -> None:

@@ -1,5 +1,6 @@
 """Texts by which graphs and nodes are recognized."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import support
-from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint
+from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint, software
 
 X, Y = torch.randn(3, 4), torch.randn(4, 4)
 
@@ -101,3 +102,12 @@ def test_a_graph_with_a_constant_tensor_has_none() -> None:
     graph = fx.Graph()
     graph.output(graph.get_attr("constant"))
     assert captured_fingerprint(graph, []) is None
+
+
+@pytest.mark.parametrize("name", ["pointwise.py", "backend.py"])
+def test_a_changed_source_of_the_compiler_is_other_software(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+    before = software.__wrapped__()
+    assert software.__wrapped__() == before
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"\n" * (self.name == name))
+    assert software.__wrapped__() != before

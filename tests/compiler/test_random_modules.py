@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.compiler.random_modules import PROGRAMS, Program
 from tests.conversion import harness
+from tests.conversion.changing_sizes import compile_for
 
 # how far ONNX Runtime may be from float64: so many times as far as eager, and so much of the largest magnitude, as
 # eager's error may be 0 by luck; of a result that cancels to 0, such as a constant minus its mean, only rounding is
@@ -33,7 +34,8 @@ def function_of(program: Program) -> tuple[Callable[..., Any], list[torch.Tensor
 
 
 def largest(tensors: Sequence[Any]) -> float:
-    return max((float(x.detach().abs().max()) for x in tensors if x is not None and x.numel()), default=0.0)
+    found = (torch.nan_to_num(x.detach()) for x in tensors if x is not None and x.numel())
+    return max((float(x.abs().max()) for x in found), default=0.0)
 
 
 def jittered(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -50,16 +52,25 @@ def jittered(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
 
 def check(program: Program, step_graph: str) -> None:
     fn, exact = function_of(program)
-    single = harness.copies(exact, torch.float32)
-    expected = harness.run(fn, harness.copies(exact))
-    eager = [harness.run(fn, jittered(single, seed)) for seed in range(4)]  # the first as it is
-    given = harness.copies(single)
+    given = harness.copies(exact, torch.float32)
     compiled, report = harness.compile_function(fn, given, 1, step_graph=step_graph)
-    actual = harness.run(compiled, given)
-
+    compare(fn, exact, compiled, given)
     assert not [entry for entry in report.fallbacks if entry.reason.type.is_failure], report.fallbacks
     assert report.ort_runs > 0, report.to_text()
     assert (report.graphs[0].name == "step_0") == (step_graph == "joint")
+
+
+def compare(
+    fn: Callable[..., Any],
+    exact: Sequence[torch.Tensor],
+    compiled: Callable[..., Any],
+    given: Sequence[torch.Tensor],
+) -> None:
+    """Assert that a compiled function is as near to float64 as eager, on float32 copies of the inputs."""
+    expected = harness.run(fn, harness.copies(exact))
+    single = harness.copies(given)
+    eager = [harness.run(fn, jittered(single, seed)) for seed in range(4)]  # the first as it is
+    actual = harness.run(compiled, given)
     for kind in ("outputs", "gradients", "inputs"):  # the inputs for the buffers, which a batch norm updates
         wants, gots = getattr(expected, kind), getattr(actual, kind)
         likes = zip(*(getattr(result, kind) for result in eager), strict=True)
@@ -68,12 +79,46 @@ def check(program: Program, step_graph: str) -> None:
             if want is None:
                 assert got is None, f"{kind} {index}"
                 continue
+            assert torch.equal(got.isnan(), want.isnan()), f"{kind} {index}"  # of a mean of nothing
             error, *errors = (largest([value.double() - want]) for value in (got, *like))
             allowed = max(errors)
             assert error <= TIMES_EAGER * allowed + OF_LARGEST * scale, f"{kind} {index}: {error}, eager {allowed}"
 
 
-COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+def check_changing(program: Program, step_graph: str) -> None:
+    """Compare calls with other numbers of rows: two of which the graph is for, then one and none."""
+    fn, exact = function_of(program)
+    rows = len(exact[0])
+    calls = [exact]
+    for number in (rows + 3, rows + 1 if rows < 3 else rows - 1, *{1, 0} - {rows}):
+        batch = exact[0].detach()[torch.arange(number) % rows]
+        if batch.is_floating_point():  # what is repeated is another number
+            batch = batch * torch.linspace(1, 0.5, number, dtype=batch.dtype).view(-1, *[1] * (batch.dim() - 1))
+        calls.append([batch.requires_grad_(exact[0].requires_grad), *exact[1:]])
+    taken = [inputs for inputs in calls if takes(fn, inputs)]
+    assume(len(taken) > 1)  # a layer may be for a number of rows
+    torch._dynamo.reset()
+    compiled, backend = compile_for(fn, rows, step_graph=step_graph)
+    for inputs in taken:
+        compare(fn, inputs, compiled, harness.copies(inputs, torch.float32))
+    failures = [entry for entry in backend.report.fallbacks if entry.reason.type.is_failure]
+    assert not failures, failures
+    assert backend.report.ort_runs > 0, backend.report.to_text()
+
+
+def takes(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> bool:
+    try:
+        harness.run(fn, harness.copies(inputs))
+    except Exception:  # a layer may be made for a number of rows
+        return False
+    return True
+
+
+COMMON = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
+}
 
 
 @settings(max_examples=100, derandomize=True, **COMMON)
@@ -86,6 +131,19 @@ def test_random_modules(program: Program) -> None:
 @given(PROGRAMS)
 def test_random_modules_as_one_graph(program: Program) -> None:
     check(program, "joint")
+
+
+@settings(max_examples=25, derandomize=True, **COMMON)
+@given(PROGRAMS, st.sampled_from(["split", "joint"]))
+def test_random_modules_on_changing_sizes(program: Program, step_graph: str) -> None:
+    check_changing(program, step_graph)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, print_blob=True, **COMMON)
+@given(PROGRAMS, st.sampled_from(["split", "joint"]))
+def test_many_random_modules_on_changing_sizes(program: Program, step_graph: str) -> None:
+    check_changing(program, step_graph)
 
 
 @pytest.mark.slow

@@ -122,3 +122,10 @@ def test_parts_of_the_start() -> None:
 if __name__ == "__main__":
     for each in WIDTHS:
         (SNAPSHOTS / f"report_{each}.txt").write_text(report().to_text(each), encoding="utf-8")
+
+
+def test_a_choice_is_new_once() -> None:
+    report = CompileReport()
+    reason = Reason(ReasonType.USER, "as asked for")
+    assert [report.record_choice(where, reason) for where in ("a", "a", "b")] == [True, False, True]
+    assert len(report.notes) == 2

@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 RUN = "import runpy, sys; [(print(), runpy.run_path(path, run_name='__main__')) for path in sys.argv[1:]]"
-LINE = r"^(torch|onnxruntime|largest difference): (\S+)(?: ms)?$"
+LINE = r"^(torch|onnxruntime|largest difference): (\S+)(?: ms$| of the largest value(?:$|; of torch to float64: \d))"
 
 
 def run(*scripts: Path) -> list[dict[str, float]]:

@@ -162,9 +162,14 @@ def test_a_gradient_that_is_not_linear_has_its_own_pass(function: Any) -> None:
     assert_one_graph(backend, function in LINEAR)
 
 
+def with_logits(module: nn.Module, x: Any) -> Any:
+    logits = module(x)
+    return logits.square().mean(), logits
+
+
 def test_a_loss_that_is_kept_keeps_no_batch() -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
-    compiled, backend = compiled_of(lambda module, x: (module(x).square().mean(), module(x)))
+    compiled, backend = compiled_of(with_logits)
     kept, batches = [], []
     for _ in range(4):
         x = torch.randn(6, 8)
@@ -179,7 +184,7 @@ def test_a_loss_that_is_kept_keeps_no_batch() -> None:
 
 def test_a_second_backward_pass_needs_retain_graph() -> None:
     module = nn.Linear(8, 4)
-    compiled, backend = compiled_of(lambda module, x: (module(x).square().mean(), module(x)))
+    compiled, backend = compiled_of(with_logits)
     loss, logits = compiled(module, torch.randn(6, 8))
     loss.backward()
     with pytest.raises(RuntimeError, match="retain_graph=True"):

@@ -3,18 +3,24 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import malloc, timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
+from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
+from lightning_ort.compiler.out_of_memory import is_out_of_memory
+from lightning_ort.compiler.regions import RegionRejected
+from lightning_ort.compiler.report import ReasonType
 
 MB = 1 << 20
 
@@ -150,3 +156,52 @@ def test_nothing_is_released_where_nothing_was_timed(monkeypatch: pytest.MonkeyP
         assert backend.report.graphs
         released.append("end of a run")
     assert released == ["ort", "end of a run", "end of a run"]
+
+
+ERRORS = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
+    RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+def test_what_is_about_memory() -> None:
+    for error in ERRORS:
+        assert is_out_of_memory(error)
+        rejection = RegionRejected(ReasonType.RUN_FAILED, "it failed")
+        rejection.__cause__ = error
+        assert is_out_of_memory(rejection)
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("error", ERRORS[:2] + ERRORS[3:4], ids=["memory", "torch", "onnxruntime"])
+@pytest.mark.parametrize("where", ["samples", "build", "run", "torch"])
+def test_a_trial_that_runs_out_of_memory_is_over(
+    where: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The region stays in torch, as before it was tried, and nobody is warned or refused."""
+    held: list[Any] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        big = torch.empty(1000)
+        held.append(weakref.ref(big))
+        raise error
+
+    if where == "samples":
+        monkeypatch.setattr(timing, "samples", fail)
+    elif where == "torch":
+        measure = timing.measure
+        monkeypatch.setattr(timing, "measure", lambda name, calls, run, *args: measure(name, calls, fail, *args))
+    else:
+        monkeypatch.setattr(*((session, "build") if where == "build" else (BoundSession, "__call__")), fail)
+    x, w = torch.randn(300, 256), torch.randn(256, 300)
+    backend = ORTBackend(ORTConfig(placement="measured", cache_dir=None, fallback="raise"))
+    with torch.no_grad():
+        got = torch.compile(lambda x, w: F.gelu(squares(x, w) + x @ w), backend=backend)(x, w)
+        torch.testing.assert_close(got, F.gelu(squares(x, w) + x @ w), rtol=1e-4, atol=1e-4)
+    assert not [one for one in held if one() is not None]
+    reasons = [region.reason for graph in backend.report.graphs for region in graph.regions]
+    assert {reason and reason.type for reason in reasons} == {ReasonType.NOT_TIMED}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

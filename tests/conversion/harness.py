@@ -54,7 +54,7 @@ def as_graph(fn: Callable[..., Any], num_inputs: int, num_outputs: int) -> fx.Gr
     return fx.GraphModule({}, graph)
 
 
-def _as_tuple(fn: Callable[..., Any]) -> Callable[..., Any]:
+def as_tuple(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> tuple[Any, ...]:
         result = fn(*args)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -143,13 +143,18 @@ def compare(
     The arguments are those of :func:`check`; ``reference`` is what eager computes in, ``None`` for the inputs' own
     dtypes, in which what overflows does so for both.
     """
-    eager = _as_tuple(fn)
+    eager = as_tuple(fn)
     expected = run(eager, copies(inputs, reference))
     same = run(eager, copies(inputs))
     given = copies(inputs)
     compiled, report = compile_function(eager, given, len(expected.outputs), **config)
     actual = run(compiled, given)
+    assert_alike(actual, expected, same, tolerance)
+    return report
 
+
+def assert_alike(actual: Run, expected: Run, same: Run, tolerance: tuple[float, float]) -> None:
+    """Assert that a call gave what eager gives in float64; dtypes and integers are those of eager's ``same`` call."""
     rtol, atol = tolerance
     pairs = [
         *(("output", *values) for values in zip(actual.outputs, expected.outputs, same.outputs, strict=True)),
@@ -168,7 +173,6 @@ def compare(
         torch.testing.assert_close(
             got.detach().to(want.dtype), want.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=_labelled(what, index)
         )
-    return report
 
 
 def _labelled(what: str, index: int) -> Callable[[str], str]:

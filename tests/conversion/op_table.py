@@ -337,6 +337,7 @@ PLACES = values([[0, 2], [1, 3], [4, 5], [0, 1]], torch.int64)
 op("index", lambda x, i: x[i] * 2, X, IDS)
 op("index_pairs", lambda x, i, j: (x[i, j], x[i[:, None], j]), X, IDS, ints(3, high=6))
 op("index_apart", lambda x, i: (x[i, :, i], x[:, i, i]), normal(4, 4, 4), IDS)
+op("index_apart_later", lambda x, i: x[:, i, :, i], normal(2, 4, 3, 4), IDS)
 op("index_select", lambda x, i: x.index_select(1, i), X, IDS)
 op("gather", lambda x, i: x.gather(1, i), X, ints(4, 3, high=6))
 op("scatter", lambda x, i, y: (x.scatter(1, i, y), x.scatter(1, i, 2.0)), X, PLACES, normal(4, 2))
@@ -377,6 +378,7 @@ op("exp2", torch.exp2, X)
 # layers
 
 op("embedding", lambda w, i: F.embedding(i, w), normal(7, 4), ints(2, 5, high=7))
+op("embedding_of_one", lambda w, i: F.embedding(i, w), normal(7, 4), values(3, torch.int64).fixed())
 op("embedding_padding", lambda w, i: F.embedding(i, w, padding_idx=2), normal(7, 4), ints(2, 5, high=7))
 op("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), CUBE, normal(4), normal(4), **GRADS)
 op(
@@ -476,6 +478,7 @@ op("cross_entropy_images", lambda x, y: F.cross_entropy(x, y, reduction="sum"), 
 op("nll_none", lambda x, y: F.nll_loss(x, y, reduction="none"), LOGITS, LABELS)
 for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
     op(_loss.__name__, _loss, X, Y)
+op("soft_margin_loss", F.soft_margin_loss, X, uniform(4, 6, low=-1).fixed())
 op("take_one", torch.take, normal(3, 4), values(5, torch.int64).fixed())
 op("take", torch.take, normal(3, 4), values([[5, -1], [0, 5]], torch.int64).fixed())
 op("put", torch.put, normal(3, 4), values([[5, -1]], torch.int64).fixed(), normal(1, 2))

@@ -22,7 +22,7 @@ from lightning_ort.compiler.executors.ort import kernels
 from tests.conversion.opinfo_cases import LAYOUTS, OPS
 from tests.conversion.opinfo_check import Outcome, Status
 from tests.conversion.opinfo_known import explained
-from tests.conversion.opinfo_run import Key, run_all
+from tests.conversion.opinfo_run import CHANGING_SIZES, Key, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "opinfo.md"
@@ -52,6 +52,7 @@ crashed or hung.** {explained} differ for [a known reason](#known-differences).
 {table}
 
 - *compiled*: calls in which ONNX Runtime had something to run, so that the result is compared.
+- *changing sizes*: calls of one compiled function, whose inputs have more rows, fewer, one and none after the first.
 - *torch differs alike*: the graph that torch captures differs in the same way when torch itself runs it, or eager
   gives different results from call to call.
 - Special values are mixed with ordinary ones: NaN, infinities, denormals and -0.0 (*tiny*), numbers near the largest
@@ -97,7 +98,8 @@ def label(key: Key, outcome: Outcome) -> str:
 
 def _order(name: str) -> tuple[int, str]:
     first = ["float32", "float32, standard kernels", *(f"float32, {kind}" for kind in ("nan", "inf", "tiny", "huge"))]
-    ordered = [*first, *(f"float32, {layout}" for layout in LAYOUTS), "float32, in place"]
+    ordered = [*first, *(f"float32, {layout}" for layout in LAYOUTS)]
+    ordered += ["float32, in place", f"float32, {CHANGING_SIZES}"]
     return (ordered.index(name), "") if name in ordered else (len(ordered), name)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from lightning_ort.compiler.report import CompileReport
+from tests.conversion.changing_sizes import compile_for, other_sizes, resized, sizes_of
 from tests.conversion.harness import as_graph, compile_function
 from tests.conversion.opinfo_cases import Case, copies, with_values
 from tests.conversion.opinfo_judge import Leeway, bits, close_at_once, judge, real, same_values, structure
@@ -107,6 +108,35 @@ def check(
         if inputs is not None:
             outcomes.append(_compare(case, inputs, compiled, report, kind, at))
     return outcomes
+
+
+def check_sizes(case: Case, kernels: str = "auto", at: Callable[[str], None] = lambda stage: None) -> list[Outcome]:
+    """Compare a call, and others whose inputs differ in one size, with eager; the arguments are those of :func:`check`.
+
+    It is the first size of the inputs for which eager takes other values: two others, one and none.
+    """
+    for size in sizes_of(case.inputs):
+        calls = [case.inputs]
+        for new in other_sizes(size):
+            given = resized(case.inputs, size, new)
+            at(f"eager with {new} for {size}")
+            if not isinstance(_attempt(case.fn, copies(given)), Exception):
+                calls.append(given)
+        if len(calls) > 1:
+            break
+    else:
+        return []
+    compiled, backend = compile_for(case.fn, size, kernels=kernels)
+    outcomes = []
+    for inputs in calls:
+        at(f"compile for {size}")
+        outcome = _compare(case, inputs, compiled, backend.report, "plain", at)
+        if outcome.status is Status.MISMATCH and _torch_fails(replace(case, inputs=inputs), 1):
+            outcome = replace(outcome, status=Status.NOT_TRACED)
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        outcomes.append(replace(outcome, detail=f"{shapes}: {outcome.detail}" if outcome.detail else "", ops=()))
+    ran = any(region.executor == "ort" for graph in backend.report.graphs for region in graph.regions)
+    return outcomes if ran or any(outcome.detail for outcome in outcomes) else [Outcome(Status.IN_TORCH)]
 
 
 def _compare(

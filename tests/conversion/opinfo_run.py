@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from tests.conversion.opinfo_cases import LAYOUTS, OPS, Case, case_of, samples
-from tests.conversion.opinfo_check import Outcome, Status, check
+from tests.conversion.opinfo_check import Outcome, Status, check, check_sizes
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
 }
 SECONDS = 120  # for one step of one call, on a busy machine
+CHANGING_SIZES = "changing sizes"
 Limits = tuple[int | None, int | None]
 MEMORY = 8 * 2**30  # eager refuses what special values ask beyond it
 
@@ -36,7 +37,7 @@ class Key:
     Args:
         op: Its name in the database.
         dtype: Of the sample.
-        variant: ``"plain"``, ``"in place"`` or a memory layout.
+        variant: ``"plain"``, ``"in place"``, ``"changing sizes"`` or a memory layout.
         kernels: Of the config.
         sample: Its number.
 
@@ -96,6 +97,7 @@ def calls(
                 yield key("plain", index), lambda s=sample: case_of(op, s), values if index in few else ()
             if index not in few or not whole:
                 continue
+            yield key(CHANGING_SIZES, index), lambda s=sample: case_of(op, s), ()
             yield key("plain", index, "standard"), lambda s=sample: case_of(op, s), values
             for layout, change in LAYOUTS.items():
                 yield key(layout, index), lambda s=sample, change=change: _changed(case_of(op, s), change), ()
@@ -129,7 +131,12 @@ def run_op(name: str, limits: Limits, start: int, tell: Callable[[Any], None]) -
         if number < start or (case := make()) is None:
             continue
         try:
-            outcomes = check(case, key.kernels, values, functools.partial(_tell_stage, tell, number, key))
+            at = functools.partial(_tell_stage, tell, number, key)
+            if key.variant == CHANGING_SIZES:
+                torch._dynamo.reset()
+                outcomes = check_sizes(case, key.kernels, at)
+            else:
+                outcomes = check(case, key.kernels, values, at)
         except Exception as error:  # of the check itself; it must not pass for a call that went well
             outcomes = [Outcome(Status.CRASH, detail=f"check: {type(error).__name__}: {error}")]
         for outcome in outcomes:

@@ -380,6 +380,26 @@ def test_anyprecision_second_moment_decays() -> None:
     )
 
 
+def test_what_rounding_took_from_the_second_moment_is_converted_both_ways() -> None:
+    """A bfloat16 has 8 bits; with what is kept beside it, a second moment has 16, also in another optimizer."""
+    torch.manual_seed(0)
+    moment = torch.rand(64) + 1e-3
+    plain = optim.AdamW([nn.Parameter(torch.zeros(64))], lr=1e-3)
+    plain.param_groups[0]["params"][0].grad = torch.ones(64)
+    plain.step()
+    plain.state_dict()["state"][0]["exp_avg_sq"].copy_(moment)
+    ours, back = (optim.AdamW([nn.Parameter(torch.zeros(64))], lr=1e-3) for _ in range(2))
+    swap("adamw_anyprecision", nn.ParameterList(ours.param_groups[0]["params"]), ours)
+    swap("keep", nn.ParameterList(back.param_groups[0]["params"]), back)
+    ours.load_state_dict(plain.state_dict())
+    assert not torch.allclose(moment.bfloat16().float(), moment, rtol=1e-3)
+    back.load_state_dict(ours.state_dict())
+    (state,) = back.state.values()
+    torch.testing.assert_close(state["exp_avg_sq"], moment, rtol=2**-15, atol=0)
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert (state["step"].item(), state["exp_avg_sq"].dtype) == (1, torch.float32)
+
+
 # bad input
 
 

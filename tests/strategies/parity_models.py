@@ -223,10 +223,10 @@ class GAN(Base):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         real, _ = batch
         opt_g, opt_d = self.optimizers()
-        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        ones, zeros = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
 
         self.toggle_optimizer(opt_g)
-        fake = self.generator(torch.randn(len(real), 4))
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
         g_loss = F.binary_cross_entropy_with_logits(self.discriminator(fake), ones)
         opt_g.zero_grad()
         self.manual_backward(g_loss)

@@ -105,3 +105,12 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     Announcement("training_step").start(trainer_with(bar), "ort")
     assert [line.startswith("\x1b[") for line in bar.lines] == [True, False]
+
+
+def test_no_clear_difference() -> None:
+    bar = Bar()
+    announcement = Announcement("training_step")
+    announcement.start(trainer_with(bar), "ort")
+    announcement.verdict(trainer_with(bar), {"ort": 1.0, "torch": 185.0}, is_clear=False)
+    text = "ONNX Runtime goes on, without a clear difference, 1 ms a step (185 ms in PyTorch); the machine may be busy"
+    assert bar.lines[1].endswith(text)

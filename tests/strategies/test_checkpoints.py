@@ -1,6 +1,11 @@
 """A checkpoint does not tell under which strategy it was written."""
 
-from collections.abc import Callable
+import errno
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ from small_modules import Small
 
 from lightning_ort import ORTStrategy
 from lightning_ort.lightning import AtomicCheckpointIO
+from lightning_ort.strategies.checkpoints import save_atomically
 
 
 class Momentum(Small):
@@ -109,3 +115,44 @@ def test_a_path_that_fsspec_reads(prefix: str, tmp_path: Path, monkeypatch: pyte
     AtomicCheckpointIO().save_checkpoint({"a": torch.ones(2)}, path)
     assert (tmp_path / "m.ckpt").is_file()
     assert list((tmp_path / "work").iterdir()) == []
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a disk that is full: the system refuses to write beyond a size, with an error of its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("limit", [0, 4096, 300_000])  # at its begin, among the pickles, and within a tensor
+def test_a_full_disk(limit: int, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_atomically({"weight": torch.zeros(3)}, path)
+    with files_of_at_most(limit), pytest.raises(OSError, match="bytes of the checkpoint") as caught:
+        save_atomically({"weight": torch.zeros(200_000)}, path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert f"after {limit:,} bytes" in str(caught.value)
+    assert torch.load(path)["weight"].numel() == 3  # that of before
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a machine that loses power leaves an empty file in the place of the earlier checkpoint."""
+    done: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size > 800_000}")
+
+    def replace(self: Path, target: Path) -> None:
+        done.append("rename")
+        os.replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    save_atomically({"weight": torch.zeros(200_000)}, tmp_path / "last.ckpt")
+    assert done == ["file of True", "rename", "folder"]

@@ -145,6 +145,24 @@ def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp
             assert [step["ms"] for step in steps] == [{"ort": ms, "torch": 3 * ms}], run.output
 
 
+@pytest.mark.parametrize(
+    ("argument", "kind", "message"),
+    [
+        ({"start_method": "thread"}, ValueError, "start_method='thread'.*'popen', 'spawn', 'fork', 'forkserver'"),
+        ({"start_method": None}, ValueError, "start_method=None"),
+        ({"find_unused_parameters": "no"}, TypeError, "find_unused_parameters='no'.*True or False"),
+        ({"static_graph": 1}, TypeError, "static_graph=1.*True or False"),
+        ({"find_unused": True}, TypeError, "did you mean 'find_unused_parameters'"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [ORTDDPStrategy, ORTNativeZeRO1Strategy])
+def test_arguments_of_lightnings_strategy(
+    strategy: type, argument: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        strategy(**argument)
+
+
 def test_names() -> None:
     names = StrategyRegistry.available_strategies()
     for suffix in ("", "_find_unused_parameters_true", "_spawn", "_notebook"):

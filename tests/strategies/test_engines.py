@@ -1,6 +1,7 @@
 """Which engines a step is tried on, in which order, by the clock of a script."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTConfig, ORTStrategy
+from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture import module as capture_module
 from lightning_ort.strategies.capture.autotuner import StepAutotuner
-from lightning_ort.strategies.capture.engines import Candidates, engines_for, setting_for
+from lightning_ort.strategies.capture.budget import expected_cost, inductor_cost
+from lightning_ort.strategies.capture.engines import Candidates, engines_for, setting_for, stages_for
+from lightning_ort.strategies.capture.gate import History
+from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.environment import read_environment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -56,6 +61,31 @@ def test_no_recording_of_sizes_that_vary_or_gradients_that_stay() -> None:
     assert engines_for(ORTConfig(), CUDA, "training_step", False).engines == ["torch", "inductor"]
 
 
+def test_a_start_on_a_gpu_is_priced_with_inductor() -> None:
+    module = SimpleNamespace(
+        leaf_modules=20,
+        startup_seconds={},
+        count_inductors=lambda step: 2,
+        backend=SimpleNamespace(compiled_in_process=lambda: True),
+    )
+    (stage,) = stages_for(ORTConfig(), CUDA)
+    cost = History("training_step", stage, "name", None).cost(module)  # type: ignore[arg-type]
+    assert cost == expected_cost(20) + 2 * inductor_cost(20, 0.0) > 30
+    known = History("training_step", stage, "name", Startup(40.0, 8.0, {}, True))
+    assert known.cost(module) == 8.0  # type: ignore[arg-type]
+    assert History("training_step", "ort", "name", None).cost(module) == expected_cost(20)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "processes", "joins"), [(CPU, 2, True), (CUDA, 1, True), (CUDA, 2, False)])
+def test_gradients_that_gpus_exchange_come_from_a_backward_pass(
+    device: torch.device, processes: int, joins: bool
+) -> None:
+    strategy = SimpleNamespace(root_device=device)
+    module = SimpleNamespace(trainer=SimpleNamespace(world_size=processes), automatic_optimization=True)
+    may_join: Any = CapturedModule.may_join
+    assert may_join.fget(SimpleNamespace(_strategy=strategy, module=module)) is joins
+
+
 def trial(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], fails: tuple[str, ...] = ()) -> Any:
     """Each engine as it was tried, in order, and the medians."""
     now, order = 0.0, []
@@ -90,10 +120,10 @@ def test_onnxruntime_is_tried_where_its_projected_time_can_win(monkeypatch: pyte
 
 
 def test_what_inductor_is_told() -> None:
-    exact, fast = (inductor.compile_arguments("inductor", masks)["options"] for masks in ("exact", "fast"))
+    exact, fast = (inductor.backend_for("inductor", masks).compile.config for masks in ("exact", "fast"))
     assert exact == {"fallback_random": True}
     assert fast == {"fallback_random": False}
-    recorded = inductor.compile_arguments("inductor-graphs", "exact")["backend"].options
+    recorded = inductor.backend_for("inductor-graphs", "exact").compile.options
     # these are options of the installed torch, and those of its mode
     mode = torch._inductor.list_mode_options("reduce-overhead")
     assert recorded == {"fallback_random": True, **mode}
@@ -140,7 +170,7 @@ def test_results_of_a_recording_outlive_the_next_run(recorder: Recorder) -> None
         kept.append(x * 2)
         return {"y": x + 1, "view": x[0], "name": "x"}
 
-    compiled = torch.compile(step, **inductor.compile_arguments("inductor-graphs", "exact"), fullgraph=True)
+    compiled = torch.compile(step, backend=inductor.backend_for("inductor-graphs", "exact"), fullgraph=True)
     inputs = [torch.full((2, 2), number) for number in (1.0, 2.0)]
     first, second = map(compiled, inputs)
     assert recorder.events == ["run", "run"]

@@ -9,6 +9,7 @@ import torch
 from parity_models import MODELS, STEPS, Base
 from small_modules import Small, loader
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ort import ORTDDPStrategy, ORTMatmulPrecision, ORTStrategy, ORTZeRO1Strategy
 from lightning_ort.compiler.executors.ort import kernels
@@ -75,7 +76,7 @@ class Growing(Small):
     """Batches of several sizes: they reach a session as numbers in host memory."""
 
     def train_dataloader(self) -> Any:
-        return [batch for size in (3, 5, 7, 11, 4) for batch in loader(size, size)]
+        return DataLoader([batch for size in (3, 5, 7, 11, 4) for batch in loader(size, size)], batch_size=None)
 
 
 def test_sizes_that_vary(make_trainer: Callable[..., Any]) -> None:

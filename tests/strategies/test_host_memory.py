@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import gc
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -150,3 +151,12 @@ def test_a_malloc_is_known_by_what_it_counts() -> None:
     libc = ctypes.CDLL("libc.so.6")
     assert malloc._counts(libc, ctypes.CDLL("libc.so.6"))
     assert not malloc._counts(libc, Elsewhere())
+
+
+def test_why_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(malloc, "glibc", object)
+    assert host_memory.unsupported_reason() is None
+    monkeypatch.setattr(malloc, "glibc", lambda: None)
+    assert "not glibc's" in str(host_memory.unsupported_reason())

@@ -155,3 +155,15 @@ def test_other_ranks_write_files_of_their_own(tmp_path: Path) -> None:
     delivery._trainer = trainer
     delivery.teardown(CompileReport())
     assert [path.name for path in tmp_path.iterdir()] == ["run.rank1.json"]
+
+
+def test_an_interrupted_fit_says_whether_it_was_worth_it(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupted(Small):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyboardInterrupt
+
+    with caplog.at_level(logging.INFO), pytest.raises(SystemExit):
+        make_trainer(strategy=ORTStrategy(config={"start": "amortized"}), max_epochs=1).fit(Interrupted())
+    assert "lightning-ort: interrupted; not compiled yet: training_step: " in caplog.text

@@ -1,5 +1,6 @@
 """Which engine a captured step goes on with, by scripted times: trials, later checks, engines that fail."""
 
+import dataclasses
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ort.compiler import malloc
-from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report import CompileReport, StepReport
 from lightning_ort.strategies.capture import autotuner
 from lightning_ort.strategies.capture.account import StepAccount
 from lightning_ort.strategies.capture.autotuner import FIRST_CHECK, StepAutotuner
@@ -225,3 +226,20 @@ def test_a_step_that_an_earlier_run_captured_has_a_budget(monkeypatch: pytest.Mo
     bench.account._spend(0.001)
     bench.account.end_run()
     assert len(stored) == 1  # not what that run spent, which is no start
+
+
+def test_what_a_step_was_given_up_for_counts_more_than_its_trial() -> None:
+    step = StepReport("training_step", {"ort": 1.0, "torch": 2.0})
+    assert str(step).endswith("continues with ort")
+    assert str(dataclasses.replace(step, kept="torch")).endswith("continues with torch")
+
+
+def test_samples_that_differ_by_more_than_the_engines_are_no_verdict() -> None:
+    def timed(**seconds: list[float]) -> StepAutotuner:
+        timer = StepAutotuner(list(seconds), lambda: None)  # type: ignore[arg-type]
+        timer._samples = {engine: [9.0, *samples] for engine, samples in seconds.items()}  # type: ignore[misc]
+        return timer
+
+    assert timed(ort=[1.0, 1.1, 0.9, 1.0], torch=[2.0, 2.1, 1.9, 2.0]).is_clear
+    assert not timed(ort=[1.0, 1.1, 0.9, 1.0], torch=[1.0, 300.0, 1.1, 300.0]).is_clear
+    assert timed(torch=[1.0, 2.0]).is_clear

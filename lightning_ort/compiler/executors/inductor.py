@@ -1,8 +1,11 @@
 """Inductor as an executor of whole graphs: under ``engine="auto"`` it is timed against the others on whole steps."""
 
+import copy
 import os
+import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +13,17 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.torch import copies_of, inductor_backend, inductor_cache_folder, storage_of
+from lightning_ort.compat.torch import (
+    GraphFacts,
+    copies_of,
+    inductor_backend,
+    inductor_cache_folder,
+    storage_of,
+    traced_graph_facts,
+)
+from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
+from lightning_ort.compiler.out_of_memory import is_out_of_memory
+from lightning_ort.compiler.report import Reason
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
@@ -33,12 +46,63 @@ def has_cache() -> bool:
     return Path(inductor_cache_folder(), "fxgraph").is_dir()
 
 
-def compile_arguments(engine: str, masks: DropoutMasks) -> dict[str, Any]:
-    """Return the arguments of ``torch.compile``; with ``"exact"`` masks random numbers are the same as in eager."""
-    options: dict[str, Any] = {"fallback_random": masks == "exact"}
-    if engine == GRAPHS:  # what the mode sets; torch.compile takes options or a mode, not both
-        return {"backend": RecordingBackend({**options, "triton.cudagraphs": True})}
-    return {"backend": NAME, "options": options}
+# backward passes that eager could still do: CUDA graphs are warmed up, recorded and replayed, each in memory of its own
+_PASSES = 3
+# in the code of a graph that may draw random numbers
+_DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponential_|poisson|rrelu|fractional")
+
+
+def backend_for(
+    engine: str, masks: DropoutMasks, on_failure: Callable[[Exception], None] = lambda error: None
+) -> "GuardedBackend":
+    """Return what compiles graphs for an engine; with ``"exact"`` masks random numbers are the same as in eager."""
+    options = {"fallback_random": masks == "exact"}
+    if engine == GRAPHS:  # what torch.compile's mode sets
+        return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure)
+    return GuardedBackend(inductor_backend(options), on_failure)
+
+
+class GuardedBackend:
+    """A backend whose graphs go on in eager if one fails in its first runs, or runs out of memory in any.
+
+    Args:
+        compile: The backend.
+        on_failure: Gets what a graph failed with. From then on all graphs of this backend run in eager.
+
+    """
+
+    def __init__(self, compile: Callable[..., Callable[..., Any]], on_failure: Callable[[Exception], None]) -> None:
+        self.compile = compile
+        self._on_failure = on_failure
+        self._guards: weakref.WeakSet[GuardedGraph] = weakref.WeakSet()
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph that dynamo has captured."""
+        eager = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # inductor changes the graph
+        compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
+        # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
+        monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
+        draws = _DRAWS.search(gm.code) is not None
+        guard = GuardedGraph(
+            compiled, eager.forward, monitor, self._give_up, self._leave_to_eager, passes=_PASSES, draws=draws
+        )
+        self._guards.add(guard)
+        return guard
+
+    def _give_up(self, error: Exception) -> None:
+        for guard in self._guards:
+            guard.leave()
+        self._on_failure(error)
+
+    def _leave_to_eager(self, reason: Reason) -> None:
+        self._give_up(RuntimeError(reason.text))
+
+
+class _MemoryMonitor(PassMonitor):
+    """After the first runs, an error is inductor's if it is about memory: its passes are not told from other code."""
+
+    def saw(self, error: Exception) -> bool:
+        return is_out_of_memory(error)
 
 
 class RecordingBackend:

@@ -49,10 +49,15 @@ _SHRINKAGE_GRADIENTS = (aten.hardshrink_backward.default, aten.softshrink_backwa
 
 
 @functools.cache
-def decompositions(converted: frozenset[OpOverload]) -> dict[OpOverload, Callable[..., Any]]:
-    """Return torch's decompositions to core ATen, except of ops that have a converter or run well whole."""
+def decompositions(converted: frozenset[OpOverload], layouts: bool = True) -> dict[OpOverload, Callable[..., Any]]:
+    """Return torch's decompositions to core ATen, except of ops that have a converter or run well whole.
+
+    Without ``layouts`` the results of some ops are not laid out in memory as eager's.
+    """
     needed = {op: split for op, split in core_decompositions().items() if op not in converted and op not in _WHOLE}
     needed |= {aten.sgn.default: _sign, aten.take.default: _take, aten.put.default: _put}
+    if not layouts:
+        return needed
     needed |= {op: functools.partial(as_eager_lays_out, op, needed.get(op)) for op in LAYOUTS}
     return needed | {op: functools.partial(_with_eager_layout, op) for op in _BATCH_NORMS}
 

@@ -9,7 +9,7 @@ from torch import fx
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
 from lightning_ort.compat.torch import half_of, is_contiguous_or_false
 from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static, reached, results_of
+from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static, is_view, reached, results_of
 
 aten = torch.ops.aten
 
@@ -84,44 +84,57 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
     return all(not node.users for node in tangents)
 
 
-# what a gradient's own backward function may do with it, as one that clips: torch's are linear. Comparisons and indices
-# are known by their dtype
-_NOT_LINEAR_NAMES = (
-    "abs acos acosh amax amin asin asinh atan atan2 atanh bernoulli ceil celu clamp clamp_max clamp_min copysign cos"
-    " cosh cummax cummin cumprod elu erf erfc erfinv exp exp2 expm1 floor fmod frac gelu hardsigmoid hardswish hardtanh"
-    " heaviside hypot kthvalue leaky_relu lgamma linalg_inv_ex linalg_vector_norm log log10 log1p log2"
-    " log_sigmoid_forward logaddexp logcumsumexp logsumexp max maximum median min minimum mish mode nan_to_num"
-    " nanmedian nextafter pow prod reciprocal relu remainder renorm round rsqrt sgn sigmoid sign silu sin sinc sinh"
-    " softplus sort sqrt std std_mean tan tanh threshold topk trunc var var_mean xlogy _log_softmax _softmax"
+# What is linear in the gradient that it is given, as are views and, in their first argument, torch's own backward
+# operations. A gradient's own backward function may do anything else with it, such as clip it.
+_LINEAR_NAMES = (
+    "_conj _conj_physical _fft_c2c _fft_c2r _fft_r2c _to_copy _unsafe_index _unsafe_index_put _unsafe_masked_index"
+    " _unsafe_view add addmm baddbmm bmm cat clone complex constant_pad_nd convert_element_type convolution copy cumsum"
+    " div dot flip gather getitem imag index index_add index_fill index_put index_select linalg_lu_solve"
+    " linalg_solve_triangular masked_fill masked_scatter mean mm mul mv neg real repeat roll rsub scatter scatter_add"
+    " select_scatter slice_scatter stack sub sum trace tril triu where"
 )
-_NOT_LINEAR = {getattr(aten, name) for name in _NOT_LINEAR_NAMES.split()}
+_LINEAR = set(_LINEAR_NAMES.split())
 # which arguments become parts of the result
 _PARTS: dict[Any, tuple[int, ...]] = {
-    **dict.fromkeys((aten.add, aten.sub, aten.rsub, aten.slice_scatter, aten.select_scatter), (0, 1)),
-    **dict.fromkeys((aten.masked_fill, aten.index_put, aten.constant_pad_nd), (0, 2)),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), (0,)),
+    **dict.fromkeys((aten.add, aten.sub, aten.rsub, aten.slice_scatter, aten.select_scatter, aten.complex), (0, 1)),
+    **dict.fromkeys((aten.masked_fill, aten.masked_scatter, aten.constant_pad_nd), (0, 2)),
+    **dict.fromkeys((aten.index_put, aten._unsafe_index_put), (0, 2)),
     **dict.fromkeys((aten.scatter, aten.scatter_add, aten.index_add, aten.index_fill), (0, 3)),
     aten.where: (1, 2),
 }
 _ZEROS = (aten.zeros, aten.zeros_like, aten.new_zeros)
 _FILL_VALUES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}  # which argument
-_PRODUCTS = {aten.mul: 0, aten.mm: 0, aten.bmm: 0, aten.dot: 0, aten.mv: 0, aten.addmm: 1, aten.baddbmm: 1}
+_PRODUCTS = {
+    **dict.fromkeys((aten.mul, aten.mm, aten.bmm, aten.dot, aten.mv, aten.convolution), 0),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), 1),
+}
 
 
 def _is_linear(loss: fx.Node) -> bool:
     """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
     of_loss = reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
     for node in of_loss:
-        op = _packet(node)
-        if op in _NOT_LINEAR or (op is aten.div and node.args[1] in of_loss):
+        if node.op == "call_function" and not _is_linear_operation(node, of_loss):
             return False
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             return False
         if not all(part in of_loss or _is_zero(part) for part in _parts(node)):
             return False  # such as a penalty's own term
-        if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
-            return False
     return True
+
+
+def _is_linear_operation(node: fx.Node, of_loss: set[fx.Node]) -> bool:
+    op = _packet(node)
+    name = getattr(op or node.target, "__name__", "")
+    if "_backward" in name:
+        return of_loss.isdisjoint(other for other in node.all_input_nodes if other is not node.args[0])
+    if (op is aten.div and node.args[1] in of_loss) or node.kwargs.keys() & {"rounding_mode", "reduce"}:
+        return False
+    if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
+        return False
+    return is_view(node) or getattr(node.target, "is_view", False) or name in _LINEAR
 
 
 def _packet(node: fx.Node) -> Any:
@@ -131,13 +144,13 @@ def _packet(node: fx.Node) -> Any:
 
 def _reads_only_sizes(node: fx.Node) -> bool:
     name = getattr(_packet(node), "__name__", "")
-    return name.endswith("_like") or name.startswith("new_")
+    return name.endswith("_like") or name.startswith(("new_", "sym_"))
 
 
 def _parts(node: fx.Node) -> Sequence[Any]:
     """The arguments that become parts of a node's result as they are."""
     op = _packet(node)
-    if op is aten.cat:
+    if op in (aten.cat, aten.stack):
         return node.args[0]  # type: ignore[return-value]
     if op is aten.constant_pad_nd and len(node.args) < 3:
         return ()

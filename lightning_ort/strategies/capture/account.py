@@ -33,6 +33,7 @@ class StepAccount:
         self._found: dict[str, float] = {}  # by the trial of that stage
         self._gave_up = False  # that stage
         self.refused = ""  # why the step is for eager alone
+        self.failures: dict[Engine, str] = {}  # why engines cannot run the step any more, until it drops them
         self._engine: Engine = "ort"  # of the current call
         self._call_start = 0.0
         self._first = False  # whether nothing was compiled in this process before that call
@@ -135,12 +136,20 @@ class StepAccount:
             self._projected = total
         return self._projected > 0
 
-    def settle(self, times: dict[str, float], overhead: float, saving: float) -> None:
-        """Count a trial: the time of the step on each engine in ms, the seconds that it took and that a step saves."""
+    def settle(self, times: dict[str, float], overhead: float, saving: float, is_clear: bool) -> None:
+        """Count a trial.
+
+        Args:
+            times: Of the step on each engine, in ms.
+            overhead: The seconds that it took.
+            saving: The seconds that a step saves from then on.
+            is_clear: Whether the samples differ by less than the engines.
+
+        """
         self._spend(overhead)
         run = self._module.backend.report.run
         run.trial_seconds += overhead
-        self._announcement.verdict(self._module.module.trainer, times)
+        self._announcement.verdict(self._module.module.trainer, times, is_clear)
         self.milliseconds = times
         if self.stage in ("all", *times):  # and not a later check of another engine
             self._found = times

@@ -49,8 +49,11 @@ class Announcement:
         """Count the seconds of a call that compiled something."""
         self._seconds += seconds
 
-    def verdict(self, trainer: "pl.Trainer", ms: dict[str, float]) -> None:
-        """Say who runs the step from now on, by its times on each engine; a second call says nothing."""
+    def verdict(self, trainer: "pl.Trainer", ms: dict[str, float], is_clear: bool = True) -> None:
+        """Say who runs the step from now on, by its times on each engine; a second call says nothing.
+
+        Without a clear difference it says no more than that.
+        """
         if self._verdict_given:
             return
         self._verdict_given, self._ended = True, False  # an earlier run may have ended before
@@ -58,11 +61,14 @@ class Announcement:
         others = {engine: each for engine, each in ms.items() if engine != fastest}
         rivals = ", ".join(f"{duration(each)} in {LABELS.get(engine, engine)}" for engine, each in others.items())
         name = LABELS.get(fastest, fastest)
-        text = f"{name} wins, {duration(ms[fastest])} a step ({rivals})"
+        outcome = "wins" if is_clear else "goes on, without a clear difference"
+        text = f"{name} {outcome}, {duration(ms[fastest])} a step ({rivals})"
         if fastest == "torch":
             self._end(trainer, f"{text}; the step stays in PyTorch", _YELLOW)
-        else:
+        elif is_clear:
             self._end(trainer, f"{text}, {ms['torch'] / ms[fastest]:.2f}x as fast as before", _GREEN)
+        else:
+            self._end(trainer, f"{text}; the machine may be busy", _YELLOW)
 
     def end(self, trainer: "pl.Trainer", why: str) -> None:
         """Say that compiling has ended without a verdict; a second call, or one before the start, says nothing."""

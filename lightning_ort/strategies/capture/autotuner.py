@@ -162,6 +162,16 @@ class StepAutotuner:
         return rounds >= MAX_ROUNDS or second > _CLOSE * fastest
 
     @property
+    def is_clear(self) -> bool:
+        """Whether the fastest two differ by more than the middle half of the samples of either."""
+        if len(self._samples) == 1:
+            return True
+        fastest, second = sorted(self._samples, key=self.milliseconds.__getitem__)[:2]
+        quartiles = [statistics.quantiles(self._samples[one][1:], method="inclusive") for one in (fastest, second)]
+        spread = max(high - low for low, _, high in quartiles)
+        return quartiles[1][1] - quartiles[0][1] > spread
+
+    @property
     def milliseconds(self) -> dict[str, float]:
         """The median of each engine."""
         return {engine: 1000 * statistics.median(samples[1:]) for engine, samples in self._samples.items()}

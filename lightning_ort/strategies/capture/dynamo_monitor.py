@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from lightning_ort.compat import dynamo, dynamo_messages
+from lightning_ort.compat import dynamo, dynamo_messages, dynamo_repairs
 from lightning_ort.compat.torch import backward_at_once
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class DynamoMonitor:
         self.saw_compile = False  # whether dynamo did anything since the last outcome
         self.other_threads: set[str] = set()  # ids of what was compiled there since then
         self._outcome = Outcome()
+        self.by_hand = False  # whether steps call for backward passes themselves
         self.numbers = True  # whether graphs may hold numbers that are made from tensors
         self._graph_breaks: list[tuple[str, Sequence[tuple[str, int]]]] = []  # of this call: reason and frames
         self._breaks_before: int | None = None  # while dynamo compiles: how many there were in the process
@@ -158,10 +159,11 @@ class DynamoMonitor:
             _filter_loggers()  # of modules that were imported since
             self._settings = ExitStack()
             self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))
+            self._settings.enter_context(dynamo_repairs.repaired())
             # traced, the copy of an OrderedDict is empty (2.13), and that of a module may hold what we put on it
             self._settings.enter_context(dynamo.outside_graphs(copy.copy, copy.deepcopy))
             # inductor too: what a backward pass takes to compile is counted, and a failure ends no run
-            self._settings.enter_context(backward_at_once())
+            self._settings.enter_context(backward_at_once(autocast=self.by_hand))
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""

@@ -198,7 +198,10 @@ class History:
                 return cold
             return budget.inductor_cost(operations, seconds.get((self.step, "ort"), 0.0), cold, warm)
         training = seconds.get((outlook.TRAINING, self.stage))
-        return budget.expected_cost(operations, training, cold, warm, first=not module.backend.compiled_in_process())
+        cost = budget.expected_cost(operations, training, cold, warm, first=not module.backend.compiled_in_process())
+        if self.stage == "all" and cold is warm is training is None:
+            cost += module.count_inductors(self.step) * budget.inductor_cost(operations, 0.0)
+        return cost
 
     def store(
         self, module: "CapturedModule", seconds: float, ms: dict[str, float], finished: bool, refused: str

@@ -99,7 +99,7 @@ class CapturedModule:
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         self.backend.leave = lambda gm: self.monitor.calls_autograd_grad() or self._stops_compiling(gm)
         self.backend.drop_gradients = self.drop_gradients
-        self.backend.by_hand = not self.module.automatic_optimization
+        self.backend.by_hand = self.monitor.by_hand = not self.module.automatic_optimization
 
     def stop(self) -> None:
         """End a run of the Trainer."""
@@ -148,6 +148,11 @@ class CapturedModule:
         found = engines_for(self.config, self._strategy.root_device, name, self.may_record(name))
         engines = [engine for engine in found.engines if engine not in without]
         return StepAutotuner(engines, self._synchronize(), found.last, found.worth_trying)
+
+    def count_inductors(self, name: str) -> int:
+        """Return how many of the engines that a step is tried on are inductor's."""
+        found = engines_for(self.config, self._strategy.root_device, name, self.may_record(name))
+        return sum(engine in inductor.ENGINES for engine in found.engines)
 
     def may_record(self, name: str) -> bool:
         """Return whether a step may be a recording: not where its gradients are a part of what others add up to."""
@@ -205,6 +210,15 @@ class CapturedModule:
     def outlook(self, name: str, done: int) -> Outlook:
         """Return what is known about the rest of the run, after so many steps of this name."""
         return outlook_of(self.module.trainer, self._namespace, name, done, self._first_batch or 0)
+
+    @property
+    def may_join(self) -> bool:
+        """Whether a step may be one graph, with all gradients at its end.
+
+        Not where processes add up gradients of GPUs, which overlaps with a backward pass.
+        """
+        alone = self._strategy.root_device.type != "cuda" or self.module.trainer.world_size == 1
+        return alone and self.module.automatic_optimization
 
     def begin_step(self, engine: Engine) -> None:
         """Note which engine runs the next step."""
@@ -271,13 +285,19 @@ class CapturedModule:
 
     def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
-        executor: dict[str, Any] = {"backend": self.backend}
+        backend: Callable[..., Any] = self.backend
         if engine in inductor.ENGINES:
-            executor = inductor.compile_arguments(engine, self.config.dropout_masks)
-        compiled = dynamo.compile_isolated(function, **executor, dynamic=self.config.dynamic)
-        dynamo.release_backend(executor["backend"])
+            backend = inductor.backend_for(
+                engine, self.config.dropout_masks, functools.partial(self._note_failure, engine)
+            )
+        compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
+        dynamo.release_backend(backend)
         self._regions.append(dynamo.region_of(compiled))
         return compiled
+
+    def _note_failure(self, engine: Engine, error: Exception) -> None:
+        if self.account is not None:  # of the step that has run last, whose backward pass may run now
+            self.account.failures[engine] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def stance(self, keeps: bool) -> AbstractContextManager[Any]:
         """Return a context in which, if wanted, what would have to be compiled again runs unchanged.

@@ -33,6 +33,7 @@ from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers, plain_reason
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.audit.step_audit import StepAudit
@@ -198,6 +199,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._stop_compiling(account.stage, account.exceeded)
         if self._hooks.found_new() and self._mode != "off":
             self._compile_with_hooks()
+        while account.failures:
+            self._drop(*account.failures.popitem())
         engine = self._trials.next_engine()
         self._module.begin_step(engine)
         if (timer := self._trials.timer) is None:
@@ -256,7 +259,7 @@ class CapturedStep(AbstractContextManager[None]):
         module.backend.one_graph = (
             self._one_graph
             and self._mode == "step"
-            and module.module.automatic_optimization
+            and module.may_join
             and not torch.is_anomaly_enabled()  # its gradients come from one operation, and nobody could say from which
         )
         call, shims = self._captured(engine)
@@ -334,6 +337,8 @@ class CapturedStep(AbstractContextManager[None]):
         """Continue to capture this step as before, or in another way."""
         cause = dynamo.backend_error(outcome.error)
         if engine in inductor.ENGINES and (outcome.error is not None or outcome.limit is not None):
+            if outcome.error is not None and is_out_of_memory(outcome.error):
+                free_memory_of(outcome.error)
             self._drop(engine, dynamo.explanation(str(cause or outcome.error or outcome.limit)))
             return
         if engine == inductor.GRAPHS and outcome.recompiles:
@@ -402,6 +407,8 @@ class CapturedStep(AbstractContextManager[None]):
         self._module.backend.fall_back(self._name, Reason(kind, text))
 
     def _change_mode(self, mode: Mode, kind: ReasonType, why: str) -> None:
+        if mode == "off":
+            self._trials.leave()
         if mode == "off" and kind is not ReasonType.BUDGET:
             self._account.refused = str(Reason(kind, why))
             self._module.takes_gradients = self._module.takes_gradients or kind is ReasonType.SECOND_GRADIENT

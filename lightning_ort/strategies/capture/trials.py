@@ -1,5 +1,6 @@
 """Which engine runs a captured step: :class:`StepTrials`."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -74,6 +75,13 @@ class StepTrials:
     def _new_timer(self) -> StepAutotuner | None:
         return self._module.new_autotuner(self._name, self._out | self._waiting)
 
+    def leave(self) -> None:
+        """Note in the report that the unchanged step runs from now on, whatever the last trial has found."""
+        steps, found = self._module.backend.report.steps, self._report
+        if found is not None and found in steps:
+            self._report = dataclasses.replace(found, kept="torch")
+            steps[steps.index(found)] = self._report
+
     def begin_run(self) -> None:
         """Begin a run of the Trainer: the last one may have ended within a step, and may have been timed."""
         if self.timer is not None:
@@ -112,7 +120,8 @@ class StepTrials:
         times = self._agreed(timer.milliseconds)
         in_use = (checked or self._continues) and self.engine in timer.engines
         fastest = cast("Engine", min(times, key=times.__getitem__))
-        self._account.settle(times, timer.overhead(self.engine if in_use else "torch"), timer.saved_by(fastest))
+        overhead = timer.overhead(self.engine if in_use else "torch")
+        self._account.settle(times, overhead, timer.saved_by(fastest), timer.is_clear)
         steps = self._module.backend.report.steps
         if (checked or self._continues) and self._report in steps:
             steps.remove(self._report)

@@ -21,6 +21,7 @@ from lightning_ort.compat.lightning import deepspeed_dtype, has_training_data
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies.deepspeed import config as settings
 from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, DeepSpeedStates, check_optimizer, read_directory
+from lightning_ort.strategies.parallel import StartMethod
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,7 +38,6 @@ else:
 _DEEPSPEED = RequirementCache("deepspeed>=0.19")
 
 CheckpointForm = Literal["file", "directory"]
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):

@@ -73,6 +73,7 @@ class BoundSession:
         is_number = [not isinstance(value, torch.Tensor) for value in values]
         numbers = {index: dtype_of(node) for index, node in enumerate(region.inputs) if is_number[index]}
         self.session = session
+        self._device, self._stream = device, stream
         self.run_options = run_options(stream)
         self._run = run_function(session)
         if stream is not None:
@@ -141,6 +142,16 @@ class BoundSession:
         for index, order in self._restride:
             outputs[index] = in_order(outputs[index], order)
         return outputs
+
+    def shrink(self, args: Sequence[Any]) -> None:
+        """Run it on these inputs once more, and give the memory back that its arena on the GPU then has free."""
+        usual, self.run_options = self.run_options, run_options(self._stream)
+        entry = ("memory.enable_memory_arena_shrinkage", f"gpu:{self._device.index or 0}")
+        self.run_options.add_run_config_entry(*entry)
+        try:
+            self(*args)
+        finally:
+            self.run_options = usual
 
     def _bind_input(self, binding: Any, index: int, size: tuple[int, ...], address: int) -> None:
         name, memory, dtype = self._inputs[index]

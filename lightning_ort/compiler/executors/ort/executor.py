@@ -126,9 +126,16 @@ class OrtExecutor(Executor):
         return BoundSession(region, built, self.device, pause, stream)
 
     @override
+    def end_trial(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:
+        if self.device.type == "cuda" and type(run) is BoundSession:
+            run.shrink(args)
+
+    @override
     def release_memory(self) -> None:
         if self.device.type == "cpu":
             session.release_cpu_memory()
+        elif self.device.type == "cuda" and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
         """The stream of a session: torch's current one, on which neither waits for the other, or a recording's.

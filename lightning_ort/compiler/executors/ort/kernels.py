@@ -4,12 +4,19 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
-from lightning_ort.compat.onnxruntime import binds_bfloat16, cuda_provider_error, ep_devices, import_onnxruntime
+from lightning_ort.compat.onnxruntime import (
+    binds_bfloat16,
+    cuda_provider_error,
+    ep_devices,
+    import_onnxruntime,
+    without_device_warning,
+)
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.reproduce import DISABLED_OPTIMIZERS
@@ -136,10 +143,12 @@ def new_session(
         for provider in plug_ins:
             options.add_provider_for_devices(ep_devices()[provider], {})
         return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
-    on_gpu = {"device_id": str(device.index or 0)}
+    # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
+    on_gpu = {"device_id": str(device.index)} if device.index else {}
     options_of = {provider: {**on_gpu, **(cuda_options if provider == CUDA else {})} for provider in _ON_GPU}
     configured = [(each, options_of[each]) if each in options_of else each for each in providers]
-    with on_device(device if CUDA in providers else torch.device("cpu")):
+    quiet = without_device_warning() if on_gpu else nullcontext()
+    with on_device(device if CUDA in providers else torch.device("cpu")), quiet:
         return onnxruntime.InferenceSession(
             model, options, providers=configured, disabled_optimizers=disabled_optimizers
         )
@@ -191,6 +200,12 @@ class Kernels:
         if self.providers[0] != CUDA or (error := self.missing(_identity(OPSETS[-1]))) is None:
             return None
         return f"{CUDA} does not load: {cuda_provider_error() or error}"
+
+    def layer_norm_is_exact(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel of LayerNormalization may be used, which a GPU has to show."""
+        from lightning_ort.compiler.executors.ort import layer_norm
+
+        return self.providers[0] == CUDA and layer_norm.is_exact(dtype, self.device)
 
     def missing(self, model: "ir.Model") -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.

@@ -20,6 +20,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, Gra
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import CUDA, new_session
 from lightning_ort.compiler.executors.ort.streams import handle_of
+from lightning_ort.compiler.gpu_memory import note_first_session
 from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.regions import Region, RegionRejected
 from lightning_ort.compiler.report import ReasonType
@@ -63,7 +64,12 @@ def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
         for node in graph.nodes:
             if node.op == "call_function":
                 builder.convert(node)
+        if not builder.on_cpu and (constants := builder.constants(graph.output_node().args[0])):  # type: ignore[arg-type]
+            nodes = [region.originals[node] for node in constants]
+            raise RegionRejected(ReasonType.BETTER_IN_TORCH, "a constant, copied to the GPU in each run", nodes=nodes)
         model = ir.to_proto(builder.model(graph.output_node().args[0], name))  # type: ignore[arg-type]
+    except RegionRejected:
+        raise
     except Unsupported as unsupported:  # each node can be converted, but not all of them in one model
         raise RegionRejected(unsupported.reason.type, unsupported.reason.text) from unsupported
     except Exception as error:  # a bug in a converter must not end the run
@@ -123,6 +129,7 @@ def build(
     """
     import onnxruntime
 
+    note_first_session(device)
     options = session_options(threads)
     if device.type == "cpu":
         _share_memory(options)

@@ -12,9 +12,9 @@ from torch import fx
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
-from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compiler.executors.ort.conversion.registry import TAKES_EMPTY, Unsupported
 from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.nodes import values_of
+from lightning_ort.compiler.nodes import is_empty, values_of
 from lightning_ort.compiler.regions import Support
 from lightning_ort.compiler.report import Reason, ReasonType
 
@@ -51,6 +51,8 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
                 return Support(False, Reason(ReasonType.DTYPE, missing))
             if value.is_sparse or value.layout is not torch.strided:
                 return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
+    if _is_emptied(node, node.target):
+        return Support(False, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, f"{node.target} with an empty tensor"))
     try:
         builder = GraphBuilder(kernels)
         for index, source in enumerate(node.all_input_nodes):
@@ -63,3 +65,17 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
         text = f"{node.target}: {type(error).__name__}: {error}"
         return Support(False, Reason(ReasonType.CONVERSION_FAILED, text))
     return Support(error is None, None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}"))
+
+
+def _is_emptied(node: fx.Node, op: OpOverload) -> bool:
+    """Whether a tensor is empty, other than of an elementwise op.
+
+    For it, kernels of onnxruntime have no result, a wrong one, or end the process (TopK, SoftmaxGrad_13 in 1.19), and
+    there is nothing to compute. For a symbolic size that turns out to be 0, see
+    :func:`~lightning_ort.compiler.output_shapes.is_emptied_fn`.
+    """
+    if torch.Tag.pointwise in op.tags:
+        return False
+    if op in TAKES_EMPTY:
+        return is_empty(values_of(node)[0])
+    return any(is_empty(value) for source in (node, *node.all_input_nodes) for value in values_of(source))

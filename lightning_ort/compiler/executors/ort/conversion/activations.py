@@ -87,6 +87,11 @@ def gelu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, approximate: str = "no
     if value.dtype is torch.float32:
         # FastGelu is the tanh form (contrib ops, CPU and CUDA)
         return ctx.ms("Gelu" if approximate == "none" else "FastGelu", value)
+    return expanded_gelu(value, approximate)
+
+
+def expanded_gelu(value: Value, approximate: str) -> Value:
+    """Gelu, or its tanh form, in ONNX's own operators."""
     if approximate == "none":
         inner = (value * math.sqrt(0.5)).op("Erf")
     else:
@@ -127,7 +132,7 @@ def _gelu_tanh_slope(x: Value) -> Value:
 def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
     """silu(Tensor self) -> Tensor"""
     value = ctx.value(x)
-    return value * logistic(value)
+    return value / (exp(-value) + 1)
 
 
 @converts(aten.silu_backward.default, variants=(EXPANDED,))

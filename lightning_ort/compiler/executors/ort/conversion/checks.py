@@ -21,19 +21,22 @@ def static_sizes(sizes: Sequence[Any], what: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
+def axis_of(dim: int, rank: int) -> int:
+    """A dimension as a number from 0 on.
+
+    Raises:
+        IndexError: If there is no such dimension.
+
+    """
+    if not -rank <= dim < rank:
+        raise IndexError(f"dimension {dim} of a tensor with {rank}")
+    return dim % rank
+
+
 def static_axis(x: fx.Node, dim: int, what: str) -> tuple[int, int]:
     """A dimension as a number from 0 on, and its size; refused if that is symbolic."""
-    axis = dim % rank_of(x)
+    axis = axis_of(dim, rank_of(x))
     return axis, static_sizes([shape_of(x)[axis]], what)[0]
-
-
-def refuse_empty(x: fx.Node, what: str) -> None:
-    """Refuse an empty tensor, for which onnxruntime has no result, or a wrong one.
-
-    For a symbolic size that turns out to be 0, see :mod:`~lightning_ort.compiler.output_shapes`.
-    """
-    if any(isinstance(size, int) and size == 0 for size in shape_of(x)):
-        raise Unsupported(f"{what} of an empty tensor")
 
 
 def refuse_scalars(name: str, *nodes: fx.Node) -> None:

@@ -78,7 +78,9 @@ def softplus(x: Value) -> Value:
 
 def logistic(x: Value) -> Value:
     """1 / (1 + exp(-x)): onnxruntime's Sigmoid is 17 % off at -15 and 0 from -18 on, so that its log is -inf (1.19)."""
-    return (exp(-x) + 1).op("Reciprocal")
+    beyond = exp(-x) + 1
+    # a Reciprocal of bfloat16 needs two casts on a GPU
+    return 1 / beyond if x.dtype is torch.bfloat16 else beyond.op("Reciprocal")
 
 
 def erf(x: Value) -> Value:

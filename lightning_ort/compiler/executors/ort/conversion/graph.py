@@ -20,7 +20,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
-from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT
+from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, reached
 from lightning_ort.compiler.report import ReasonType
 
 if TYPE_CHECKING:
@@ -178,6 +178,20 @@ class GraphBuilder:
             raise Unsupported(str(node.target), ReasonType.NO_CONVERTER)
         self.values[node] = converter(self, node, *node.args, **node.kwargs)
 
+    def constants(self, outputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Those of these FX nodes that depend on no input, and what they alone are made from."""
+        variable = set(self.inputs)
+        for made in self.nodes:
+            if not variable.isdisjoint(source for source in made.inputs if source is not None):
+                variable.update(made.outputs)
+
+        def has_constants(node: fx.Node) -> bool:
+            found = self.values[node]
+            values = found if isinstance(found, tuple) else (found,)
+            return not any(value is not None and value.ir in variable for value in values)
+
+        return [*reached(filter(has_constants, outputs), lambda node: filter(has_constants, node.all_input_nodes))]
+
     def model(self, outputs: Sequence[fx.Node], name: str) -> ir.Model:
         """The graph as a model; its outputs ``o0``, ``o1``, ... are all results of these FX nodes."""
         results: list[ir.Value] = []
@@ -197,7 +211,7 @@ class GraphBuilder:
         graph = ir.Graph(
             self.inputs,
             results,
-            nodes=_live(self.nodes, results),
+            nodes=live(self.nodes, results),
             initializers=[constant.ir for constant in self._constants.values()],
             opset_imports={"": self._opset, MICROSOFT: 1},
             name=name,
@@ -243,11 +257,8 @@ class GraphBuilder:
             None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)
             for arg in inputs
         ]
-        narrow = (
-            None
-            if self.on_cpu
-            else dtype_without_kernel(op_type, [value.dtype for value in values if value is not None])
-        )
+        dtypes = [value.dtype for value in values if value is not None]
+        narrow = None if self.on_cpu else dtype_without_kernel(op_type, dtypes, attrs.get("reduction"))
         if narrow is not None:
             wide = [
                 value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values
@@ -374,7 +385,7 @@ def _result_dtype(op_type: str, inputs: Sequence[Value | None]) -> torch.dtype:
     return value.dtype
 
 
-def _live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
+def live(nodes: list[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
     """Drop nodes that no output needs, such as a transpose that was folded into a Gemm."""
     needed = {id(value) for value in outputs}
     kept = []

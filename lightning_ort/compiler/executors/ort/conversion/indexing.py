@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.checks import (
+    axis_of,
     front,
     inverse,
-    refuse_empty,
     refuse_parallel_sums,
     refuse_scalars,
 )
@@ -36,18 +36,22 @@ Indices = Sequence[fx.Node | None]
 def refusing_negative(ctx: GraphBuilder, index: fx.Node | Value, x: fx.Node, dim: int) -> Value:
     """The index along a dimension of ``x`` with its negative entries out of range.
 
-    ONNX counts them from the end. To torch they are errors; with this both refuse them.
+    ONNX counts them from the end. To torch they are errors; with this both refuse them. Not on a GPU, whose kernels
+    would read and write out of range.
     """
-    places, axis = ctx.value(index, torch.int64), dim % rank_of(x)
+    places, axis = ctx.value(index, torch.int64), axis_of(dim, rank_of(x))
+    if not ctx.on_cpu:
+        return places
     size = shape_of(x)[axis]
-    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1)
+    # a scalar, so that the index of one row stays one
+    beyond = ctx.ints(size) if isinstance(size, int) else ctx.value(x).op("Shape", start=axis, end=axis + 1).squeeze(0)
     return where(places < 0, beyond, places)
 
 
 # reading
 
 
-def _index_tensors(x: fx.Node, indices: Indices) -> tuple[list[int], list[fx.Node]]:
+def index_tensors(x: fx.Node, indices: Indices) -> tuple[list[int], list[fx.Node]]:
     """The dimensions of ``x`` that are indexed, and the index tensors."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if not given:
@@ -72,15 +76,15 @@ def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> Value:
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> Value:
     """index.Tensor(Tensor self, Tensor?[] indices) -> Tensor"""
-    (dims, tensors), rank = _index_tensors(x, indices), rank_of(x)
+    (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
     if len(dims) == 1:
         return ctx.value(x).op("Gather", ctx.value(tensors[0], torch.int64), axis=dims[0])
     rows = _index_rows(ctx, tensors)
     result = ctx.value(x).transpose(front(dims, rank)).op("GatherND", rows)
-    return result.transpose(_result_order(dims, rank, rank_of(node) - (rank - len(dims))))
+    return result.transpose(result_order(dims, rank, rank_of(node) - (rank - len(dims))))
 
 
-def _result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
+def result_order(dims: Sequence[int], rank: int, added: int) -> list[int]:
     """The permutation of a result with the ``added`` index dimensions first to where torch has them."""
     first, total = dims[0], rank - len(dims) + added
     if list(dims) != list(range(first, first + len(dims))):
@@ -190,8 +194,6 @@ def scatter_reduce(
 @converts(aten.masked_scatter.default)
 def masked_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, source: fx.Node) -> Value:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
-    for tensor in (x, source):
-        refuse_empty(tensor, "masked_scatter")
     if not same_shape(x, node):
         raise Unsupported("masked_scatter that broadcasts")
     chosen = ctx.value(mask, torch.bool)
@@ -208,7 +210,7 @@ def index_put(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
 ) -> Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
-    (dims, tensors), rank = _index_tensors(x, indices), rank_of(x)
+    (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
     if accumulate:
         others = [size for dim, size in enumerate(shape_of(x)) if dim not in dims]
         places = torch.broadcast_shapes(*map(shape_of, tensors))
@@ -216,7 +218,7 @@ def index_put(
     rows = _index_rows(ctx, tensors)
     added = max(rank_of(tensor) for tensor in tensors)
     # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
-    perm, back = front(dims, rank), _result_order(dims, rank, added)
+    perm, back = front(dims, rank), result_order(dims, rank, added)
     moved = ctx.value(x).transpose(perm)
     # the shape of the values with the indexed dimensions first
     shape = ctx.op("Concat", rows.op("Shape", end=added), moved.op("Shape", start=len(dims)), axis=0)
@@ -241,7 +243,7 @@ def index_add(
     if reduction:
         refuse_parallel_sums(ctx, shape_of(source), "index_add")
     rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
-    return write_rows(ctx.value(x), rows, updates, dim % rank_of(x), rank_of(x), reduction)
+    return write_rows(ctx.value(x), rows, updates, axis_of(dim, rank_of(x)), rank_of(x), reduction)
 
 
 def write_rows(x: Value, rows: Value, updates: Value, axis: int, rank: int, reduction: str | None) -> Value:
@@ -262,5 +264,5 @@ def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
     rows = ctx.value(index, torch.int64).reshape([-1, 1])
     ones = ctx.const(1, torch.float32).expand(rows.op("Shape", end=1))
     written = filled(ctx, ctx.ints([size]), 0, torch.float32).op("ScatterND", rows, ones)
-    chosen = written.unsqueeze(*range(1, rank_of(x) - dim % rank_of(x))).cast(torch.bool)
+    chosen = written.unsqueeze(*range(1, rank_of(x) - axis_of(dim, rank_of(x)))).cast(torch.bool)
     return where(chosen, value, ctx.value(x))

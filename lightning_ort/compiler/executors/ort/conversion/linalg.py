@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import refuse_empty
+from lightning_ort.compiler.executors.ort.conversion.checks import axis_of
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, rank_of
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
@@ -17,12 +17,13 @@ aten = torch.ops.aten
 def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[Value, int | None]:
     """The operand, and 1 if it is the transpose (of the last two dimensions) of the value returned."""
     swaps, rank = False, rank_of(x)
+    args: Any = x.args
     if x.target is aten.t.default:
         swaps = rank == 2
     elif x.target is aten.transpose.int:
-        swaps = {dim % rank for dim in x.args[1:3]} == {rank - 2, rank - 1}  # type: ignore[operator]
+        swaps = {axis_of(dim, rank) for dim in args[1:3]} == {rank - 2, rank - 1}
     elif x.target is aten.permute.default:
-        dims = [dim % rank for dim in x.args[1]]  # type: ignore[operator, union-attr]
+        dims = [axis_of(dim, rank) for dim in args[1]]
         swaps = dims == [*range(rank - 2), rank - 1, rank - 2]
     # a transpose that another region computed is an input of this one
     if swaps and isinstance(source := x.args[0], fx.Node) and source in ctx.values:
@@ -30,11 +31,9 @@ def _untransposed(ctx: GraphBuilder, x: fx.Node) -> tuple[Value, int | None]:
     return ctx.value(x), None
 
 
-def _check_product(node: fx.Node, x: fx.Node) -> None:
+def _check_product(node: fx.Node) -> None:
     if not dtype_of(node).is_floating_point:
         raise Unsupported(f"a matrix product of {dtype_of(node)}")
-    for operand in (x, node):
-        refuse_empty(operand, "a matrix product")
 
 
 def _gemm(ctx: GraphBuilder, x: fx.Node, y: fx.Node, bias: Value | None = None, **scale: float) -> Value:
@@ -46,7 +45,7 @@ def _gemm(ctx: GraphBuilder, x: fx.Node, y: fx.Node, bias: Value | None = None, 
 @converts(aten.mm.default, aten.bmm.default)
 def mm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """mm(Tensor self, Tensor mat2) -> Tensor"""
-    _check_product(node, x)
+    _check_product(node)
     if rank_of(node) == 2:
         return _gemm(ctx, x, y)
     a, trans_a = _untransposed(ctx, x)
@@ -67,7 +66,7 @@ def addmm(
         return baddbmm(ctx, node, bias, x, y, beta=beta, alpha=alpha)
     if dtype_of(node) is torch.float64 and any(float(np.float32(factor)) != factor for factor in factors):
         return baddbmm(ctx, node, bias, x, y, beta=beta, alpha=alpha)  # attributes are float32
-    _check_product(node, x)
+    _check_product(node)
     # with beta=0 torch ignores the bias, even a NaN in it
     names = {"alpha": alpha, "beta": 1 if beta == 0 else beta}
     scale = {name: float(factor) for name, factor in names.items() if factor != 1}
@@ -90,14 +89,14 @@ def baddbmm(
 @converts(aten.dot.default)
 def dot(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """dot(Tensor self, Tensor tensor) -> Tensor"""
-    _check_product(node, x)
+    _check_product(node)
     return ctx.value(x).op("MatMul", ctx.value(y))
 
 
 @converts(aten.mv.default)
 def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> Value:
     """mv(Tensor self, Tensor vec) -> Tensor"""
-    _check_product(node, x)
+    _check_product(node)
     # as a matrix of one column: onnxruntime 1.19 fuses a transpose into a MatMul with a vector and gets it wrong
     a, trans_a = _untransposed(ctx, x)
     return a.op("Gemm", ctx.value(vec).unsqueeze(1), transA=trans_a).squeeze(1)
@@ -106,7 +105,7 @@ def mv(ctx: GraphBuilder, node: fx.Node, x: fx.Node, vec: fx.Node) -> Value:
 @converts(aten.linear.default)
 def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: Any = None) -> Value:
     """linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"""
-    _check_product(node, x)
+    _check_product(node)
     addend = None if bias is None else ctx.value(bias)
     if rank_of(x) == 2 and rank_of(weight) == 2:
         return ctx.value(x).op("Gemm", ctx.value(weight), addend, transB=1)

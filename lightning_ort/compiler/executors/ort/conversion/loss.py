@@ -77,17 +77,15 @@ def _class_axis(x: fx.Node) -> int:
 
 
 def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) -> tuple[Value, Value]:
-    """Where a target counts, and the targets with 0 where they do not."""
+    """Where a target is ignored, and the targets with 0 there."""
     labels = ctx.value(target, torch.int64)
     ignored = labels == ignore_index
-    return ~ignored, where(ignored, 0, refusing_negative(ctx, labels, x, _class_axis(x)))
+    return ignored, where(ignored, 0, refusing_negative(ctx, labels, x, _class_axis(x)))
 
 
-def _weights(counts: Value, labels: Value, weight: fx.Node | None, dtype: torch.dtype) -> Value:
-    """The weight of each target: that of its class, 0 where it is ignored."""
-    if weight is None:
-        return counts.cast(dtype)
-    return where(counts, counts.ctx.value(weight, dtype).op("Gather", labels), 0)
+def _weighted(value: Value, labels: Value, weight: fx.Node | None) -> Value:
+    """A value for each target, times the weight of its class."""
+    return value if weight is None else value * value.ctx.value(weight, value.dtype).op("Gather", labels)
 
 
 @converts(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -97,11 +95,12 @@ def nll_loss_forward(
     """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor, Tensor)"""  # noqa: E501
     # not NegativeLogLikelihoodLoss: it does not return the total weight
     value, axis = ctx.value(x), _class_axis(x)
-    counts, labels = _targets(ctx, x, target, ignore_index)
-    weights = _weights(counts, labels, weight, value.dtype)
+    ignored, labels = _targets(ctx, x, target, ignore_index)
     picked = value.op("GatherElements", labels.unsqueeze(axis), axis=axis)
     # an ignored entry counts as 0 even if it is infinite
-    losses = where(counts, -picked.squeeze(axis) * weights, 0)
+    losses = where(ignored, 0, _weighted(-picked.squeeze(axis), labels, weight))
+    one = ctx.const(1, value.dtype)
+    weights = where(ignored, 0.0, 1.0 if weight is None else _weighted(one, labels, weight), value.dtype)
     if reduction == NONE:
         return losses, ctx.const(0, value.dtype)
     loss, total = (reduce("ReduceSum", target, value) for value in (losses, weights))
@@ -115,12 +114,12 @@ def nll_loss_backward(
     """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight) -> Tensor"""  # noqa: E501
     weight, reduction, ignore_index, total_weight = args
     dtype, axis = dtype_of(x), _class_axis(x)
-    counts, labels = _targets(ctx, x, target, ignore_index)
+    ignored, labels = _targets(ctx, x, target, ignore_index)
     scale = -ctx.value(grad, dtype)
     if reduction == MEAN:
         scale = scale / total_weight
     # with every target ignored the total weight is 0, and torch's gradient 0, not NaN
-    scaled = where(counts, _weights(counts, labels, weight, dtype) * scale, 0)
+    scaled = where(ignored, 0, _weighted(scale, labels, weight))
     zeros = ctx.const(0, dtype).expand(ctx.shape_tensor(x))
     return zeros.op("ScatterElements", labels.unsqueeze(axis), scaled.unsqueeze(axis), axis=axis)
 

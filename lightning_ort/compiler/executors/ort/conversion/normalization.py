@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import Dims, refuse_empty, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.checks import Dims, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static, work_dtype
-from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
+from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce, reduce_shaped
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 
 aten = torch.ops.aten
 
+_LAYER_NORMS = (torch.float32, torch.float16, torch.bfloat16)  # what LayerNormalization has CUDA kernels for
 Gradients = tuple[Value | None, ...]
 MaybeNode = fx.Node | None
 
@@ -41,11 +42,11 @@ def _masked(output_mask: Sequence[bool], *make: Callable[[], Value]) -> Gradient
 # over the last dimensions, or over groups of channels
 
 
-def _standardize(x: fx.Node, value: Value, axes: Dims, eps: float) -> tuple[Value, Value, Value]:
+def _standardize(shape: Sequence[Any], value: Value, axes: Dims, eps: float) -> tuple[Value, Value, Value]:
     """The values with mean 0 and variance 1 along ``axes``, and their mean and 1 / std before."""
-    mean = reduce("ReduceMean", x, value, axes, keepdim=True)
+    mean = reduce_shaped("ReduceMean", shape, value, axes, keepdim=True)
     centered = value - mean
-    variance = reduce("ReduceMean", x, centered * centered, axes, keepdim=True)
+    variance = reduce_shaped("ReduceMean", shape, centered * centered, axes, keepdim=True)
     rstd = rsqrt(variance + eps)
     return centered * rstd, mean, rstd
 
@@ -53,16 +54,33 @@ def _standardize(x: fx.Node, value: Value, axes: Dims, eps: float) -> tuple[Valu
 @converts(aten.native_layer_norm.default, variants=(EXPANDED,))
 def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
-    # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100 standard
-    # deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55 and 0.50 ms, 1024 x 256 float32)
+    # not LayerNormalization on a CPU: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100
+    # standard deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55, 0.50 ms, 1024 x 256 float32)
     normalized_shape, weight, bias, eps = args
+    scales = _affine_of_kernel(ctx, x, weight, bias, normalized_shape)
+    if scales is not None and ctx.kernels.layer_norm_is_exact(dtype_of(x)):
+        options = {"axis": -len(normalized_shape), "epsilon": eps, "stash_type": 1, "outputs": 3}
+        result, *statistics = ctx.op("LayerNormalization", x, *scales, **options)
+        return _as_traced(node, result, *(Value(ctx, value.ir, torch.float32) for value in statistics))
     value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
-    result, mean, rstd = _standardize(x, value, axes, eps)
+    result, mean, rstd = _standardize(shape_of(x), value, axes, eps)
     if weight is not None:
         result = result * weight
     if bias is not None:
         result = result + bias
     return _as_traced(node, result, mean, rstd)
+
+
+def _affine_of_kernel(
+    ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, normalized_shape: Sequence[Any]
+) -> list[Any] | None:
+    """Weight and bias as LayerNormalization takes them, in the dtype of the input; ``None`` where it does not."""
+    dtype, given = dtype_of(x), [each for each in (weight, bias) if each is not None]
+    if ctx.on_cpu or dtype not in _LAYER_NORMS or any(dtype_of(each) is not dtype for each in given):
+        return None
+    if weight is not None:
+        return [weight, bias]
+    return [ctx.const(1, dtype).expand(normalized_shape), bias] if static(normalized_shape) else None
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
@@ -84,7 +102,6 @@ def layer_norm_backward(
 ) -> Gradients:
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     mean, rstd, weight, _, output_mask = args
-    refuse_empty(x, "the gradient of a layer norm")
     # the kernel of onnxruntime 1.19 refuses rows of one element
     fits = dtype_of(x) is torch.float32 and any(size != 1 for size in normalized_shape)
     if fits and ctx.variant(node) == "LayerNormalizationGrad":
@@ -159,8 +176,13 @@ def weight_norm_backward(
 
 def _grouped(value: Value, x: fx.Node, group: int) -> Value:
     """Reshape [N, C, ...] to [N, group, rest]."""
-    rest = shape_of(x)[1:]
-    return value.reshape([0, group, math.prod(rest) // group if static(rest) else -1])
+    _, _, rest = _grouped_shape(x, group)
+    return value.reshape([0, group, rest if isinstance(rest, int) else -1])
+
+
+def _grouped_shape(x: fx.Node, group: int) -> tuple[Any, int, Any]:
+    size, *rest = shape_of(x)
+    return size, group, math.prod(rest) // group
 
 
 @converts(aten.native_group_norm.default, variants=(EXPANDED,))
@@ -168,7 +190,7 @@ def native_group_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, *_, group, eps = args
     value = _grouped(ctx.value(x, work_dtype(x)), x, group)
-    normal, mean, rstd = _standardize(x, value, 2, eps)
+    normal, mean, rstd = _standardize(_grouped_shape(x, group), value, 2, eps)
     result = _affine(normal.reshape(ctx.shape_tensor(x)), x, weight, bias)
     return _as_traced(node, result, mean.squeeze(2), rstd.squeeze(2))
 
@@ -193,8 +215,9 @@ def group_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.N
     def input_gradient() -> Value:
         inner = grads if weight is None else grads * _per_channel(ctx.value(weight, work), x)
         inner = _grouped(inner, x, group)
-        along = reduce("ReduceMean", x, inner * normal, 2, keepdim=True)
-        result = inner - reduce("ReduceMean", x, inner, 2, keepdim=True) - normal * along
+        shape = _grouped_shape(x, group)
+        along = reduce_shaped("ReduceMean", shape, inner * normal, 2, keepdim=True)
+        result = inner - reduce_shaped("ReduceMean", shape, inner, 2, keepdim=True) - normal * along
         return (result * spread).reshape(ctx.shape_tensor(x)).cast(dtype)
 
     def channel_sum(value: Value) -> Value:
@@ -223,12 +246,13 @@ def _normalize(x: fx.Node, centered: Value, rstd: Value, weight: MaybeNode, bias
 def _batch_norm_eval(
     ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, mean: fx.Node, var: fx.Node, eps: float
 ) -> tuple[Value, Value, Value]:
-    """Normalize with the running mean and variance; the batch's statistics are empty."""
+    """Normalize with the running mean and variance, which a GPU returns for the batch's; on a CPU those are empty."""
     work = work_dtype(x)
-    rstd = rsqrt(ctx.value(var, work) + eps)
-    centered = ctx.value(x, work) - _per_channel(ctx.value(mean, work), x)
-    empty = ctx.const([], work)
-    return _normalize(x, centered, rstd, weight, bias), empty, empty
+    used, rstd = ctx.value(mean, work), rsqrt(ctx.value(var, work) + eps)
+    result = _normalize(x, ctx.value(x, work) - _per_channel(used, x), rstd, weight, bias)
+    if x.meta["val"].device.type == "cpu":
+        used = rstd = ctx.const([], work)
+    return result, used, rstd
 
 
 def _batch_norm_train(
@@ -245,7 +269,7 @@ def _batch_norm_train(
     return _normalize(x, centered, rstd, weight, bias), mean, rstd, variance
 
 
-@converts(aten._native_batch_norm_legit_functional.default, variants=(EXPANDED,))
+@converts(aten._native_batch_norm_legit_functional.default, variants=(EXPANDED,), takes_empty=True)
 def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, running_mean, running_var, training, momentum, eps = args
@@ -270,14 +294,14 @@ def batch_norm_no_stats(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[V
     return _as_traced(node, *_batch_norm_train(ctx, x, weight, bias, eps)[:3])
 
 
-@converts(aten._native_batch_norm_legit_no_training.default)
+@converts(aten._native_batch_norm_legit_no_training.default, takes_empty=True)
 def batch_norm_no_training(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     x, weight, bias, running_mean, running_var, _, eps = args
     return _as_traced(node, *_batch_norm_eval(ctx, x, weight, bias, running_mean, running_var, eps))
 
 
-@converts(aten.native_batch_norm.default)
+@converts(aten.native_batch_norm.default, takes_empty=True)
 def native_batch_norm(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     x, weight, bias, running_mean, running_var, training, _, eps = args
@@ -288,7 +312,7 @@ def native_batch_norm(ctx: GraphBuilder, node: fx.Node, *args: Any) -> tuple[Val
     return _as_traced(node, *_batch_norm_train(ctx, x, weight, bias, eps)[:3])
 
 
-@converts(aten.native_batch_norm_backward.default, variants=(EXPANDED,))
+@converts(aten.native_batch_norm_backward.default, variants=(EXPANDED,), takes_empty=True)
 def batch_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Gradients:
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask = args

@@ -10,7 +10,12 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.checks import Dims, as_list, refuse_empty, refuse_scalars
+from lightning_ort.compiler.executors.ort.conversion.checks import (
+    Dims,
+    as_list,
+    axis_of,
+    refuse_scalars,
+)
 from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, rank_of, shape_of, static
@@ -39,14 +44,18 @@ def _operator(node: fx.Node) -> str:
 
 def reduce(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False) -> Value:
     """Reduce ``value``, which has the shape of ``x``, along ``dims``; ``None`` or ``[]`` means all."""
-    refuse_empty(x, "a reduction")  # ONNX has defined its result since opset 20
-    if rank_of(x) == 0:  # torch takes dim 0 and -1 of a scalar, ONNX has no axis there
+    return reduce_shaped(onnx_op, shape_of(x), value, dims, keepdim)
+
+
+def reduce_shaped(onnx_op: str, shape: Sequence[Any], value: Value, dims: Dims = None, keepdim: bool = False) -> Value:
+    """Reduce ``value``, which has another shape than any node: this one; it must not be empty."""
+    if not shape:  # torch takes dim 0 and -1 of a scalar, ONNX has no axis there
         return value.op(onnx_op, keepdims=0)
+    axes = sorted(axis_of(dim, len(shape)) for dim in as_list(dims)) or list(range(len(shape)))
     if onnx_op in ("ReduceSum", "ReduceMean") and value.dtype.is_floating_point:
-        axes = [dim % rank_of(x) for dim in as_list(dims)] or list(range(rank_of(x)))
-        if (result := _reduce_in_groups(onnx_op, shape_of(x), value, sorted(axes), keepdim)) is not None:
+        if (result := _reduce_in_groups(onnx_op, shape, value, axes, keepdim)) is not None:
             return result
-        if onnx_op == "ReduceSum" and (total := _sum_rows(shape_of(x), value, sorted(axes), keepdim)) is not None:
+        if onnx_op == "ReduceSum" and (total := _sum_rows(shape, value, axes, keepdim)) is not None:
             return total
     return value.op(onnx_op, as_list(dims) or None, keepdims=int(keepdim))
 
@@ -103,7 +112,7 @@ def _sum_rows(shape: Sequence[Any], value: Value, axes: Sequence[int], keepdim: 
 def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Value:
     """The number of elements that are reduced to one, as a scalar."""
     rank = rank_of(x)
-    axes = [dim % rank for dim in as_list(dims) or range(rank)] if rank else []
+    axes = [axis_of(dim, rank) for dim in as_list(dims) or range(rank)] if rank else []
     sizes = [shape_of(x)[axis] for axis in axes]
     if static(sizes):
         return ctx.const(math.prod(sizes), dtype)
@@ -177,7 +186,6 @@ def amax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: Dims = None, keepdim
 
 
 def _arg_extremum(ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Value:
-    refuse_empty(x, "a reduction")
     value, rank = ctx.value(x), rank_of(x)
     if rank == 0:
         return ctx.const(0, torch.int64)

@@ -22,6 +22,7 @@ Converter = Callable[..., Any]
 
 CONVERTERS: dict[OpOverload, Converter] = {}
 VARIANTS: dict[OpOverload, tuple[str, ...]] = {}
+TAKES_EMPTY: set[OpOverload] = set()
 
 EXPANDED = "expanded"
 
@@ -34,13 +35,16 @@ class Unsupported(Exception):
         self.reason = Reason(type, text)
 
 
-def converts(*overloads: OpOverload, variants: tuple[str, ...] = ()) -> Callable[[Converter], Converter]:
+def converts(
+    *overloads: OpOverload, variants: tuple[str, ...] = (), takes_empty: bool = False
+) -> Callable[[Converter], Converter]:
     """Register a converter for exact ATen overloads.
 
     Args:
         *overloads: The overloads.
         variants: What it can write, the default first: names of training kernels, and :data:`EXPANDED`. An op with any
             is timed by itself, against torch's kernel too.
+        takes_empty: Whether tensors without elements may be among its operands, and its results after the first.
 
     Raises:
         TypeError: If one is not an overload, such as ``aten.add`` instead of ``aten.add.Tensor``.
@@ -62,6 +66,8 @@ def converts(*overloads: OpOverload, variants: tuple[str, ...] = ()) -> Callable
             CONVERTERS[overload] = converter
             if variants:
                 VARIANTS[overload] = variants
+            if takes_empty:
+                TAKES_EMPTY.add(overload)
         return converter
 
     return register

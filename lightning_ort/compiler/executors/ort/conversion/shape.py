@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import as_list, refuse_empty, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.checks import as_list, axis_of, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
@@ -66,7 +66,7 @@ def transpose(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim0: int, dim1: int
 @converts(aten.permute.default)
 def permute(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Value:
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
-    return ctx.value(x).transpose([dim % rank_of(x) for dim in dims])
+    return ctx.value(x).transpose([axis_of(dim, rank_of(x)) for dim in dims])
 
 
 @converts(aten.unsqueeze.default)
@@ -79,7 +79,7 @@ def unsqueeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int) -> Value:
 def squeeze(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int | Sequence[int]) -> Value:
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
     sizes = shape_of(x)
-    dims = [d % len(sizes) for d in as_list(dim)] if sizes else []
+    dims = [axis_of(d, len(sizes)) for d in as_list(dim)] if sizes else []
     ones = [d for d in dims if isinstance(sizes[d], int) and sizes[d] == 1]
     return ctx.value(x).squeeze(*ones) if ones else ctx.value(x)
 
@@ -126,7 +126,7 @@ def select(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: Size) 
     return ctx.value(x).op("Gather", ctx.value(index, torch.int64), axis=dim)
 
 
-@converts(aten.cat.default)
+@converts(aten.cat.default, takes_empty=True)
 def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Value:
     """cat(Tensor[] tensors, int dim=0) -> Tensor"""
     # torch lets an empty 1-D tensor of any rank take part
@@ -137,7 +137,7 @@ def cat(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int =
 @converts(aten.stack.default)
 def stack(ctx: GraphBuilder, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 0) -> Value:
     """stack(Tensor[] tensors, int dim=0) -> Tensor"""
-    axis = dim % rank_of(node)
+    axis = axis_of(dim, rank_of(node))
     return ctx.op("Concat", *(ctx.value(x, dtype_of(node)).unsqueeze(axis) for x in tensors), axis=axis)
 
 
@@ -167,7 +167,6 @@ def flip(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> V
     """flip(Tensor self, int[] dims) -> Tensor"""
     if not dims or rank_of(x) == 0:
         return ctx.value(x)
-    refuse_empty(x, "a flip")
     backwards = [-1] * len(dims)
     return ctx.value(x).op("Slice", backwards, [-(2**63) + 1] * len(dims), list(dims), backwards)
 
@@ -262,6 +261,8 @@ def filled(ctx: GraphBuilder, shape: Value, number: Any, dtype: torch.dtype) -> 
     """A tensor of one number; its shape is a 1-D int64 value."""
     if isinstance(number, fx.Node):
         return ctx.value(number, dtype).expand(shape)
+    if dtype is torch.bfloat16:  # from opset 20 on
+        return filled(ctx, shape, number, torch.float32).cast(dtype)
     array = ctx.const([number], dtype).ir.const_value.numpy()  # type: ignore[union-attr]
     return shape.op("ConstantOfShape", dtype=dtype, value=ir.tensor(array, dtype=DTYPES[dtype]))
 

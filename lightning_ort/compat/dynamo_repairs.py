@@ -1,0 +1,229 @@
+"""Where a function that dynamo has compiled would compute otherwise than Python does, mended while dynamo compiles.
+
+Each mend was read in torch 2.13; a version without the name that it replaces is left as it is.
+
+- Dynamo guards neither that two objects are different ones nor, of a method that it finds in a class, which function it
+  is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class.
+- It forgets the ``maxlen`` of a deque, and which items a dictionary or set had before if none is new.
+- It takes two bound methods for different ones that Python takes for equal, and loses what ``random.Random`` has drawn
+  before a graph break. Both are left to Python.
+- What NumPy does with numbers is done by NumPy; :func:`.dynamo.settings_for_steps` keeps the rest out of graphs.
+"""
+
+import collections
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._C._dynamo.guards import DictGuardManager
+from torch._dynamo import variables
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.guards import GuardBuilder, install_guard, is_from_skip_guard_source, make_dupe_guard
+from torch._dynamo.source import AttrSource, TypeDictSource
+from torch._dynamo.variables.builder import VariableBuilder
+
+_OF_MODULES = ("._modules", "._parameters", "._buffers")
+
+
+@contextmanager
+def repaired() -> Iterator[None]:
+    """Within the block, what dynamo compiles computes what Python does (torch 2.13)."""
+    with ExitStack() as stack:
+        for owner, name, make in _REPAIRS:
+            if (old := getattr(owner, name, None)) is not None:
+                stack.enter_context(patch.object(owner, name, functools.wraps(old)(make(old))))
+        yield
+
+
+# Objects
+
+
+def _build(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that objects which are different ones, or the same, stay so; ``build`` wraps one for a trace."""
+
+    def __call__(self: Any, value: Any) -> Any:
+        known = self.tx.output.side_effects
+        is_new = value not in known
+        result = build(self, value)
+        if value in known and not isinstance(value, (torch.Tensor, types.ModuleType)):
+            first = known[value].source
+            if is_new:
+                _guard(first, _distinct)
+                if isinstance(value, collections.OrderedDict) and len(value) > 1:
+                    _guard(first, functools.partial(_in_order, keys=[*value]))
+            elif first not in (None, self.source) and make_dupe_guard(first, self.source) is None:
+                # dynamo leaves it out between an attribute and a global variable
+                _guard(first, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self.source))
+        if type(value) is collections.deque and value.maxlen is not None and hasattr(result, "maxlen"):
+            _guard(AttrSource(self.source, "maxlen"), GuardBuilder.CONSTANT_MATCH)
+            result.maxlen = _MaxLen(value.maxlen)
+        return result
+
+    return __call__
+
+
+def _guard(source: Any, create: Callable[..., None]) -> None:
+    if source is not None and not source.is_ephemeral():
+        with suppress(NotImplementedError):  # of what has none, such as a constant
+            install_guard(source.make_guard(create))
+
+
+def _distinct(builder: Any, guard: Any) -> None:
+    """Guard that an object is none of the others of its class, which dynamo checks of tensors."""
+    if is_from_skip_guard_source(guard.originating_source):
+        return
+    groups = vars(builder).setdefault("_lightning_ort_objects", {})
+    group = groups.setdefault(type(builder.get(guard)), [])
+    group.append(guard)
+    for one in group if len(group) == 2 else group[2:][-1:]:
+        manager = builder.get_guard_manager(one)
+        if not isinstance(manager, DictGuardManager):
+            builder.no_tensor_aliasing_names.append(one.name)
+            builder.no_tensor_aliasing_guard_managers.append(manager)
+        elif not one.name.endswith(_OF_MODULES):
+            _distinct_dictionary(builder, builder.arg_ref(one))
+
+
+def _distinct_dictionary(builder: Any, name: str) -> None:
+    """The same for a dictionary whose order is guarded, which takes no other guards."""
+    names = vars(builder).setdefault("_lightning_ort_dictionaries", [])
+    builder.object_aliasing_guard_codes += [(code := f"{name} is not {other}", code) for other in names]
+    names.append(name)
+
+
+def _in_order(builder: Any, guard: Any, keys: list[Any]) -> None:
+    """Guard the order of an OrderedDict, which ``move_to_end`` changes and dynamo does not see."""
+    if all(type(key) in (str, int) for key in keys):
+        code = f"[*{builder.arg_ref(guard)}] == {keys}"
+        builder.object_aliasing_guard_codes.append((code, code))
+
+
+# Functions
+
+
+def _bind(bind: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a function that becomes part of a trace."""
+
+    def bind_args(self: Any, parent: Any, args: Any, kwargs: Any) -> Any:
+        _guard_function(self, parent)
+        return bind(self, parent, args, kwargs)
+
+    return bind_args
+
+
+def _guard_function(function: Any, tx: Any) -> None:
+    is_method = isinstance(function, variables.UserMethodVariable)
+    source = function.source_fn if is_method else function.source
+    if is_method and source is None and isinstance(function.obj, variables.UserDefinedObjectVariable):
+        owner, name = function.obj, function.fn.__name__
+        if owner.source is not None and owner.cls_source is not None and name in dir(type(owner.value)):
+            source = owner.get_source_by_walking_mro(tx, name)
+    _guard(source, functools.partial(_is_function, code=getattr(function.fn, "__code__", None)))
+
+
+def _is_function(builder: Any, guard: Any, code: types.CodeType | None) -> None:
+    try:
+        function = builder.get(guard)
+    except (AttributeError, KeyError, IndexError, TypeError):  # a bound method that is a function by now
+        return
+    if code is not None and getattr(function, "__code__", None) is code:  # and not a wrapper's
+        builder.CLOSURE_MATCH(guard)
+
+
+def _find(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that a class does not override what an object inherits, which dynamo checks of the bases alone."""
+
+    def get_source_by_walking_mro(self: Any, tx: Any, name: str) -> Any:
+        if name not in vars(type(self.value)):
+            absent = functools.partial(GuardBuilder.DICT_NOT_CONTAINS, key=name)
+            _guard(TypeDictSource(self.cls_source), absent)
+        return find(self, tx, name)
+
+    return get_source_by_walking_mro
+
+
+def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave comparisons of bound methods to Python."""
+
+    def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
+        if isinstance(self, variables.UserMethodVariable) or isinstance(self.value, types.MethodType):
+            _leave("a comparison of bound methods")
+        return compare(self, tx, other, op)
+
+    return richcompare_impl
+
+
+# Containers
+
+
+class _MaxLen(variables.ConstantVariable):
+    """The ``maxlen`` of a deque that dynamo may write to: all its items replace those that it had."""
+
+    def is_constant_none(self) -> bool:
+        """Return that nothing forbids that."""
+        return True
+
+
+def _copy_deque(_: Callable[..., Any]) -> Callable[..., Any]:
+    def modified(self: Any, items: list[Any], **kwargs: Any) -> Any:
+        return type(self)(items, maxlen=self.maxlen, **kwargs)
+
+    return modified
+
+
+def _write_all(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace all items of a dictionary or set that was written to, not only those that are new."""
+
+    def has_new_items(self: Any) -> bool:
+        self.should_reconstruct_all = True
+        return True
+
+    return has_new_items
+
+
+# Random numbers and NumPy
+
+
+def _draw(_: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        _leave(f"`random.Random.{name}`")
+
+    return call_method
+
+
+def _leave(what: str) -> NoReturn:
+    unimplemented(gb_type=what, context="", explanation=f"no graph can hold {what}", hints=[])
+
+
+def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have NumPy compute what it makes of numbers, such as ``np.sqrt(64)``."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        numbers = [arg.value for arg in args if isinstance(arg.realize(), variables.ConstantVariable)]
+        if isinstance(self.value, np.ufunc) and numbers and len(numbers) == len(args) and not kwargs:
+            with suppress(Exception):  # what raises does so in eager
+                found = self.value(*numbers)
+                if isinstance(found, (np.float64, np.int64, np.bool_)):
+                    return variables.ConstantVariable.create(found.item())
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+_REPAIRS = [
+    (VariableBuilder, "__call__", _build),
+    (variables.UserFunctionVariable, "bind_args", _bind),
+    (variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find),
+    (variables.UserMethodVariable, "richcompare_impl", _compare),
+    (variables.UserDefinedObjectVariable, "richcompare_impl", _compare),
+    (getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque),
+    (variables.ConstDictVariable, "has_new_items", _write_all),
+    (variables.SetVariable, "has_new_items", _write_all),
+    (getattr(variables, "RandomVariable", None), "call_method", _draw),
+    (variables.NumpyVariable, "call_function", _call_numpy),
+]

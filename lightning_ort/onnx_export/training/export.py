@@ -1,0 +1,308 @@
+"""From a LightningModule and a batch to a folder that trains: :func:`export_training`."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor, nn
+
+from lightning_ort._arguments import check_choice, check_integer, check_number, check_path, check_type, check_writable
+from lightning_ort.compat.torch import tree_map
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training import folder as files
+from lightning_ort.onnx_export.training import optimizers
+from lightning_ort.onnx_export.training.batch import batch_size, fields_of, rebuilt, resized, rows
+from lightning_ort.onnx_export.training.models import Model, Settings, convert
+from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_sizes
+from lightning_ort.onnx_export.training.steps import check_module
+from lightning_ort.onnx_export.training.traces import METHODS, traces_of
+from lightning_ort.onnx_export.training.tracing import BATCH, Sizes, Trace
+from lightning_ort.onnx_export.training.verify import STEPS, Difference, verify
+
+log = logging.getLogger(__name__)
+
+CONFIGURED: Literal["configured"] = "configured"
+
+
+@dataclass(frozen=True)
+class ExportedTraining:
+    """What was written; as a string, one line about it."""
+
+    path: Path
+    models: tuple[str, ...]
+    trained: int  # parameters
+    frozen: int
+    nodes: int  # of training.onnx
+    bytes: int  # of all files
+    difference: Difference  # from the module, after some steps
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
+        text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
+        return text + f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is exported, and how."""
+
+    module: nn.Module
+    batch: Any
+    fields: Mapping[str, Tensor]
+    sizes: Sizes
+    optimizer: torch.optim.Optimizer | None
+    settings: Settings
+    dropout: bool
+    tolerance: float
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def check_settings(
+    folder: str | Path, clip_value: float | None, clip_algorithm: str, accumulate: int, dropout: bool, tolerance: float
+) -> None:
+    """Raise what :func:`export_training` would raise for its settings, before anything has been trained."""
+    check_number("tolerance", tolerance)
+    check_choice("dropout", dropout, (True, False))
+    check_choice("gradient_clip_algorithm", clip_algorithm, ("norm", "value"))
+    check_integer("accumulate_grad_batches", accumulate, 1)
+    if clip_value is not None:
+        check_number("gradient_clip_val", clip_value)
+    path = check_path("folder", folder, allowed="a folder")
+    if Path(path).is_file():
+        raise ValueError(f"folder={path!r}: this is a file; pass a folder, which may not exist yet.")
+    check_writable("folder", path, is_folder=True)
+    files.refuse_foreign(Path(path))
+
+
+def export_training(
+    module: nn.Module,
+    data: Any,
+    folder: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | Literal["configured"] | None = CONFIGURED,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    accumulate_grad_batches: int = 1,
+    dropout: bool = True,
+    sizes: Mapping[str, Any] | None = None,
+    tolerance: float = 1e-4,
+) -> ExportedTraining:
+    """Write a module's training step, with its optimizer, as an ONNX model of standard operators that trains elsewhere.
+
+    The folder has ``training.onnx``, ``prediction.onnx`` (what ``forward`` returns, if the module has one),
+    ``evaluation.onnx`` (what ``validation_step`` logs, if it has one), ``state.safetensors``, ``training.json``, and
+    ``training.py`` and ``training.mjs``, which run them with onnxruntime alone. Parameters that need no gradient, and
+    buffers that no step writes to, are constants of the models. The models are run by onnxruntime for some steps and
+    compared with the module; the folder gets its name when all is well. The module is left as it was found.
+
+    Args:
+        module: The LightningModule, in float32, with automatic optimization.
+        data: A batch as ``training_step`` takes it, a DataLoader, or a LightningDataModule.
+        folder: Where to write; an earlier export there is replaced.
+        optimizer: What updates the parameters: ``"configured"`` for what ``configure_optimizers`` returns, an optimizer
+            of the module's, whose states are taken over, or ``None`` for a model that returns the gradients.
+        gradient_clip_val: Clip gradients, as the Trainer's argument.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        accumulate_grad_batches: Add up the gradients of so many batches before an update.
+        dropout: Whether dropout draws numbers, in the model.
+        sizes: Which dimensions of which field may change, such as ``{"tokens": [0, 1]}``. By default the batch, and
+            the second dimension of integers, where the step allows it.
+        tolerance: Largest difference of losses, parameters and states from the module's.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ExportFailed: If something in a step cannot be part of a model, which names the operation, the module and the
+            line; or if the results differ.
+        TypeError: If the module is no LightningModule, or the batch has something else than tensors.
+        ValueError: If a setting is not one of the allowed ones.
+
+    """
+    check_type("module", module, nn.Module, "a LightningModule")
+    settings = (gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches, dropout, tolerance)
+    check_settings(folder, *settings)
+    check_module(module)
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    task = _task(module, data, optimizer, settings, sizes)
+    with _left_alone(module), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+        return _write(task, Path(temporary), folder)
+
+
+def _task(module: nn.Module, data: Any, optimizer: Any, settings: Any, sizes: Mapping[str, Any] | None) -> _Task:
+    clip_value, clip_algorithm, accumulate, dropout, tolerance = settings
+    _check_dtypes(module)
+    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    if not parameters:
+        raise ExportFailed(f"{type(module).__name__} has no parameter that needs a gradient.")
+    device = next(iter(parameters.values())).device
+    batch = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, _first_batch(data))
+    found = fields_of(batch)
+    scheduler = None
+    if isinstance(optimizer, str):
+        check_choice("optimizer", optimizer, (CONFIGURED, None))
+        optimizer, scheduler = optimizers.configured(module)
+    read = None if optimizer is None else optimizers.read(optimizer, module, set(parameters), scheduler)
+    if read is not None and any(optimizer.state.values()):  # SGD counts no steps, its Trainer does
+        read = replace(read, step=max(read.step, int(getattr(module, "global_step", 0)), 1))
+    if read is None and accumulate > 1:
+        raise ValueError(
+            "accumulate_grad_batches needs an optimizer; with optimizer=None add up the gradients yourself."
+        )
+    fields = of_distinct_sizes(found)
+    chosen = chosen_sizes(fields, sizes)
+    return _Task(
+        module,
+        batch,
+        fields,
+        chosen,
+        optimizer,
+        Settings(read, clip_value, clip_algorithm, accumulate),
+        dropout,
+        tolerance,
+        parameters,
+    )
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dtype is not torch.float32:
+            raise ExportFailed(f"The parameter {name} is of {parameter.dtype}; models train in float32: call .float().")
+
+
+def _first_batch(data: Any) -> Any:
+    if hasattr(data, "train_dataloader") and hasattr(data, "setup"):
+        data.prepare_data()
+        data.setup("fit")
+        data = data.train_dataloader()
+    if isinstance(data, torch.utils.data.DataLoader):
+        try:
+            return next(iter(data))
+        except StopIteration:
+            raise ValueError("The dataloader has no batch: pass one that has.") from None
+    return data
+
+
+@contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """Leave nothing of what happens in here: modes, buffers, gradients."""
+    modes = [(child, child.training) for child in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    quiet = [logging.getLogger(name) for name in ("onnx_ir", "torch.export", "torch.fx")]
+    levels = [logger.level for logger in quiet]
+    for logger in quiet:
+        logger.setLevel(logging.ERROR)
+    try:
+        if not module.training:
+            module.train()
+        yield
+    finally:
+        for logger, level in zip(quiet, levels, strict=True):
+            logger.setLevel(level)
+        for child, training in modes:
+            child.training = training
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+
+
+def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
+    traces = traces_of(task.module, task.batch, task.fields, task.sizes)
+    state = files.state_of(task.parameters, _written(task.module, traces["training"]), task.settings)
+    name = f"{type(task.module).__module__}.{type(task.module).__qualname__}"
+    frozen = [key for key, value in task.module.named_parameters() if not value.requires_grad]
+    more: dict[str, Any] = {"module": name, "sizes": _unlimited(traces.values()), "dropout": False, "frozen": frozen}
+    plain = temporary / "plain"
+    models = _write_folder(task, traces, plain, state, more)
+    difference, limits = _verify(task, plain, traces["training"])
+    written = plain
+    if limits or (task.dropout and _drops(traces["training"])):
+        more["dropout"] = task.dropout and _drops(traces["training"])
+        more["sizes"] = {**more["sizes"], **limits}
+        written = temporary / "final"
+        models = _write_folder(task, traces, written, state, more)
+    exported = ExportedTraining(
+        folder,
+        tuple(models),
+        sum(value.numel() for value in task.parameters.values()),
+        sum(value.numel() for value in task.module.parameters() if not value.requires_grad),
+        len(list(models["training"].model.graph)),
+        sum(file.stat().st_size for file in written.iterdir()),
+        difference,
+    )
+    files.put_in_place(written, folder)
+    return exported
+
+
+def _write_folder(
+    task: _Task, traces: Mapping[str, Trace], folder: Path, state: Mapping[str, Any], more: Mapping[str, Any]
+) -> dict[str, Model]:
+    name = type(task.module).__name__
+    models = {
+        kind: convert(
+            found,
+            f"{name}.{METHODS[kind]}",
+            task.parameters,
+            task.settings if kind == "training" else None,
+            drops=more["dropout"],
+        )
+        for kind, found in traces.items()
+    }
+    folder.mkdir()
+    files.write_models(folder, models)
+    files.write_rest(folder, models, state, task.settings, more)
+    return models
+
+
+def _unlimited(traces: Iterable[Trace]) -> dict[str, list[int | None]]:
+    return {name: [1, None] for one in traces for name in one.symbols.values()}
+
+
+def _written(module: nn.Module, traced: Trace) -> dict[str, Tensor]:
+    buffers = dict(module.named_buffers())
+    return {name: buffers[name] for name in traced.joint.written}
+
+
+def _drops(traced: Trace) -> bool:
+    dropout = torch.ops.aten.native_dropout.default
+    return any(
+        node.args[2] is not False for node in traced.joint.module.graph.find_nodes(op="call_function", target=dropout)
+    )
+
+
+def _verify(task: _Task, folder: Path, traced: Trace) -> tuple[Difference, dict[str, list[int | None]]]:
+    """Compare with the module, and find out for which sizes the model is right."""
+    arguments = (folder, task.module, task.optimizer, task.settings)
+
+    def batch_of(fields: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        return rebuilt(task.batch, fields), fields
+
+    def is_right_for(name: str, size: int) -> bool:
+        batch = batch_of(resized(task.fields, traced.dims_of(name), size))
+        try:
+            verify(*arguments, [batch], task.tolerance)
+        except Exception:  # the module's own too, such as that of a batch norm, which needs two rows
+            return False
+        return True
+
+    size, varies = batch_size(task.fields), BATCH in traced.symbols.values()
+    counts = [size, size + 1, max(size - 1, 2)] if varies else [size] * STEPS
+    difference = verify(*arguments, [batch_of(rows(task.fields, count)) for count in counts], task.tolerance)
+    limits: dict[str, list[int | None]] = {}
+    for symbol, name in traced.symbols.items():
+        # torch notes a limit wherever it chooses an algorithm; most are none of the module's. Below 2 it never looks
+        lowest, highest = traced.sizes[symbol]
+        if is_right_for(name, lowest - 1):
+            lowest = 1
+        if highest is not None and is_right_for(name, highest + 1):
+            highest = None
+        if (lowest, highest) != (1, None):
+            limits[name] = [lowest, highest]
+    return difference, limits

@@ -1,0 +1,189 @@
+"""Backward operations, and what is linear along a dimension, as functions of other operations."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ort.compat.torch import OpOverload, decomposition_of, python_kernels
+
+aten = torch.ops.aten
+DECOMPOSED: dict[OpOverload, Callable[..., Any]] = {}
+_ABOVE_AUTOGRAD: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def instead_of(*overloads: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what is traced in place of ops; ``NotImplemented`` leaves one whole."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        DECOMPOSED.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
+def with_its_gradient(op: OpOverload, function: Callable[..., Any]) -> None:
+    """Register what is traced in place of an op above autograd: the gradient is then that of its parts."""
+    _ABOVE_AUTOGRAD[op] = function
+
+
+def taken_apart() -> AbstractContextManager[None]:
+    """Within the block the ops of :func:`with_its_gradient` are traced in parts.
+
+    Torch takes some of them apart at these keys too, whatever the table of decompositions says (2.13).
+    """
+    keys = ("CompositeImplicitAutograd", "Autograd")
+    return python_kernels({(op, key): kernel for op, kernel in _ABOVE_AUTOGRAD.items() for key in keys})
+
+
+# convolution
+
+
+@instead_of(aten.convolution_backward.default)
+def convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a convolution as convolutions."""
+    spatial = x.dim() - 2
+    stride, padding, dilation = (each(numbers, spatial) for numbers in (stride, padding, dilation))
+    of_x = of_weight = of_bias = None
+    if output_mask[0]:
+        of_x = _input_gradient(grad, x, weight, stride, padding, dilation, transposed, groups)
+    if output_mask[1]:
+        source, result = (grad, x) if transposed else (x, grad)
+        of_weight = _weight_gradient(source, result, weight.shape[2:], stride, padding, dilation, groups)
+    if output_mask[2]:
+        of_bias = grad.sum([dim for dim in range(grad.dim()) if dim != 1])
+    return of_x, of_weight, of_bias
+
+
+def each(numbers: Sequence[int], spatial: int) -> list[int]:
+    """Return one number for each dimension; a single one stands for all."""
+    return list(numbers) * spatial if len(numbers) == 1 else list(numbers)
+
+
+def _input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
+) -> Tensor:
+    none = [0] * len(stride)
+    if transposed:
+        return aten.convolution(grad, weight, None, stride, padding, dilation, False, none, groups)
+    # what no window reached at the end is not in the result: add as much as there may be, and cut
+    rest = [
+        size - ((out - 1) * step - 2 * pad + stretch * (width - 1) + 1)
+        for size, out, step, pad, stretch, width in zip(
+            x.shape[2:], grad.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True
+        )
+    ]
+    is_known = all(isinstance(size, int) for size in rest)
+    more = rest if is_known else [step - 1 for step in stride]
+    result = aten.convolution(grad, weight, None, stride, padding, dilation, True, more, groups)
+    return result if is_known else _cut(result, x.shape[2:])
+
+
+def _cut(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(sizes, 2):
+        if not isinstance(size, int) or x.shape[dim] != size:
+            x = aten.slice.Tensor(x, dim, 0, size)
+    return x
+
+
+def _weight_gradient(
+    x: Tensor,
+    grad: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A convolution of the input by the gradient, where images take the place of channels."""
+    images, channels, *sizes = x.shape
+    order = range(2, x.dim())
+    if groups == 1:
+        swapped = x.permute(1, 0, *order)
+    else:
+        parts = x.reshape(images, groups, channels // groups, *sizes)
+        swapped = parts.permute(2, 1, 0, *range(3, parts.dim())).reshape(channels // groups, groups * images, *sizes)
+    filters = grad.permute(1, 0, *order)
+    none = [0] * len(sizes)
+    found = aten.convolution(swapped, filters, None, dilation, padding, stride, False, none, groups)
+    return _cut(found, kernel).permute(1, 0, *order)
+
+
+# others, whose backward ops have no form
+
+
+def _distances(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+
+
+def _distances_of_pairs(x: Tensor, p: float = 2) -> Tensor:
+    first = [i for i in range(x.shape[0]) for _ in range(i + 1, x.shape[0])]
+    second = [j for i in range(x.shape[0]) for j in range(i + 1, x.shape[0])]
+    return torch.linalg.vector_norm(x[first] - x[second], p, -1)
+
+
+def _product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A product by halves, whose gradient is right at zeros."""
+    x = x if dtype is None else x.to(dtype)
+    if x.dim() == 0:
+        return x * 1
+    if not all(isinstance(size, int) for size in x.shape) or not x.dtype.is_floating_point:
+        raise NotImplementedError("the product of a symbolic size, or of integers")
+    if dim is None:
+        return _product(x.reshape(-1), 0)
+    if x.shape[dim] == 0:
+        return torch.ones_like(x.sum(dim, keepdim))
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = pairs if size == 2 * half else torch.cat([pairs, x.narrow(dim, size - 1, 1)], dim)
+    return x if keepdim else x.squeeze(dim)
+
+
+def _cumulative_product(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    x, reach = (x if dtype is None else x.to(dtype)), 1
+    while x.dim() and reach < x.shape[dim]:
+        rest = x.shape[dim] - reach
+        x = torch.cat([x.narrow(dim, 0, reach), x.narrow(dim, reach, rest) * x.narrow(dim, 0, rest)], dim)
+        reach *= 2
+    return x * 1
+
+
+def _replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
+    for axis in range(len(padding) // 2):
+        before, after = padding[2 * axis : 2 * axis + 2]
+        dim, size = x.dim() - 1 - axis, x.shape[x.dim() - 1 - axis]
+        places = [min(max(place, 0), size - 1) for place in range(-before, size + after)]
+        x = x.index_select(dim, torch.tensor(places, device=x.device))
+    return x
+
+
+with_its_gradient(aten.prod.default, _product)
+with_its_gradient(aten.prod.dim_int, _product)
+with_its_gradient(aten.cumprod.default, _cumulative_product)
+for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
+    with_its_gradient(_op, _replication_pad)
+with_its_gradient(aten._cdist_forward.default, _distances)
+with_its_gradient(aten._pdist_forward.default, _distances_of_pairs)
+with_its_gradient(aten.grid_sampler_2d.default, decomposition_of(aten.grid_sampler_2d.default))

@@ -1,0 +1,147 @@
+"""The graph of a model that any ONNX runtime runs: ONNX's own operators, and sizes that are known when it runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import sympy
+import torch
+from torch import fx
+from typing_extensions import override
+
+from lightning_ort.compat.torch import OpOverload, expression_of
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
+from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Converter, Unsupported
+from lightning_ort.compiler.executors.ort.kernels import CPU, Kernels
+from lightning_ort.compiler.report import ReasonType
+
+OPSET, IR_VERSION = 18, 9  # onnxruntime 1.17 reads them
+
+# instead of the converters of the same ops, or where there is none: with torch at hand its kernel would be faster
+FORMS: dict[OpOverload, Converter] = {}
+
+
+def form(*overloads: OpOverload) -> Callable[[Converter], Converter]:
+    """Register how ops are written in a model for everywhere."""
+
+    def register(converter: Converter) -> Converter:
+        for overload in overloads:
+            if overload in FORMS:
+                raise ValueError(f"form({overload}): already written by {FORMS[overload].__qualname__}")
+            FORMS[overload] = converter
+        return converter
+
+    return register
+
+
+def written_whole() -> frozenset[OpOverload]:
+    """The ops that need no decomposition."""
+    return frozenset({*CONVERTERS, *FORMS})
+
+
+class PortableGraph(GraphBuilder):
+    """A :class:`GraphBuilder` that emits standard operators only, and computes sizes itself.
+
+    Args:
+        drops: Whether dropout draws numbers; otherwise it passes its input on.
+
+    """
+
+    def __init__(self, drops: bool = True) -> None:
+        super().__init__(Kernels("standard", (CPU,)))
+        self.drops = drops
+        self.dims: dict[sympy.Symbol, tuple[Value, int]] = {}  # which size of which input a symbol is
+        self._sizes: dict[Any, Value] = {}
+
+    @override
+    def add_input(self, node: fx.Node, name: str) -> None:
+        super().add_input(node, name)
+        for axis, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, int) and (symbol := expression_of(size)).is_Symbol:
+                self.dims.setdefault(symbol, (self.values[node], axis))
+
+    def add_tensor(self, node: fx.Node, name: str, tensor: torch.Tensor) -> None:
+        """Make an FX node a constant of the model."""
+        if tensor.dtype not in DTYPES:
+            raise Unsupported(f"a constant of {tensor.dtype}", ReasonType.DTYPE)
+        array = tensor.detach().cpu().contiguous().numpy()
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(DTYPES[tensor.dtype]),
+            shape=ir.Shape(array.shape),
+            const_value=ir.tensor(array, name=name),
+        )
+        self.values[node] = Value(self, value, tensor.dtype)
+        self._constants["tensor", name] = self.values[node]
+
+    def new_input(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Value:
+        """Declare an input that is no node of the graph."""
+        value = Value(self, ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=ir.Shape(shape)), dtype)
+        self.inputs.append(value.ir)
+        return value
+
+    @override
+    def convert(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            self.values[node] = self.number(value.node.expr)
+            return
+        written = FORMS.get(node.target)  # type: ignore[call-overload]
+        if written is None:
+            super().convert(node)
+        else:
+            self.values[node] = written(self, node, *node.args, **node.kwargs)
+
+    @override
+    def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:
+        raise Unsupported(f"{op_type}, which is not an operator of ONNX", ReasonType.NO_KERNEL)
+
+    @override
+    def need_opset(self, number: int, what: str) -> None:
+        raise Unsupported(f"{what}, of opset {number}: models for everywhere have {OPSET}", ReasonType.NO_KERNEL)
+
+    def number(self, expression: Any) -> Value:
+        """A number that is computed from sizes: an int64 scalar, or a float64 one."""
+        if expression not in self._sizes:
+            self._sizes[expression] = self._number(sympy.sympify(expression))
+        return self._sizes[expression]
+
+    def _number(self, expression: sympy.Expr) -> Value:
+        if expression.is_Integer:
+            return self.const(int(expression), torch.int64)
+        if expression.is_Float or expression.is_Rational:
+            return self.const(float(expression), torch.float64)
+        if expression.is_Symbol:
+            if expression not in self.dims:
+                raise Unsupported("a size that depends on the values of tensors", ReasonType.DYNAMIC_SHAPE)
+            value, axis = self.dims[expression]
+            return value.op("Shape", start=axis, end=axis + 1, dtype=torch.int64).squeeze(0)
+        return self._computed(type(expression).__name__, [self.number(part) for part in expression.args])
+
+    def _computed(self, name: str, parts: list[Value]) -> Value:
+        if any(part.dtype is torch.float64 for part in parts):
+            parts = [part.cast(torch.float64) for part in parts]
+        operators = {"Add": "Add", "Mul": "Mul", "Max": "Max", "Min": "Min", "CleanDiv": "Div", "FloorDiv": "Div"}
+        operators |= {"Mod": "Mod", "PythonMod": "Mod", "Pow": "Pow", "PowByNatural": "Pow"}
+        if name in operators:  # sizes are not negative, so that a Div rounds down
+            result = parts[0]
+            for part in parts[1:]:
+                result = result.op(operators[name], part)
+            return result
+        floats = [part.cast(torch.float64) for part in parts]
+        if name in ("IntTrueDiv", "FloatTrueDiv"):
+            return floats[0] / floats[1]
+        if name == "FloatPow":
+            return floats[0].op("Pow", floats[1])
+        if name == "ToFloat":
+            return floats[0]
+        if name in ("CeilToInt", "FloorToInt", "TruncToInt"):
+            return floats[0].op("Floor" if name != "CeilToInt" else "Ceil").cast(torch.int64)
+        if name.startswith("OpaqueUnaryFn_sqrt"):
+            return floats[0].op("Sqrt")
+        raise Unsupported(f"a size computed by {name}", ReasonType.DYNAMIC_SHAPE)
+
+    def constants_used(self) -> list[ir.Value]:
+        """The constants so far."""
+        return [constant.ir for constant in self._constants.values()]

@@ -1,0 +1,400 @@
+"""Trains the model of this folder with numpy and onnxruntime alone; `lightning-ort export --training` has put it here.
+
+    from training import Training          # this file
+
+    training = Training.load("classifier_training")
+    for batch in batches:                  # a dict of arrays, or a tuple in the order of training.fields
+        print(training.step(batch, lr=1e-3)["loss"])
+    print(training.evaluate(batch), training.predict(batch))
+    training.save()                        # state.safetensors, which Training.load and lightning_ort read
+
+Numbers are in float32. A step that fails leaves the state as it was. One thread may call a Training at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# onnxruntime's training build imports torch, if it is installed, for a module that is not used here
+_hidden = "onnxruntime" not in sys.modules and "onnxruntime.training" not in sys.modules
+if _hidden:
+    sys.modules["onnxruntime.training"] = None  # type: ignore[assignment]
+try:
+    import onnxruntime
+finally:
+    if _hidden and sys.modules.get("onnxruntime.training", 0) is None:
+        del sys.modules["onnxruntime.training"]
+
+FORMAT = 1
+Arrays = dict[str, Any]  # arrays by name
+_CODES = "bool:BOOL uint8:U8 int8:I8 int16:I16 int32:I32 int64:I64 float16:F16 float32:F32 float64:F64"
+DTYPES = dict(pair.split(":") for pair in _CODES.split())
+
+
+class TrainingError(Exception):
+    """A folder or a state cannot be used; the text says why."""
+
+
+class Training:
+    """A model that trains: its parameters, buffers and optimizer states, which a step replaces.
+
+    Attributes:
+        about: What training.json says.
+        fields: What a batch has, by name: dtype and shape, in which a name stands for a size that may change.
+        updates: How many updates of the parameters there have been.
+        gradients: Those of the last step, if the model has no optimizer.
+
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], state: Arrays, counts: tuple[int, int], **options: Any):
+        self.folder, self.about = folder, about
+        self.updates, self._pending = counts
+        self._threads, self._providers = options["threads"], list(options["providers"])
+        self.fields = {field["name"]: (field["dtype"], tuple(field["shape"])) for field in about["fields"]}
+        self.gradients: Arrays = {}
+        self._front: Arrays = state
+        self._back: Arrays = {}  # a step reads one and writes the other
+        self._sessions: dict[str, Any] = {}  # by model, and so are these
+        self._bindings: dict[str, dict[int, Any]] = {}
+        self._arrays, self._results = dict[str, Arrays](), dict[str, Arrays]()
+        self._rates = [group["learning_rate"] for group in (about["optimizer"] or {}).get("groups", ())]
+        self._settings: Arrays = {
+            "optimizer/learning_rate": np.array(self._rates, np.float32),
+            "optimizer/step": np.array(0, np.int64),
+            "optimizer/update": np.array(True),
+        }
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path | None = None,
+        state: str | Path | None = None,
+        threads: int | None = None,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+    ) -> Training:
+        """Load a folder, by default the one that this file is in.
+
+        Args:
+            folder: The folder.
+            state: Another file than its state.safetensors.
+            threads: Of onnxruntime; by default as many as the model is large enough for.
+            providers: Execution providers of onnxruntime, in order of preference.
+
+        """
+        folder = Path(folder) if folder is not None else Path(__file__).resolve().parent
+        about = _read_about(folder)
+        values, metadata = read_state(Path(state) if state is not None else folder / "state.safetensors")
+        _check_state(values, about)
+        try:
+            counts = int(metadata.get("step", 0)), int(metadata.get("pending", 0))
+        except ValueError:
+            raise TrainingError(f"{state or folder}: the state's number of steps is damaged.") from None
+        training = cls(folder, about, values, counts, threads=threads, providers=providers)
+        training._session("training")
+        return training
+
+    def step(self, batch: Any, lr: Any = None, update: bool | None = None) -> dict[str, float]:
+        """Train on a batch, and return the loss and what the module logs, by name.
+
+        Args:
+            batch: The fields, as a dict of arrays or in order.
+            lr: The learning rate: a number, one for each parameter group, or None for those of the export.
+            update: Whether to update the parameters now, where the model adds up gradients of several batches;
+                by default after as many as it was exported for.
+        """
+        values = self._checked(batch)
+        if self.about["optimizer"]:
+            self._settings["optimizer/learning_rate"][...] = self._learning_rates(lr)
+        elif lr is not None:
+            raise ValueError("lr: this model has no optimizer; it returns gradients")
+        count = self.about["accumulate"]
+        if update is None or count == 1:
+            update = self._pending + 1 >= count
+        self._settings["optimizer/step"][...] = self.updates + 1
+        self._settings["optimizer/update"][...] = update
+        self._run("training", values)
+        self._front, self._back = self._back, self._front
+        self._pending = 0 if update else self._pending + 1
+        self.updates += bool(update)
+        return {name: float(array) for name, array in self._results["training"].items()}
+
+    def fit(
+        self, batches: Iterable[Any], lr: Any = None, progress: Callable[[int, dict[str, float]], Any] | None = None
+    ) -> float:
+        """Train on some batches, and return the mean loss.
+
+        Args:
+            batches: An iterable of batches.
+            lr: As in `step`, or a function of the number of updates so far.
+            progress: Called after each step with its number and results; if it returns False, the training ends.
+
+        """
+        losses = []
+        for number, batch in enumerate(batches):
+            results = self.step(batch, lr(self.updates) if callable(lr) else lr)
+            losses.append(results["loss"])
+            if progress is not None and progress(number, results) is False:
+                break
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def evaluate(self, batch: Any) -> dict[str, float]:
+        """Return what the module's validation step logs for a batch."""
+        self._run("evaluation", self._checked(batch, "evaluation"))
+        return {name: float(array) for name, array in self._results["evaluation"].items()}
+
+    def predict(self, batch: Any) -> Arrays:
+        """Return the results of the module's forward, by name; the inputs are a dict of arrays or in order."""
+        session = self._session("prediction")
+        feeds = self._checked(batch, "prediction")
+        feeds.update({name: self._front[name] for name in self._inputs("prediction") if name in self._front})
+        names = [output["name"] for output in self.about["models"]["prediction"]["outputs"]]
+        return dict(zip(names, session.run(names, feeds), strict=True))
+
+    @property
+    def state(self) -> Arrays:
+        """Copies of the parameters, buffers and optimizer states, by name."""
+        return {name: array.copy() for name, array in self._front.items()}
+
+    def set_state(self, values: Arrays) -> None:
+        """Replace some parameters, buffers or states."""
+        for name, value in values.items():
+            if name not in self._front:
+                raise ValueError(f"there is no {name!r} in the state")
+            array = _as(np.asarray(value), self._front[name].dtype, f"state {name!r}")
+            if array.shape != self._front[name].shape:
+                raise ValueError(f"state {name!r} has shape {self._front[name].shape}, not {array.shape}")
+        for name, value in values.items():
+            self._front[name][...] = value
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the state, by default over the folder's; a file of that name stays until the new one is complete."""
+        path = Path(path) if path is not None else self.folder / "state.safetensors"
+        write_state(path, self._front, {"step": str(self.updates), "pending": str(self._pending)})
+        return path
+
+    def _session(self, name: str) -> Any:
+        if name not in self._sessions:
+            model = self.about["models"].get(name)
+            if model is None:
+                raise TrainingError(f"{self.folder} was exported without {name}.onnx")
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self._threads or min(self.about["threads"], os.cpu_count() or 1)
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            options.log_severity_level = 4  # an error is raised
+            try:
+                path = str(self.folder / model["file"])
+                self._sessions[name] = onnxruntime.InferenceSession(path, options, providers=self._providers)
+            except Exception as error:  # onnxruntime's own classes
+                text = f"{self.folder / model['file']} cannot be loaded by onnxruntime {onnxruntime.__version__}"
+                raise TrainingError(f"{text}, which has to be {self.about['needs']}: {error}") from error
+        return self._sessions[name]
+
+    def _inputs(self, name: str) -> list[str]:
+        return [each["name"] for each in self.about["models"][name]["inputs"]]
+
+    def _run(self, name: str, values: Arrays) -> None:
+        """Run a model with its inputs and outputs bound to arrays: nothing is allocated from step to step."""
+        arrays = self._arrays.get(name)
+        if arrays is None or any(arrays[field].shape != value.shape for field, value in values.items()):
+            arrays = self._arrays[name] = {field: np.empty_like(value, order="C") for field, value in values.items()}
+            self._results[name] = {}
+            self._bindings[name] = {}
+        for field, value in values.items():
+            np.copyto(arrays[field], value)
+        bindings = self._bindings[name]
+        key = id(self._front)
+        binding = bindings[key] = bindings.get(key) or self._bound(name, arrays)
+        self._session(name).run_with_iobinding(binding)
+
+    def _bound(self, name: str, arrays: Arrays) -> Any:
+        binding = self._session(name).io_binding()
+        for each in self._inputs(name):
+            array = next(group[each] for group in (arrays, self._front, self._settings) if each in group)
+            binding.bind_input(each, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        results = self._results[name]
+        for output in self.about["models"][name]["outputs"]:
+            role, key = output["role"], output["key"]
+            if role in ("parameter", "buffer", "state"):
+                place = self._back
+            else:
+                place = self.gradients if role == "gradient" else results
+            if key not in place:
+                place[key] = np.empty(output["shape"], output["dtype"])
+            array = place[key]
+            binding.bind_output(output["name"], "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        if name == "training":
+            for key, array in self._front.items():
+                self._back.setdefault(key, array)  # what no step writes
+        return binding
+
+    def _learning_rates(self, lr: Any) -> list[float]:
+        if lr is None:
+            return self._rates
+        rates = [lr] * len(self._rates) if np.ndim(lr) == 0 else list(lr)
+        if len(rates) != len(self._rates):
+            raise ValueError(f"lr={lr!r}: pass a number, or {len(self._rates)} of them, one for each parameter group")
+        if not all(isinstance(rate, (int, float, np.number)) and math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise ValueError(f"lr={lr!r}: a learning rate must be a finite number that is not negative")
+        return rates
+
+    def _checked(self, batch: Any, name: str = "training") -> Arrays:
+        """Return the fields of a batch as arrays, or say which one is wrong."""
+        if name not in self.about["models"]:
+            raise TrainingError(f"{self.folder} was exported without {name}.onnx")
+        expected = {each["name"]: each for each in self.about["models"][name]["fields"]}
+        if not isinstance(batch, dict):
+            parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+            if len(parts) != len(expected):
+                raise ValueError(f"the batch has {len(parts)} fields; expected are {_listed(expected)}")
+            batch = dict(zip(expected, parts, strict=True))
+        if set(batch) != set(expected):
+            raise ValueError(f"the batch has the fields {', '.join(map(str, batch))}; expected are {_listed(expected)}")
+        sizes: dict[str, int] = {}
+        values: Arrays = {}
+        for field, about in expected.items():
+            array = _as(np.asarray(batch[field]), np.dtype(about["dtype"]), f"field {field!r}")
+            _check_shape(array.shape, about, sizes, self.about["sizes"])
+            values[field] = array
+        read = set(self._inputs(name))
+        return {field: array for field, array in values.items() if field in read}
+
+
+def _listed(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {each['dtype']}{each['shape']}" for name, each in fields.items())
+
+
+def _as(array: Any, dtype: Any, what: str) -> Any:
+    if array.dtype == dtype:
+        return array
+    if not np.can_cast(array.dtype, dtype, "safe"):
+        raise TypeError(f"{what} is {array.dtype}, but the model takes {dtype}: convert it")
+    return array.astype(dtype)
+
+
+def _check_shape(shape: Sequence[int], about: dict[str, Any], sizes: dict[str, int], limits: dict[str, Any]) -> None:
+    fits = len(shape) == len(about["shape"])
+    for size, expected in zip(shape, about["shape"], strict=True) if fits else ():
+        if isinstance(expected, int):
+            fits = fits and size == expected
+        else:
+            fits = fits and sizes.setdefault(expected, size) == size
+            lowest, highest = limits.get(expected, (1, None))
+            if size < lowest or (highest is not None and size > highest):
+                bounds = f"at least {lowest}" if size < lowest else f"at most {highest}"
+                raise ValueError(f"field {about['name']!r} has {expected} {size}; it must be {bounds}")
+    if not fits:
+        seen = f" with {sizes}" if sizes else ""
+        raise ValueError(f"field {about['name']!r} has shape {list(shape)}, but the model takes {about['shape']}{seen}")
+
+
+# files
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / "training.json"
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TrainingError(
+            f"{folder} has no training.json: it is not a folder of `lightning-ort export --training`."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be read: {error}") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        got = about.get("format") if isinstance(about, dict) else type(about).__name__
+        raise TrainingError(
+            f"{path} has format {got}; this file reads format {FORMAT}. Take training.py from the folder."
+        )
+    for name, expected in about["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise TrainingError(f"{file} is missing: export again.")
+        found = file.stat().st_size
+        if found != expected["bytes"]:
+            raise TrainingError(
+                f"{file} has {found} bytes instead of {expected['bytes']}: it is damaged, or of another export."
+            )
+        if found < 1 << 24 and hashlib.sha256(file.read_bytes()).hexdigest() != expected["sha256"]:
+            raise TrainingError(f"{file} is damaged, or of another export: its content is not what training.json says.")
+    return about
+
+
+def _check_state(values: Arrays, about: dict[str, Any]) -> None:
+    expected = {each["name"]: (each["dtype"], tuple(each["shape"])) for each in about["state"]}
+    found = {name: (array.dtype.name, array.shape) for name, array in values.items()}
+    if found != expected:
+        names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        name = names[0]
+        raise TrainingError(
+            f"the state is of another model: {name!r} is {found.get(name, 'missing')} in the state and"
+            f" {expected.get(name, 'unknown')} in training.json"
+            + (f", and {len(names) - 1} more differ" if len(names) > 1 else "")
+        )
+
+
+def read_state(path: str | Path) -> tuple[Arrays, dict[str, str]]:
+    """Return the arrays of a safetensors file, and its metadata."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be read: {error}") from None
+    try:
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > len(data) - 8:
+            raise ValueError("it ends too early")
+        header = json.loads(data[8 : 8 + length].decode("utf-8"))
+        metadata = header.pop("__metadata__", {})
+        start, end, arrays = 8 + length, 8 + length, {}
+        numpy_names = {code: name for name, code in DTYPES.items()}
+        for name, about in header.items():
+            dtype, shape = np.dtype(numpy_names[about["dtype"]]), tuple(about["shape"])
+            first, last = about["data_offsets"]
+            size = math.prod(shape)
+            if last - first != size * dtype.itemsize or not 0 <= first <= last <= len(data) - start:
+                raise ValueError(f"the bytes of {name!r} are not there")
+            array = np.frombuffer(data, dtype, size, start + first).reshape(shape)
+            arrays[name] = array.copy()
+            end = max(end, start + last)
+        if end != len(data):
+            raise ValueError("it has bytes that belong to nothing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrainingError(f"{path} is no safetensors file, or it is damaged: {error}") from None
+    return arrays, metadata
+
+
+def write_state(path: str | Path, arrays: Arrays, metadata: dict[str, str]) -> None:
+    """Write arrays and metadata as a safetensors file, which gets its name when it is complete."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, array in arrays.items():
+        last = offset + array.nbytes
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, last]}
+        offset = last
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays.values():
+                file.write(np.ascontiguousarray(array).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink()
+        raise

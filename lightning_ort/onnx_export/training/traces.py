@@ -1,0 +1,96 @@
+"""The steps of a module that become models."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
+from lightning_ort.onnx_export.training.batch import rebuilt
+from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_sizes
+from lightning_ort.onnx_export.training.steps import Step, defines
+from lightning_ort.onnx_export.training.tracing import Function, Sizes, Trace, trace
+
+log = logging.getLogger(__name__)
+
+METHODS = {"training": "training_step", "prediction": "forward", "evaluation": "validation_step"}
+
+
+def traces_of(module: nn.Module, batch: Any, fields: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Trace]:
+    """Trace the steps that a module has, by the model that is made of them.
+
+    Args:
+        module: The module, as it is to be trained.
+        batch: A batch.
+        fields: Its fields, or others of these names.
+        sizes: Which dimensions may change.
+
+    """
+    name = type(module).__name__
+
+    def step(method: str) -> Function:
+        run = Step(module, method)
+
+        def call(values: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+            loss, logged = run(rebuilt(batch, values))
+            others = {f"logged/{key}": value for key, value in logged.items()}
+            if loss is not None and method != "training_step":
+                others.setdefault("logged/loss", loss)
+                loss = None
+            return loss, others
+
+        return call
+
+    found = {"training": trace(module, step("training_step"), fields, sizes, f"{name}.training_step")}
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        if defines(module, "validation_step"):
+            what = f"{name}.validation_step"
+            found["evaluation"] = trace(module, step("validation_step"), fields, sizes, what, gradients=False)
+        if (bound := _forward_arguments(module, batch)) is not None:
+            found["prediction"] = _forward_trace(module, bound)
+    finally:
+        for child, training in modes:
+            child.training = training
+    return found
+
+
+def _forward_arguments(module: nn.Module, batch: Any) -> inspect.BoundArguments | None:
+    """Return arguments for ``forward``: the module's example, or what of the batch fits."""
+    if not defines(module, "forward") or type(module).forward is nn.Module.forward:
+        return None
+    sample = getattr(module, "example_input_array", None)
+    if sample is None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        needed = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+        if isinstance(batch, Mapping):
+            known = {parameter.name for parameter in parameters}
+            sample = {key: value for key, value in batch.items() if key in known}
+        else:
+            parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            sample = parts[: max(len(needed), 1)]
+    try:
+        bound = bind_sample(module, sample)
+        with torch.no_grad():
+            named_outputs(module(*bound.args, **bound.kwargs), named_inputs(bound))
+    except Exception as error:  # the user's code, with a guess
+        log.info("%s.forward is not exported: %s", type(module).__name__, str(error).partition("\n")[0])
+        return None
+    return bound
+
+
+def _forward_trace(module: nn.Module, bound: inspect.BoundArguments) -> Trace:
+    fields = of_distinct_sizes(named_inputs(bound))
+    names = list(fields)
+
+    def call(values: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+        given = iter([values[name] for name in names])
+        arguments = mapped(bound, lambda _: next(given))
+        return None, named_outputs(module(*arguments.args, **arguments.kwargs), names)[1]
+
+    what = f"{type(module).__name__}.forward"
+    return trace(module, call, fields, chosen_sizes(fields, None), what, gradients=False)

@@ -1,0 +1,237 @@
+"""Some steps of an exported folder in onnxruntime, compared with the module's in PyTorch."""
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from lightning_ort.compat.onnxruntime import import_onnxruntime
+from lightning_ort.onnx_export.export import largest_difference
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training import runner
+from lightning_ort.onnx_export.training.models import Settings
+from lightning_ort.onnx_export.training.steps import Step
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far onnxruntime's numbers are from PyTorch's after some steps, see :func:`largest_difference`."""
+
+    loss: float
+    state: float
+
+
+class NoDropout(TorchFunctionMode):
+    """Within the block dropout passes its input on, also where it is a function."""
+
+    _PLACES = {torch.dropout: 1, torch.native_dropout: 1, nn.functional.dropout: 1}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._PLACES:
+            return args[0] if args else kwargs["input"]
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+            args = args[:4]
+        if func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu) and len(args) >= 9:
+            args = (*args[:5], 0.0, *args[6:])
+        return func(*args, **kwargs)
+
+
+class Reference:
+    """The module's own training, on copies of its parameters and buffers."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, dtype: torch.dtype
+    ) -> None:
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone().to(dtype if tensor.is_floating_point() else tensor.dtype)
+
+        self.module, self.settings, self.dtype = module, settings, dtype
+        self.values: dict[str, Tensor] = {
+            name: taken(value).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
+        }
+        self.buffers = {name: taken(value) for name, value in module.named_buffers()}
+        self.optimizer = None if optimizer is None else self._copied(optimizer)
+        self.pending, self.failed = 0, False
+
+    def _copied(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        groups = [
+            {**group, "params": [self.values[names[id(parameter)]] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        for group in groups:
+            group.update(dict.fromkeys(("fused", "foreach"), None) | {"lr": float(group["lr"])})
+        kind: Any = type(optimizer)
+        made = kind([{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups])
+        for parameter, state in optimizer.state.items():
+            made.state[self.values[names[id(parameter)]]] = {
+                key: value.detach().clone().to(self.dtype if value.dim() else value.dtype)
+                if isinstance(value, Tensor)
+                else value
+                for key, value in copy.copy(state).items()
+            }
+        return made
+
+    def step(self, batch: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+        """Train on a batch; return the loss, what is logged and the gradients, as they are after clipping."""
+        run = _Called(self.module, Step(self.module, "training_step"))
+        loss, logged = functional_call(
+            run, {f"module.{name}": value for name, value in (self.values | self.buffers).items()}, (batch,)
+        )
+        trained = {name: value for name, value in self.values.items() if value.requires_grad}
+        (loss / self.settings.accumulate).backward()
+        self.pending += 1
+        gradients: dict[str, Tensor] = {}
+        if self.optimizer is None or self.pending >= self.settings.accumulate:
+            self._clip(list(trained.values()))
+            gradients = {name: value.grad.clone() for name, value in trained.items() if value.grad is not None}
+            if self.optimizer is not None:
+                self.optimizer.step()
+            for value in trained.values():
+                value.grad = None
+            self.pending = 0
+        return loss.item(), {name: value.item() for name, value in logged.items()}, gradients
+
+    def _clip(self, values: list[Tensor]) -> None:
+        limit = self.settings.clip_value
+        if limit is None:
+            return
+        if self.settings.clip_algorithm == "norm":
+            nn.utils.clip_grad_norm_(values, limit)
+        else:
+            nn.utils.clip_grad_value_(values, limit)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, buffers and states, called as in a folder."""
+        found = {**self.values, **self.buffers}
+        if self.optimizer is not None:
+            for name, value in self.values.items():
+                for key, state in self.optimizer.state.get(value, {}).items():
+                    if isinstance(state, Tensor) and state.shape == value.shape and key != "step":
+                        found[f"{key}/{name}"] = state
+        return {name: value.detach() for name, value in found.items()}
+
+
+class _Called(nn.Module):
+    def __init__(self, module: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.module = module
+        self._step = step
+
+    def forward(self, batch: Any) -> Any:
+        return self._step(batch)
+
+
+def verify(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    batches: list[tuple[Any, Mapping[str, Tensor]]],
+    tolerance: float,
+) -> Difference:
+    """Compare steps of a folder, whose model drops nothing, with the module's.
+
+    Args:
+        folder: The folder.
+        module: The module.
+        optimizer: Its optimizer, which is not changed.
+        settings: What the folder was exported with.
+        batches: Batches, each as the module takes it and by field.
+        tolerance: The largest difference of losses and states.
+
+    Raises:
+        ExportFailed: If there is a larger one. PyTorch's own error, its difference from float64, is allowed for: Adam
+            makes a step of a gradient that is zero but for rounding.
+
+    """
+    import_onnxruntime()
+    try:
+        training = runner.Training.load(folder)
+    except runner.TrainingError as error:
+        raise ExportFailed(f"The exported model is not valid: {error}") from error
+    with ExitStack() as stack:
+        for context in (NoDropout(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([])):
+            stack.enter_context(context)
+        single, double = (Reference(module, optimizer, settings, dtype) for dtype in (torch.float32, torch.float64))
+        loss = 0.0
+        for batch, fields in batches:
+            loss = max(loss, _step(training, single, double, batch, fields, tolerance))
+        exact = single if double.failed else double
+        state = _compare_states(training, single.state(), exact.state(), tolerance)
+    return Difference(loss, state)
+
+
+def _step(
+    training: runner.Training, single: Reference, double: Reference, batch: Any, fields: Any, tolerance: float
+) -> float:
+    name = f"{type(single.module).__name__}.training_step"
+    sizes = ", ".join(f"{field} {list(value.shape)}" for field, value in fields.items())
+    expected, logged, gradients = single.step(batch)
+    exact, exact_gradients = expected, gradients
+    if not double.failed:
+        try:
+            exact, _, exact_gradients = double.step(_in_float64(batch))
+        except Exception:  # a module that names float32 itself, where nothing is allowed for then
+            double.failed = True
+    try:
+        got = training.step({field: value.detach().cpu().numpy() for field, value in fields.items()})
+    except Exception as error:  # onnxruntime's own classes
+        raise ExportFailed(f"{name}({sizes}) fails as a model: {error}") from error
+    largest = 0.0
+    for key, value in {"loss": expected, **logged}.items():
+        own = abs(expected - exact) if key == "loss" else 0.0
+        difference = largest_difference(torch.tensor(got[key]), torch.tensor(value, dtype=torch.float64).float())
+        if not difference <= tolerance + 10 * own:
+            raise ExportFailed(
+                f"{name}({sizes}): the exported model's {key!r} is {got[key]:.7g}, the module's {value:.7g}; allowed is"
+                f" a difference of {tolerance:.3g}. The step must not depend on random numbers other than dropout's, or"
+                " on state that is in no buffer."
+            )
+        largest = max(largest, difference)
+    if training.gradients:
+        found = {key: torch.from_numpy(value) for key, value in training.gradients.items()}
+        _compare(found, gradients, exact_gradients, tolerance, "gradient of ")
+    return largest
+
+
+def _in_float64(batch: Any) -> Any:
+    from lightning_ort.onnx_export.training.batch import fields_of, rebuilt
+
+    fields = fields_of(batch)
+    return rebuilt(
+        batch, {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
+    )
+
+
+def _compare_states(training: runner.Training, single: Any, double: Any, tolerance: float) -> float:
+    got = {name: torch.from_numpy(array) for name, array in training.state.items() if name in single}
+    return _compare(got, single, double, tolerance, "")
+
+
+def _compare(got: Any, single: Any, double: Any, tolerance: float, what: str) -> float:
+    largest = 0.0
+    for name, value in got.items():
+        if name not in single:
+            continue
+        difference = largest_difference(value, single[name])
+        own = largest_difference(single[name].double(), double[name].double()) if value.is_floating_point() else 0.0
+        if not difference <= tolerance + 10 * own:
+            raise ExportFailed(
+                f"After {STEPS} steps the exported model's {what}{name} differs from the module's by {difference:.3g};"
+                f" allowed is {tolerance:.3g}."
+            )
+        largest = max(largest, difference)
+    return largest

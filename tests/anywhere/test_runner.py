@@ -1,0 +1,270 @@
+"""The runner in Python: what is passed, damaged folders, and a kill while it saves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from lightning_ort import export_training
+from lightning_ort.onnx_export.training import runner
+from lightning_ort.onnx_export.training.runner import TrainingError
+from tests.anywhere.modules import TabularMLP
+from tests.anywhere.test_training_export import Small
+
+BATCH = {name: value.numpy() for name, value in TabularMLP.batch(6, 0).items()}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("runner") / "tabular"
+    export_training(TabularMLP(), TabularMLP.batch(6, 0), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "tabular")
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from training import Training
+import numpy as np
+training = Training.load()
+sizes = {{"batch": 3}}
+batch = {{}}
+for name, (dtype, shape) in training.fields.items():
+    batch[name] = np.zeros([sizes.get(size, size) for size in shape], dtype)
+before = training.step(batch)["loss"]
+for _ in range(20):
+    after = training.step(batch)["loss"]
+training.save()
+assert after < before
+print(sorted({{"torch", "lightning", "lightning_ort", "onnxruntime.training"}} & set(sys.modules)))
+"""
+
+
+def test_it_needs_neither_torch_nor_this_package(folder: Path) -> None:
+    """The training build of onnxruntime imports torch, where both are installed; the runner keeps it off."""
+    code = PROGRAM.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+    assert runner.Training.load(folder).updates == 21
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**BATCH, **values}.items() if value is not None}
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "missing": (changed(target=None), ValueError, r"has the fields numbers, category; expected are .*target: float32"),
+    "unknown": (changed(other=BATCH["target"]), ValueError, "has the fields numbers, category, target, other"),
+    "count": ([BATCH["numbers"]], ValueError, "has 1 fields; expected are"),
+    "shape": (
+        changed(numbers=BATCH["numbers"][:, 1:]),
+        ValueError,
+        r"'numbers' has shape \[6, 15\]",
+    ),
+    "rank": (changed(target=BATCH["target"][:, None]), ValueError, r"'target' has shape \[6, 1\]"),
+    "rows": (changed(target=BATCH["target"][1:]), ValueError, r"'target' has shape \[5\].* with \{'batch': 6\}"),
+    "dtype": (
+        changed(target=BATCH["target"].astype("f8")),
+        TypeError,
+        "'target' is float64, but the model takes",
+    ),
+    "no numbers": (changed(category=["a"] * 6), TypeError, "field 'category' is <U1"),
+    "empty": (changed(**{name: value[:0] for name, value in BATCH.items()}), ValueError, "it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_batch_is_refused_and_changes_nothing(case: str, original: Path) -> None:
+    batch, kind, message = WRONG[case]
+    training = runner.Training.load(original)
+    before = training.state
+    with pytest.raises(kind, match=message):
+        training.step(batch)
+    assert training.updates == 0
+    for name, value in training.state.items():
+        np.testing.assert_array_equal(value, before[name])
+    # what is narrower is taken
+    assert training.step(changed(category=BATCH["category"].astype("i4")))["loss"] > 0
+
+
+def test_learning_rates_are_checked(original: Path) -> None:
+    training = runner.Training.load(original)
+    assert [group["learning_rate"] for group in training.about["optimizer"]["groups"]] == [0.03, 0.01, 0.03]
+    for wrong in (float("nan"), -1, "fast", [0.1, 0.1], [0.1, None, 0.1]):
+        with pytest.raises(ValueError, match="lr"):
+            training.step(BATCH, lr=wrong)
+    training.step(BATCH, lr=[0.0, 0.1, 0.0])
+    fresh = runner.Training.load(original).state
+    same = {name for name, value in training.state.items() if np.array_equal(value, fresh[name])}
+    assert {"net.0.weight", "embedding.weight"} <= same
+    assert "head.weight" not in same
+
+
+def test_fit_with_progress_and_a_schedule(original: Path) -> None:
+    training = runner.Training.load(original)
+    rates, seen = [], []
+
+    def schedule(updates: int) -> float:
+        rates.append(updates)
+        return 0.01 / (1 + updates)
+
+    mean = training.fit([BATCH] * 9, schedule, lambda number, results: seen.append(results["loss"]) or number < 3)
+    assert (rates, len(seen), training.updates) == ([0, 1, 2, 3], 4, 4)
+    assert mean == pytest.approx(np.mean(seen))
+
+
+def broken(file: str, change: Callable[[Path], Any], message: str) -> tuple[str, Callable[[Path], Any], str]:
+    return file, change, message
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+def header(**values: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        text = json.dumps(values).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+    return write
+
+
+DAMAGED = {
+    "no folder": broken("training.json", lambda path: shutil.rmtree(path.parent), "has no training.json"),
+    "no json": broken("training.json", lambda path: path.write_text("{"), r"training\.json cannot be read"),
+    "other json": broken("training.json", lambda path: path.write_text("[]"), "has format list"),
+    "format": broken("training.json", lambda path: path.write_text('{"format": 2}'), "has format 2; this file reads"),
+    "no model": broken("training.onnx", Path.unlink, r"training\.onnx is missing"),
+    "half a model": broken("training.onnx", lambda path: os.truncate(path, 999), "has 999 bytes instead of"),
+    "another model": broken("evaluation.onnx", flip, r"evaluation\.onnx is damaged"),
+    "no state": broken("state.safetensors", Path.unlink, r"state\.safetensors cannot be read"),
+    "empty state": broken("state.safetensors", lambda path: path.write_bytes(b""), "no safetensors file"),
+    "half a state": broken("state.safetensors", lambda path: os.truncate(path, 3000), "or it is damaged"),
+    "long header": broken("state.safetensors", lambda path: path.write_bytes(b"\xff" * 64), "ends too early"),
+    "strange header": broken("state.safetensors", header(x=3), "no safetensors file"),
+    "strange type": broken(
+        "state.safetensors", header(x={"dtype": "F8", "shape": [], "data_offsets": [0, 1]}), "damaged"
+    ),
+    "other state": broken("state.safetensors", header(), "of another model: 'embedding.weight' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_folder_is_refused(case: str, folder: Path) -> None:
+    file, change, message = DAMAGED[case]
+    change(folder / file)
+    with pytest.raises(TrainingError, match=message):
+        runner.Training.load(folder)
+
+
+def test_a_model_for_a_newer_runtime_says_what_is_needed(folder: Path) -> None:
+    path = folder / "training.onnx"
+    model = onnx.load(path)
+    model.opset_import[0].version = 999
+    path.write_bytes(model.SerializeToString())
+    about = json.loads((folder / "training.json").read_text())
+    del about["files"]["training.onnx"]
+    (folder / "training.json").write_text(json.dumps(about))
+    with pytest.raises(TrainingError, match=r"cannot be loaded by onnxruntime .*, which has to be 1\.17 or later"):
+        runner.Training.load(folder)
+
+
+def test_the_oldest_opset_that_serves(original: Path) -> None:
+    for path in original.glob("*.onnx"):
+        model = onnx.load(path)
+        assert ([(entry.domain, entry.version) for entry in model.opset_import], model.ir_version) == ([("", 18)], 9)
+        onnx.checker.check_model(model, full_check=True)
+
+
+def test_a_save_that_fails_leaves_the_state(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = runner.Training.load(folder)
+    training.step(BATCH)
+    before = (folder / "state.safetensors").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        training.save()
+    assert (folder / "state.safetensors").read_bytes() == before
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+SAVING = """
+import sys
+sys.path.insert(0, {folder!r})
+from training import Training
+import numpy as np
+training = Training.load()
+print("ready", flush=True)
+while True:
+    training.updates += 1
+    training.set_state({{name: np.full_like(value, training.updates) for name, value in training.state.items()}})
+    training.save()
+"""
+
+
+def test_a_kill_while_it_saves_loses_nothing(folder: Path) -> None:
+    program = SAVING.format(folder=str(folder))
+    for attempt in range(6):
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.01 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        training = runner.Training.load(folder)
+        values = {float(value) for array in training.state.values() for value in np.unique(array)}
+        assert values == {float(training.updates)} or training.updates == 0  # whole, whichever save it is of
+
+
+def test_safetensors_is_what_others_write(original: Path, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    values, metadata = runner.read_state(original / "state.safetensors")
+    for name, value in numpy.load_file(original / "state.safetensors").items():
+        np.testing.assert_array_equal(value, values[name])
+    numpy.save_file(values, tmp_path / "theirs.safetensors", metadata)
+    again, theirs = runner.read_state(tmp_path / "theirs.safetensors")
+    assert (set(again), theirs) == (set(values), metadata)
+
+
+def test_state_of_a_step_that_fails_stays(tmp_path: Path) -> None:
+    """An index beyond an embedding is found while the model runs."""
+
+    class Looks(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(self.table(batch["i"])).square().mean()
+
+    export_training(Looks(), {"i": torch.arange(5)}, tmp_path / "looks")
+    training = runner.Training.load(tmp_path / "looks")
+    before = training.state
+    with pytest.raises(Exception, match="out of"):
+        training.step({"i": np.array([1, 99])})
+    assert training.updates == 0
+    for name, value in training.state.items():
+        np.testing.assert_array_equal(value, before[name])
+    assert training.step({"i": np.array([1, 2])})["loss"] > 0

@@ -1,0 +1,414 @@
+"""A training step as an ONNX model: it trains as the module does, or there is no folder; and back into PyTorch."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ort import OnnxExport, export_training, load_training_state
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training import runner
+from tests.anywhere.modules import SIX, DigitsCNN, Module, SmallGPT, TabularMLP
+
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False, "accelerator": "cpu"}
+
+
+class Small(LightningModule):
+    """What a test needs: a layer, and a loss that may do something else."""
+
+    def __init__(self, work: Callable[[Any, Tensor], Tensor] | None = None, make: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.work, self.make = work, make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.layer(batch["x"])
+        return (hidden if self.work is None else self.work(self, hidden)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return (self.make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1)))(self.parameters())
+
+
+def small_batch(rows: int = 5, seed: int = 0) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def as_arrays(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: value.numpy() for name, value in batch.items()}
+    return tuple(value.numpy() for value in batch) if isinstance(batch, tuple) else batch.numpy()
+
+
+def batches_of(kind: Any, first: int, last: int, rows: int = 8) -> list[Any]:
+    return [kind.batch(rows, seed) for seed in range(first, last)]
+
+
+def fit(module: LightningModule, batches: list[Any], **settings: Any) -> Trainer:
+    trainer = Trainer(max_epochs=1, **{**QUIET, **settings})
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return trainer
+
+
+def assert_same(module: nn.Module, state: dict[str, np.ndarray], tolerance: float = 1e-4) -> None:
+    known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert set(state) & set(known)
+    for name, value in known.items():
+        if name in state:
+            np.testing.assert_allclose(
+                state[name], value.detach().numpy(), rtol=tolerance, atol=tolerance, err_msg=name
+            )
+
+
+def steps_of(folder: Path, batches: list[Any], **settings: Any) -> tuple[runner.Training, list[dict[str, float]]]:
+    training = runner.Training.load(folder)
+    return training, [training.step(as_arrays(batch), **settings) for batch in batches]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k is not TabularMLP)) for k in SIX])
+def test_it_trains_as_a_trainer_does(kind: type[Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    exported = export_training(module, kind.batch(8, 0), tmp_path / "exported")
+    batches = [kind.batch(8 - seed % 3, seed) for seed in range(12)]
+    training, results = steps_of(tmp_path / "exported", batches)
+    losses: list[float] = []
+    module.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].item())
+    fit(module, batches)
+    np.testing.assert_allclose([result["loss"] for result in results], losses, rtol=1e-4)
+    assert_same(module, training.state)
+    assert results[0]["train_loss"] == results[0]["loss"]
+    domains = {node.domain for node in onnx.load(exported.path / "training.onnx").graph.node}
+    assert domains <= {"", "ai.onnx"}
+    # the two others on what has been trained
+    module.eval()
+    batch = batches[0]
+    with torch.no_grad():
+        expected = module.loss(batch).item()
+    assert training.evaluate(as_arrays(batch))["val_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("digits") / "exported"
+    export_training(DigitsCNN(4), DigitsCNN.batch(6, 0), folder)
+    return folder
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_round_trip(digits: Path, tmp_path: Path) -> None:
+    """From PyTorch, through onnxruntime, and on in a Trainer: as if it had never left."""
+    torch.manual_seed(1)
+    module, folder = DigitsCNN(4), tmp_path / "exported"
+    never_left = copy.deepcopy(module)
+    fit(never_left, batches_of(DigitsCNN, 0, 9))
+    optimizer = fit(module, batches_of(DigitsCNN, 0, 3)).optimizers[0]
+    export_training(module, DigitsCNN.batch(8, 0), folder, optimizer=optimizer)
+    training, _ = steps_of(folder, batches_of(DigitsCNN, 3, 6))
+    training.save()
+    assert training.updates == 6
+    back = DigitsCNN(4)
+    path = load_training_state(back, folder).checkpoint(tmp_path / "back.ckpt")
+    assert_same(back, training.state, 0)
+    again = DigitsCNN(4)
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(again, DataLoader(batches_of(DigitsCNN, 6, 9), batch_size=None), ckpt_path=str(path))
+    assert trainer.global_step == 9
+    assert_same(never_left, {name: value.numpy() for name, value in again.state_dict().items()})
+
+
+def test_state_of_another_module_is_refused(digits: Path) -> None:
+    other = DigitsCNN(8)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"of another module: 'net\.0\.weight' has shape \[4, 1, 3, 3\]"):
+        load_training_state(other, digits)
+    with pytest.raises(ValueError, match=r"of another module: Small has no 'net\.0\.weight'"):
+        load_training_state(Small(), digits)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_clipping_accumulation_and_rates(tmp_path: Path) -> None:
+    module = Small(make=lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    settings: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    export_training(module, small_batch(), tmp_path / "exported", **settings)
+    batches = [small_batch(seed=seed) for seed in range(8)]
+    training, _ = steps_of(tmp_path / "exported", batches)
+    assert training.updates == 4
+    fit(module, batches, **settings)
+    assert_same(module, training.state)
+    before = training.state
+    training.step(as_arrays(batches[0]), lr=0.0, update=True)
+    assert training.updates == 5
+    np.testing.assert_array_equal(training.state["layer.weight"], before["layer.weight"])
+
+
+def test_without_an_optimizer_it_returns_gradients(tmp_path: Path) -> None:
+    module, batch = Small(), small_batch()
+    export_training(module, batch, tmp_path / "exported", optimizer=None)
+    training, (results,) = steps_of(tmp_path / "exported", [batch])
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    assert results["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert set(training.gradients) == {"layer.weight", "layer.bias"}
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(training.gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
+    training.set_state({name: value - 0.1 * training.gradients[name] for name, value in training.state.items()})
+    assert training.step(as_arrays(batch))["loss"] < results["loss"]
+    with pytest.raises(ValueError, match="has no optimizer"):
+        training.step(as_arrays(batch), lr=0.1)
+
+
+def test_dropout_draws_in_the_model(tmp_path: Path) -> None:
+    module = Small(lambda self, hidden: F.dropout(hidden + 10, 0.25, self.training))
+    batch = small_batch(200)
+    export_training(module, batch, tmp_path / "drops")
+    _, results = steps_of(tmp_path / "drops", [batch] * 20, lr=0.0)
+    losses = [result["loss"] for result in results]
+    assert len(set(losses)) == 20
+    # of mean 100 / 0.75
+    assert np.mean(losses) == pytest.approx(module.training_step(batch, 0).item(), rel=0.05)
+    export_training(module, batch, tmp_path / "off", dropout=False)
+    _, results = steps_of(tmp_path / "off", [batch] * 2, lr=0.0)
+    assert results[0] == results[1]
+    assert results[0]["loss"] == pytest.approx(float(module.eval().training_step(batch, 0)), rel=1e-5)
+
+
+def test_frozen_parameters_are_constants(tmp_path: Path) -> None:
+    class Tuned(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4).requires_grad_(False)
+            self.wide = nn.Linear(4, 6000).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(self.body(batch["x"])).square().mean() + self.wide(batch["x"]).mean()
+
+    exported = export_training(Tuned(), small_batch(), tmp_path / "exported")
+    training, _ = steps_of(exported.path, [small_batch()])
+    assert set(training.state) == {"layer.weight", "layer.bias"}
+    assert (exported.trained, exported.frozen) == (15, 20 + 30_000)
+    assert (exported.path / "frozen.data").stat().st_size >= 96_000
+    about = json.loads((exported.path / "training.json").read_text())
+    assert about["frozen"] == ["body.weight", "body.bias", "wide.weight", "wide.bias"]
+
+
+def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = SmallGPT(depth=1)
+    batch = SmallGPT.batch(4, 0)
+    exported = export_training(module, batch, tmp_path / "exported")
+    about = json.loads((exported.path / "training.json").read_text())
+    assert about["fields"][0]["shape"] == ["batch", "length"]
+    training = runner.Training.load(exported.path)
+    for rows, length in ((1, 9), (6, 17), (3, 4)):
+        got = training.step(SmallGPT.batch(rows, 1)[:, :length].numpy(), lr=0.0)["loss"]
+        assert got == pytest.approx(module.loss(SmallGPT.batch(rows, 1)[:, :length]).item(), rel=1e-4)
+    # a loss over one image has statistics of several numbers, and batch norm takes it
+    assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
+
+
+def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
+    """A language model's shifted labels, its last states, and what is written to a part of a tensor."""
+
+    class Shifted(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            states = self.layer(F.one_hot(batch["tokens"], 4).float())
+            written = torch.zeros_like(states)
+            written[:, 1:] = states[:, :-1]
+            written[:, 0] = states[:, -1] * 2
+            return written.square().mean() + states[:, ::2].mean() + states[:, -3:].square().sum()
+
+    module = Shifted()
+    tokens = torch.randint(0, 4, (6, 9), generator=torch.Generator().manual_seed(0))
+    exported = export_training(module, {"tokens": tokens[:4, :7]}, tmp_path / "exported", optimizer=None)
+    assert json.loads((exported.path / "training.json").read_text())["fields"][0]["shape"] == ["batch", "length"]
+    training, _ = steps_of(exported.path, [{"tokens": tokens[:3]}])
+    module.training_step({"tokens": tokens[:3]}, 0).backward()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(training.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:
+    class Normed(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.norm(self.layer(batch["x"])).square().mean() + self.layer.weight.square().sum()
+
+    exported = export_training(Normed(), small_batch(), tmp_path / "exported")
+    training = runner.Training.load(exported.path)
+    with pytest.raises(ValueError, match="has batch 1; it must be at least 2"):
+        training.step(as_arrays(small_batch(1)))
+
+
+# what cannot be exported
+
+
+def inverted(self: Any, hidden: Tensor) -> Tensor:
+    return torch.linalg.inv(hidden.T @ hidden + torch.eye(3))
+
+
+def counted(self: Any, hidden: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return hidden * self.calls
+
+
+def branching(self: Any, hidden: Tensor) -> Tensor:
+    return hidden if hidden.sum() > 0 else hidden * 2
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "operation": (inverted, r"aten\.linalg_inv_ex\.default[\s\S]*in inverted: return torch\.linalg\.inv"),
+    "counter": (counted, r"changes Small\.calls, which a model cannot hold: register it as a buffer"),
+    "branch": (branching, r"depends on the values[\s\S]*in branching: return hidden if"),
+    "noise": (lambda self, hidden: hidden + torch.randn(3), r"aten\.randn"),
+    "global step": (lambda self, hidden: hidden * self.global_step, r"reads trainer\.global_step"),
+    "epoch": (lambda self, hidden: hidden * self.current_epoch, r"reads trainer\.current_epoch"),
+    "optimizers": (lambda self, hidden: hidden * len(self.optimizers()), r"calls self\.optimizers\(\)"),
+    "print": (lambda self, hidden: self.print(hidden) or hidden, r"calls self\.print\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exported_is_named(case: str, tmp_path: Path) -> None:
+    work, message = REFUSED[case]
+    folder = tmp_path / "exported"
+    with pytest.raises(ExportFailed, match=message):
+        export_training(Small(work), small_batch(), folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_export_stays_where_a_new_one_fails(digits: Path, tmp_path: Path) -> None:
+    folder = copied(digits, tmp_path)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(ExportFailed):
+        export_training(Small(inverted), small_batch(), folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["copy"]
+    export_training(Small(), small_batch(), folder)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["copy"]
+    assert set(runner.Training.load(folder).state) == {"layer.weight", "layer.bias"}
+
+
+def test_what_is_passed_is_checked_first(tmp_path: Path) -> None:
+    module, batch = Small(), small_batch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(ValueError, match="is not empty, and no export"):
+        export_training(module, batch, tmp_path / "mine")
+    with pytest.raises(TypeError, match="has no `training_step`"):
+        export_training(nn.Linear(2, 2), batch, tmp_path / "out")
+    with pytest.raises(TypeError, match="'name' is of type str"):
+        export_training(module, {**batch, "name": "a"}, tmp_path / "out")
+    with pytest.raises(ValueError, match="gradient_clip_algorithm='both'"):
+        export_training(module, batch, tmp_path / "out", gradient_clip_algorithm="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no field 'y'"):
+        export_training(module, batch, tmp_path / "out", sizes={"y": [0]})
+    for make, message in (
+        (torch.optim.RMSprop, r"RMSprop cannot be part of a model\. Use one of SGD, Adam, AdamW"),
+        (lambda parameters: [torch.optim.SGD([p], lr=1) for p in parameters], "returned 2 optimizers"),
+    ):
+        with pytest.raises(ExportFailed, match=message):
+            export_training(Small(make=make), batch, tmp_path / "out")
+    module.automatic_optimization = False
+    with pytest.raises(ExportFailed, match="manual optimization"):
+        export_training(module, batch, tmp_path / "out")
+    with pytest.raises(ExportFailed, match=r"bfloat16; models train in float32"):
+        export_training(Small().bfloat16(), batch, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
+    module = DigitsCNN(4).eval()
+    module.net[0].train()
+    before = copy.deepcopy(module.state_dict())
+    modes = [child.training for child in module.modules()]
+    state = torch.get_rng_state()
+    export_training(module, DigitsCNN.batch(4, 0), tmp_path / "exported")
+    assert [child.training for child in module.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ways to it
+
+
+def test_callback(tmp_path: Path) -> None:
+    module = Small(make=lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    callback = OnnxExport(tmp_path / "exported", training=True)
+    batches = [small_batch(seed=seed) for seed in range(6)]
+    fit(module, batches, callbacks=[callback], gradient_clip_val=0.5)
+    training = runner.Training.load(tmp_path / "exported")
+    assert training.updates == 6
+    assert training.about["clip"] == ["norm", 0.5]
+    assert_same(module, training.state, 0)
+    assert np.abs(training.state["exp_avg/layer.weight"]).max() > 0
+    with pytest.raises(ValueError, match="takes neither dynamic_batch nor quantize"):
+        OnnxExport(tmp_path / "x", training=True, quantize="int8")
+
+
+@pytest.mark.slow
+def test_command(tmp_path: Path) -> None:
+    project = tmp_path / "project.py"
+    project.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "from tests.anywhere.modules import TabularMLP\n"
+        "def batches():\n"
+        "    return DataLoader([TabularMLP.batch(6, 0)], batch_size=None)\n"
+    )
+    command = [sys.executable, "-m", "lightning_ort", "export", "--training", f"{project}:TabularMLP"]
+    command += ["--data", f"{project}:batches", "-o", str(tmp_path / "exported")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "training.onnx, evaluation.onnx, prediction.onnx" in done.stdout
+    assert runner.Training.load(tmp_path / "exported").updates == 0
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, "already exists" in again.stderr) == (1, True)
+
+
+def test_logged_metrics(tmp_path: Path) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Measured(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.layer(batch["x"])
+            self.accuracy(logits, batch["y"])
+            self.log("accuracy", self.accuracy)
+            self.log_dict({"largest": logits.max(), "two": 2})
+            return F.cross_entropy(logits, batch["y"])
+
+    batch = {**small_batch(), "y": torch.tensor([0, 1, 2, 0, 1])}
+    module = Measured()
+    export_training(module, batch, tmp_path / "exported")
+    _, (result,) = steps_of(tmp_path / "exported", [batch])
+    logits = module.layer(batch["x"])
+    assert result["accuracy"] == pytest.approx((logits.argmax(1) == batch["y"]).float().mean().item())
+    assert (result["largest"], result["two"]) == (pytest.approx(logits.max().item()), 2)
+    assert int(module.accuracy.tp.sum() if hasattr(module.accuracy, "tp") else 0) == 0  # nothing is left of the trace

@@ -1,0 +1,362 @@
+"""What a captured step does with Python's objects, NumPy, autocast, views and gradients of its own is what eager does.
+
+Each row is a step, what happens before it, and what it leaves behind; captured, all is as under the stock strategy.
+"""
+
+import collections
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ort import ORTStrategy
+
+
+class Plain:
+    """An object of the user's."""
+
+    kind = 1.0
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __len__(self) -> int:
+        return 2
+
+    def gain(self) -> float:
+        return self.value
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.kind
+
+
+class Derived(Plain):
+    """Inherits all."""
+
+
+ORIGINAL = {name: vars(Plain)[name] for name in ("gain", "of_class", "__len__", "kind")}
+GLOBAL = Plain()
+
+
+class Step(LightningModule):
+    """Trains on six batches with one row's step."""
+
+    def __init__(self, row: "Row") -> None:
+        super().__init__()
+        self.row = row
+        self.net, self.a, self.b = (nn.Linear(4, 1) for _ in range(3))
+        self.p, self.q = Plain(), Plain()
+        self.current: Any = self.p
+        self.seen: list[Any] = []
+        if row.setup is not None:
+            row.setup(self)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.row.before is not None:
+            self.row.before(self, batch_idx)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.row.step(self, self.net(batch).square().mean(), batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        state = None if self.row.state is None else self.row.state(self)
+        self.seen.append(
+            (float(outputs["loss"]), [p.grad.clone() for p in self.net.parameters() if p.grad is not None], state)
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)
+
+
+class Row:
+    """One row of the table."""
+
+    def __init__(
+        self,
+        step: Callable[[Any, Tensor, Tensor, int], Tensor],
+        before: Callable[[Any, int], Any] | None = None,
+        setup: Callable[[Any], Any] | None = None,
+        state: Callable[[Any], Any] | None = None,
+        **trainer: Any,
+    ) -> None:
+        self.step, self.before, self.setup, self.state, self.trainer = step, before, setup, state, trainer
+
+
+def alternate(m: Any, i: int) -> None:
+    m.current = (m.q, m.p)[i % 2]
+
+
+def alternate_modules(m: Any, i: int) -> None:
+    m.current = (m.b, m.a)[i % 2]
+
+
+def weighted(test: Callable[[Any], Any]) -> Callable[[Any, Tensor, Tensor, int], Tensor]:
+    """A step whose loss is three times as large if a test holds."""
+    return lambda m, loss, x, i: loss * (3.0 if test(m) else 1.0)
+
+
+def patched(name: str, new: Any, owner: type = Plain) -> Callable[[Any, int], None]:
+    """Replace an attribute of a class from the fourth batch on."""
+
+    def before(m: Any, i: int) -> None:
+        if i == 3:
+            setattr(owner, name, new)
+
+    return before
+
+
+def swap(m: Any, i: int) -> None:
+    m.group = [m.a if i % 2 else m.b]
+
+
+def write_current(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.current.value = 3.0 + i
+    return loss * m.p.value
+
+
+def append_current(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.lists[i % 2].append(float(i))
+    return loss * sum(m.first)
+
+
+def before_lists(m: Any, i: int) -> None:
+    m.first = [1.0]
+    m.lists = [m.first, [1.0]]
+
+
+IDENTITY = {
+    "is": Row(weighted(lambda m: m.current is m.p), alternate),
+    "is not": Row(weighted(lambda m: m.current is not m.p), alternate),
+    "==": Row(weighted(lambda m: m.current == m.p), alternate),
+    "!=": Row(weighted(lambda m: m.current != m.p), alternate),
+    "in a tuple": Row(weighted(lambda m: m.current in (m.p,)), alternate),
+    "in a set": Row(weighted(lambda m: m.current in m.group), alternate, lambda m: setattr(m, "group", {m.p})),
+    "modules": Row(weighted(lambda m: m.current is m.a), alternate_modules, lambda m: setattr(m, "current", m.a)),
+    "modules in a list": Row(weighted(lambda m: m.a in m.group), swap, lambda m: swap(m, 0)),
+    "a global": Row(weighted(lambda m: m.current is GLOBAL), lambda m, i: setattr(m, "current", (m.q, GLOBAL)[i % 2])),
+    "new objects": Row(
+        weighted(lambda m: m.current is m.p), lambda m, i: (setattr(m, "current", Plain()), i % 3 or alternate(m, 1))
+    ),
+    "dictionaries": Row(
+        weighted(lambda m: m.current is m.first),
+        lambda m, i: setattr(m, "current", (m.first, m.second)[i % 2]),
+        lambda m: vars(m).update(first={"a": 1}, second={"a": 1}, current={"a": 1}),
+    ),
+    "an object written to": Row(write_current, alternate, state=lambda m: [m.p.value, m.q.value]),
+    "a list written to": Row(append_current, before_lists, state=lambda m: m.lists),
+    "bound methods": Row(
+        weighted(lambda m: m.current == m.p.gain), lambda m, i: setattr(m, "current", (m.q, m.p)[i % 2].gain)
+    ),
+}
+
+CLASSES = {
+    "a method": Row(lambda m, loss, x, i: loss * m.p.gain(), patched("gain", lambda self: 5.0)),
+    "a class method": Row(
+        lambda m, loss, x, i: loss * m.p.of_class(), patched("of_class", classmethod(lambda cls: 5.0))
+    ),
+    "a length": Row(lambda m, loss, x, i: loss * len(m.p), patched("__len__", lambda self: 5)),
+    "a value": Row(lambda m, loss, x, i: loss * m.p.kind, patched("kind", 5.0)),
+    "an override": Row(
+        lambda m, loss, x, i: loss * m.current.gain(),
+        patched("gain", lambda self: 5.0, Derived),
+        lambda m: setattr(m, "current", Derived()),
+    ),
+    "torch's forward": Row(
+        lambda m, loss, x, i: loss + m.a(x).mean(),
+        patched("forward", lambda self, x: 2 * F.linear(x, self.weight), nn.Linear),
+    ),
+}
+
+
+def deque_step(change: Callable[[Any, int], Any]) -> Row:
+    """A step that changes a full deque and reads it."""
+
+    def step(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+        change(m.window, i)
+        return loss * (1 + sum(m.window) + 3 * len(m.window) + m.window[0])
+
+    return Row(
+        step, None, lambda m: setattr(m, "window", collections.deque([1, 2, 3], maxlen=3)), lambda m: list(m.window)
+    )
+
+
+def tensor_window(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.window.append(loss.detach())
+    return loss / (1 + torch.stack(list(m.window)).mean())
+
+
+def container_step(change: Callable[[Any, int], Any]) -> Row:
+    """A step that changes containers of an object that the module has."""
+
+    def setup(m: Any) -> None:
+        m.p.d = {"b": 2, "a": 1}
+        m.p.o = collections.OrderedDict([("x", 1), ("y", 2), ("z", 3)])
+        m.p.s, m.p.l, m.p.c = {1, 2, 3}, [3, 1, 2], collections.Counter("abca")
+
+    def step(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+        change(m.p, i)
+        return loss * (1 + len(m.p.d) + len(m.p.s) + next(iter(m.p.o.values())) + m.p.l[0])
+
+    return Row(step, None, setup, lambda m: [*map(ord, repr([m.p.d, m.p.o, sorted(m.p.s), m.p.l, m.p.c]))])
+
+
+def subtract(p: Any, i: int) -> None:
+    p.s -= {2}
+    p.s |= {i + 10}
+
+
+CONTAINERS = {
+    "append": deque_step(lambda w, i: w.append(i)),
+    "appendleft": deque_step(lambda w, i: w.appendleft(i)),
+    "extend": deque_step(lambda w, i: w.extend([i, i + 1])),
+    "extendleft": deque_step(lambda w, i: w.extendleft([i, i + 1])),
+    "a copy": deque_step(lambda w, i: (c := w.copy(), c.append(7), w.append(len(c) + sum(c)))),
+    "tensors": Row(
+        tensor_window, None, lambda m: setattr(m, "window", collections.deque(maxlen=2)), lambda m: list(m.window)
+    ),
+    "move_to_end": container_step(lambda p, i: p.o.move_to_end("xyz"[i % 3])),
+    "set -=": container_step(subtract),
+    "pop and set": container_step(lambda p, i: p.d.update(a=p.d.pop("a") + i)),
+    "sort by a key": container_step(lambda p, i: (p.l.append(i), p.l.sort(key=lambda v: -v))),
+    "a counter": container_step(lambda p, i: (p.c.update("ab"), p.c.subtract("c"))),
+}
+
+
+def drawn(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    return loss * (m.source.random() + m.source.gauss(0, 1))
+
+
+NUMPY = {
+    "a quantile": Row(lambda m, loss, x, i: loss * float(np.quantile(np.array([0.5, 1.5, 4.0]) + i, 0.3))),
+    "a dtype": Row(lambda m, loss, x, i: loss * np.prod(np.array([100, 27], dtype=np.int8)).itemsize),
+    "a type": Row(weighted(lambda m: isinstance(np.mean(np.ones(3)), float))),
+    "a quotient": Row(lambda m, loss, x, i: loss * float(np.array([7, -7])[i % 2] // 2)),
+    "a mean of float32": Row(lambda m, loss, x, i: loss * (x.numpy().mean().nbytes + float(x.numpy().std()))),
+    "an argument sort": Row(lambda m, loss, x, i: loss * float(np.argsort(np.array([2, 1, 2, 1]), kind="stable")[1])),
+    "a scale": Row(lambda m, loss, x, i: loss / np.sqrt(m.net.in_features)),
+    "random": Row(lambda m, loss, x, i: loss * np.random.rand(), state=lambda m: float(np.random.rand())),
+    "a generator": Row(drawn, None, lambda m: setattr(m, "source", random.Random(3)), lambda m: m.source.random()),
+}
+
+
+def float32_block(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    h = m.net(x)
+    with torch.autocast("cpu", enabled=False):
+        return (h.float() * F.linear(x, m.a.weight)).square().mean()
+
+
+def is_rounded(m: Any) -> bool:
+    gradient = m.a.weight.grad
+    return torch.equal(gradient, gradient.bfloat16().float())
+
+
+def buffer(m: Any) -> None:
+    m.register_buffer("bank", torch.arange(16.0).view(4, 4) / 10)
+    m.recent = m.bank[2:]
+
+
+def offset_view(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.bank[i % 4] = x.detach().mean(0)
+    m.last = m.recent[1]
+    torch._dynamo.graph_break()
+    return loss * (1 + m.last.sum())
+
+
+def flat_view(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.bank.add_(1)
+    m.last = m.recent.view(-1)
+    return loss
+
+
+class Shrinks(torch.autograd.Function):
+    """Its backward function is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.function(gradient), None
+
+
+def own_backward(function: Callable[[Tensor], Tensor]) -> Row:
+    """A step whose gradient a function changes, accumulated over two batches."""
+
+    def step(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+        return Shrinks.apply(m.net(x), function).square().mean()
+
+    return Row(step, accumulate_grad_batches=2)
+
+
+TENSORS = {
+    "autocast off": Row(float32_block, state=is_rounded, precision="bf16-mixed"),
+    "a view with an offset": Row(offset_view, None, buffer, lambda m: [m.last.tolist(), m.bank.tolist()]),
+    "a flat view": Row(flat_view, None, buffer, lambda m: [m.last.tolist(), m.bank.tolist()]),
+    "shrinks": own_backward(functools.partial(F.softshrink, lambd=5e-3)),
+    "normalizes": own_backward(lambda g: F.normalize(g, dim=0)),
+    "special function": own_backward(lambda g: torch.special.i0e(g * 5) * g),
+    "scales": own_backward(lambda g: g * 2),
+}
+ROWS = {
+    f"{kind}: {name}": row
+    for kind, rows in (
+        ("identity", IDENTITY), ("classes", CLASSES), ("containers", CONTAINERS), ("numpy", NUMPY), ("tensors", TENSORS)
+    )
+    for name, row in rows.items()
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restored_classes() -> Any:
+    linear = nn.Linear.forward
+    yield
+    nn.Linear.forward = linear  # type: ignore[method-assign]
+
+
+def run(row: Row, strategy: Any, folder: Any) -> Step:
+    """Train under a strategy, from a fresh start."""
+    for name, value in ORIGINAL.items():
+        setattr(Plain, name, value)
+    if "gain" in vars(Derived):
+        del Derived.gain
+    nn.Linear.forward = LINEAR  # type: ignore[method-assign]
+    torch._dynamo.reset()
+    seed_everything(0, verbose=False)
+    module = Step(row)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet, **row.trainer
+    )
+    trainer.fit(module)
+    return module
+
+
+LINEAR = nn.Linear.forward
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_captured_is_eager(name: str, tmp_path: Any) -> None:
+    stock = run(ROWS[name], "auto", tmp_path)
+    strategy = ORTStrategy(config={"placement": "always", "start": "now", "cache_dir": None})
+    captured = run(ROWS[name], strategy, tmp_path)
+    torch.testing.assert_close(captured.seen, stock.seen, rtol=1e-4, atol=1e-6)
+    assert strategy.report.graphs or strategy.report.notes
