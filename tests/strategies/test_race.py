@@ -60,10 +60,9 @@ def drive(
         compiles = way != "unchanged" and (way not in COMPILED[id(race)] or way in recompiles)
         COMPILED[id(race)].add(way)
         order.append(way)
-        if compiles:
-            race.done(seconds + compiling.get(way, 1.0), True, failures.get(way))
-        else:
-            race.done(seconds)
+        race.done(seconds + compiles * compiling.get(way, 1.0), compiles)
+        if compiles and way in failures:
+            race.fail(NAMES[way], failures[way])
     return order
 
 
@@ -147,15 +146,20 @@ def test_an_obstacle_is_a_reason_to_wait() -> None:
 
 
 def test_now_starts_at_the_first_step_whatever_it_costs() -> None:
-    race = make(share=NO_LIMIT, cost=1e9)
+    race = make(share=NO_LIMIT, cost=1e9, first=0)
     assert drive(race, {"unchanged": 0.1, "ort": 0.2}, 40)[0] == "ort"
     assert race.champion == UNCHANGED
 
 
 def test_without_measuring_the_first_that_runs_stays() -> None:
-    race = make("ort", "other", share=NO_LIMIT, measured=False)
+    race = make("ort", "other", share=NO_LIMIT, measured=False, first=0)
     assert set(drive(race, {"unchanged": 0.1, "ort": 0.2}, 1000)) == {"ort"}
     assert not race.wants_time
+
+
+def test_a_step_may_run_unchanged_before_all() -> None:
+    race = make(share=NO_LIMIT, measured=False, first=1)
+    assert drive(race, {"unchanged": 0.1, "ort": 0.1}, 3) == ["unchanged", "ort", "ort"]
 
 
 # Duels
@@ -219,6 +223,24 @@ def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
         duel.add(ORT, 0.1)
         duel.add(UNCHANGED, seconds)
     assert duel.saved_by(ORT) == pytest.approx(0.0)
+
+
+def test_a_duel_costs_the_turns_of_what_was_not_used_before() -> None:
+    duel = Duel(ORT, UNCHANGED)
+    for _ in range(4):
+        duel.add(ORT, 0.1)
+        duel.add(UNCHANGED, 0.3)
+    assert duel.overhead(UNCHANGED) == 0
+    assert duel.overhead(ORT) == pytest.approx(0.8)
+    assert duel.is_clear
+
+
+def test_a_difference_within_the_spread_is_not_clear() -> None:
+    duel = Duel(ORT, UNCHANGED)
+    for seconds in (0.1, 0.2, 0.3, 0.4):
+        duel.add(ORT, seconds)
+        duel.add(UNCHANGED, seconds + 0.01)
+    assert not duel.is_clear
 
 
 def test_more_memory_has_to_be_worth_it() -> None:
@@ -314,7 +336,7 @@ def test_what_is_for_eager_alone_ends_the_race() -> None:
 
 
 def test_without_measuring_too() -> None:
-    race = make(share=NO_LIMIT, measured=False)
+    race = make(share=NO_LIMIT, measured=False, first=0)
     assert drive(
         race, {"unchanged": 0.1, "ort": 0.1, "children": 0.1}, 10, failures={"ort": Failure("", CHILDREN)}
     ) == [
@@ -363,6 +385,31 @@ def test_a_champion_of_an_earlier_run_has_a_budget_too() -> None:
     race.begin_run()
     assert race.next(100) == ORT
     assert drive(race, times, 30, 100, compiling={"ort": 1.0}, recompiles=("ort",))[-1] == "unchanged"
+
+
+def test_what_was_left_uncompiled_is_not_tried_on() -> None:
+    race = make(cost=1.0)
+    drive(race, {"unchanged": 0.1}, FIRST, 1000)
+    assert race.next(1000) is ORT
+    race.done(20.0, compiled=True, stopped=True)
+    assert race.next(1000) is UNCHANGED
+    assert happened(race)[-1] == ("ort", "costs too much")
+
+
+def test_what_audits_take_counts() -> None:
+    race = make(cost=4.0)
+    race.spend(3.0)
+    assert "ort" not in drive(race, {"unchanged": 0.1}, 100, 1300)
+
+
+def test_a_sample_of_an_audited_step_does_not_count() -> None:
+    race = make(cost=0.0)
+    drive(race, {"unchanged": 0.1, "ort": 0.05}, 6)
+    before = len(happened(race))
+    for _ in range(50):
+        race.next(1000)
+        race.done(0.1, counts=False)
+    assert len(happened(race)) == before
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:

@@ -173,10 +173,16 @@ class Duel:
         return max(0.0, min(other[index] - own[index] for index in (0, 1)))
 
     @property
-    def overhead(self) -> float:
-        """The seconds by which the challenger's steps took longer than the champion's usually do."""
-        usual = self.medians[self.champion]
-        return sum(max(0.0, seconds - usual) for seconds in self.samples[self.challenger])
+    def is_clear(self) -> bool:
+        """Whether the medians differ by more than the middle half of the samples of either way."""
+        one, other = map(self._quartiles, self.samples)
+        return abs(one[1] - other[1]) > max(one[2] - one[0], other[2] - other[0])
+
+    def overhead(self, used: Way) -> float:
+        """Return the seconds by which steps took longer than the way that was used before usually does."""
+        usual = self.medians[used]
+        others = (samples for way, samples in self.samples.items() if way != used)
+        return sum(max(0.0, seconds - usual) for samples in others for seconds in samples)
 
     def _quartiles(self, way: Way) -> list[float]:
         return statistics.quantiles(self.samples[way], method="inclusive")
@@ -192,12 +198,14 @@ class Race:
         expect: Returns what is expected of a way now.
         measured: Whether times decide; if not, the first challenger that runs is the champion.
         agree: Takes a key and figures; returns those of the process of the run that was the first to ask.
+        first: Of :meth:`begin_run`.
 
     Attributes:
         champion: The way that runs where there is no duel.
         events: What has happened, over all runs.
         steps: How many steps of this run are done.
         spent: Seconds that this run has spent on compiling and trying.
+        tried: Of these, what the steps of duels took longer.
         saved: Seconds that this run has saved, as duels measured it.
 
     """
@@ -209,6 +217,7 @@ class Race:
         expect: Callable[[Way], Expected],
         measured: bool = True,
         agree: Agree = lambda key, figures: figures,
+        first: int = FIRST,
     ) -> None:
         self.champion = UNCHANGED
         self.events: list[Event] = []
@@ -217,16 +226,21 @@ class Race:
         self._ran = {UNCHANGED}
         self._dear: list[Way] = []  # what cost too much in this run
         self._saving = 0.0  # in each step of the champion
-        self.begin_run()
+        self.begin_run(first)
 
-    def begin_run(self) -> None:
-        """Begin a run of the Trainer, which has a budget of its own: what cost too much may be tried again."""
+    def begin_run(self, first: int = FIRST) -> None:
+        """Begin a run of the Trainer, which has a budget of its own: what cost too much may be tried again.
+
+        Args:
+            first: How many steps run before anything is tried.
+
+        """
         self._challengers.extendleft(reversed(self._dear))
         self._dear = []
-        self.steps, self.spent, self.saved = 0, 0.0, 0.0
+        self.steps, self.spent, self.tried, self.saved = 0, 0.0, 0.0, 0.0
         self._usual: list[float] = []  # seconds of the unchanged step
         self._left = 0.0  # steps
-        self._next = FIRST if self._share < NO_LIMIT else 0
+        self._next = first
         self._recheck, self._saved_before = RECHECK, 0.0
         self._duel: Duel | None = None
         self._way = self.champion
@@ -275,6 +289,11 @@ class Race:
         return self.spent + seconds <= STOP * self._allowed
 
     @property
+    def living(self) -> set[Way]:
+        """The ways that may run in the next step."""
+        return {self.champion} | (self._duel.samples.keys() if self._duel is not None else set())
+
+    @property
     def usual(self) -> float:
         """The seconds of the unchanged step; 0 if they are not known."""
         return statistics.median(self._usual) if self._usual else 0.0
@@ -282,38 +301,46 @@ class Race:
     # Answers
 
     def done(
-        self, seconds: float = 0.0, compiled: bool = False, failure: Failure | None = None, memory: float = 0.0
+        self,
+        seconds: float = 0.0,
+        compiled: bool = False,
+        stopped: bool = False,
+        counts: bool = True,
+        memory: float = 0.0,
     ) -> None:
         """Say how the step went.
 
         Args:
             seconds: What it took, with its backward pass; it matters if :attr:`wants_time` or something was compiled.
             compiled: Whether something was compiled in it.
-            failure: Why the way cannot go on.
+            stopped: Whether :meth:`may_compile` has left a part of it uncompiled.
+            counts: Whether the time says how fast the way is.
             memory: Bytes that the process uses; it matters in duels.
 
         """
         way = self._way
         self.steps += 1
         if compiled:
-            took = max(0.0, seconds - self.usual)
-            self.spent += took
-            self._note(way, "compiles", seconds={way: took})
-        if failure is not None:
-            self.fail(way, failure)
-        elif compiled:
-            if way in self._ran and self._is_too_dear(way):
+            self.spend(max(0.0, seconds - self.usual), way)
+            if (stopped or way in self._ran) and self._is_too_dear(way, stopped):
                 self._dear.append(way)
-                self._drop(way, "costs too much", f"{self.spent:.1f} s of {self._allowed:.1f} s")
+                self._drop(way, "costs too much", Waiting(self.spent, self._allowed))
             self._ran.add(way)
         elif self._duel is not None:
-            self._duel.add(way, seconds)
+            if counts:
+                self._duel.add(way, seconds)
             if self._duel.is_over:
                 self._settle(self._duel, memory)
         else:
-            if way == UNCHANGED and len(self._usual) < SAMPLES:
+            if way is UNCHANGED and counts and len(self._usual) < SAMPLES:
                 self._usual.append(seconds)
             self._save(1)
+
+    def spend(self, seconds: float, way: Way | None = None) -> None:
+        """Count seconds that were spent, on compiling a way if one is named."""
+        self.spent += seconds
+        if way is not None:
+            self._note(way, "compiles", seconds={way: seconds})
 
     def pass_by(self, steps: int) -> None:
         """Say that so many steps went as :attr:`quiet_steps` allows."""
@@ -325,7 +352,7 @@ class Race:
         if failure.final:
             self._challengers.clear()
             self._duel = None
-            way = self.champion if way is UNCHANGED else way
+            self.champion, self._saving = UNCHANGED, 0.0
         elif way in self._challengers:
             self._challengers.remove(way)
         self._drop(way, "fails", failure.why, failure.instead)
@@ -369,7 +396,8 @@ class Race:
         own = {str(way): seconds for way, seconds in duel.medians.items()}
         agreed = self._agree(f"duel/{number}/{'/'.join(own)}", own)
         medians = {way: agreed.get(str(way), own[str(way)]) for way in duel.samples}
-        self.spent += 0.0 if checked else duel.overhead
+        overhead = duel.overhead(self.champion)
+        self.tried, self.spent = self.tried + overhead, self.spent + overhead
         takes_more = not checked and memory > (1 + MEMORY) * duel.memory > 0
         wins = medians[duel.challenger] < (1 - WORTH * takes_more) * medians[duel.champion]
         before, self.champion = self._saving, duel.challenger if wins else duel.champion
@@ -383,6 +411,7 @@ class Race:
         self._saved_before = self.saved
         why = f"again after {self._recheck} steps" if checked else ""
         self._recheck = RARER * self._recheck if checked else self.steps + RECHECK
+        why = why or ("" if duel.is_clear else "without a clear difference")
         self._note(duel.challenger, "wins" if wins else "loses", why, medians)
 
     def _drop(self, way: Way, what: str, why: Any, instead: Way | None = None) -> None:
@@ -413,8 +442,8 @@ class Race:
     def _allowed(self) -> float:
         return self._share * self.usual * (self.steps + self._left) if self._share < NO_LIMIT else math.inf
 
-    def _is_too_dear(self, way: Way) -> bool:
-        exceeded = self.spent > self._allowed
+    def _is_too_dear(self, way: Way, stopped: bool) -> bool:
+        exceeded = stopped or self.spent > self._allowed
         return self._agree(f"stop/{way}/{self.steps}", {"stops": float(exceeded)})["stops"] > 0
 
     def _note(self, way: Way, what: str, why: Any = "", seconds: Mapping[Way, float] | None = None) -> None:

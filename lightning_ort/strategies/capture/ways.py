@@ -90,7 +90,9 @@ class Ways:
         self._program = digest(program(), *(f"{key}={value!r}" for key, value in module.module.hparams.items()))
         about = f"{name}\n{_describe(module.module)}\n{_shapes(batch)}"
         cache, settings = module.backend.cache, module.settings
-        self._files = {engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ("ort", *inductor.ENGINES)}
+        self._files = {
+            engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ("ort", *inductor.ENGINES)
+        }
         self._known = {engine: self._load(file) for engine, file in self._files.items()}
 
     def expect(self, way: Way) -> Expected:
@@ -99,7 +101,9 @@ class Ways:
         if known is None:
             return Expected(self._cost(way), self._prior(way))
         if known.refused:
-            return Expected(self._cost(way), 0.0, f"in an earlier run: {known.refused}; ORTConfig(start='now') tries it again")
+            return Expected(
+                self._cost(way), 0.0, f"in an earlier run: {known.refused}; ORTConfig(start='now') tries it again"
+            )
         saves, why = self._prior(way), ""
         if {"torch", way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms["torch"])
