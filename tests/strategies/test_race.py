@@ -9,6 +9,7 @@ import pytest
 
 from lightning_ort.strategies.capture.race import (
     FIRST,
+    GRACE,
     MOST,
     NO_LIMIT,
     RARER,
@@ -391,7 +392,7 @@ def test_what_was_left_uncompiled_is_not_tried_on() -> None:
     race = make(cost=1.0)
     drive(race, {"unchanged": 0.1}, FIRST, 1000)
     assert race.next(1000) is ORT
-    race.done(20.0, compiled=True, stopped=True)
+    race.done(4.0, compiled=True, projected=20.0)
     assert race.next(1000) is UNCHANGED
     assert happened(race)[-1] == ("ort", "costs too much")
 
@@ -419,6 +420,8 @@ def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
     allowed = SHARE * 0.1 * 1000
     assert race.may_compile(0.99 * STOP * allowed)
     assert not race.may_compile(1.01 * STOP * allowed)
+    assert race.may_compile(1.0, 0.99 * GRACE * allowed)
+    assert not race.may_compile(1.0, 1.01 * GRACE * allowed)
     assert make(share=NO_LIMIT).may_compile(1e9)
 
 

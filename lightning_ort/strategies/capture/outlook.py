@@ -1,15 +1,42 @@
 """How much of a Trainer's run is to come, as far as the Trainer knows: :func:`outlook_of`."""
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.strategies.capture.budget import Outlook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 TRAINING = "training_step"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known about the rest of a run of the Trainer, with ``None`` for what is unknown.
+
+    Args:
+        steps: Steps of one kind that are to come.
+        seconds: Until a limit of time ends the run.
+
+    """
+
+    steps: float | None
+    seconds: float | None = None
+
+    def steps_left(self, done: int, working: float) -> float | None:
+        """Return how many steps of the kind are to come.
+
+        Args:
+            done: How many this run has done.
+            working: The seconds that the run has taken, without what was spent on compiling.
+
+        """
+        known = [] if self.steps is None else [self.steps]
+        if self.seconds is not None and working > 0:
+            known.append(done * self.seconds / working)
+        return max(0.0, min(known)) if known else None
 
 
 def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, done: int, first_batch: int) -> Outlook:
@@ -29,8 +56,7 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
             "test_step": lambda: trainer.num_test_batches,
             "predict_step": lambda: trainer.num_predict_batches,
         }[name]()
-        left = _known(sum(batches) - done)
-        return Outlook(left, done, left)
+        return Outlook(_known(sum(batches) - done))
     batches_done = trainer.fit_loop.total_batch_idx - first_batch
     batches_left = _training_batches(trainer)
     steps: float | None
@@ -39,7 +65,7 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
         steps = None if batches_left is None else batches_left * max(1.0, done / max(batches_done, 1))
     else:
         steps = _validation_batches(trainer, batches_left, done)
-    return Outlook(steps, batches_done, batches_left, _seconds(trainer, namespace))
+    return Outlook(steps, _seconds(trainer, namespace))
 
 
 def at_window_start(trainer: "pl.Trainer") -> bool:

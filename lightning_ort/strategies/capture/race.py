@@ -25,7 +25,8 @@ FAR, CLOSE = 1.5, 1.1  # ratios of times
 # seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
 MIN_SECONDS = 0.06
 RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step again, and how many times more after that
-STOP = 2.0  # times what may be spent: then nothing more is compiled, not even in the same call
+# times what may be spent: with this much spent, or so much expected, nothing more is compiled, not even in the same call
+STOP, GRACE = 2.0, 1.5
 # a way that takes so much more memory has to be so much faster, as shares
 MEMORY, WORTH = 0.1, 0.03
 NO_LIMIT = math.inf  # as a share: everything starts at once
@@ -237,6 +238,7 @@ class Race:
         """
         self._challengers.extendleft(reversed(self._dear))
         self._dear = []
+        self._begun = len(self.events)
         self.steps, self.spent, self.tried, self.saved = 0, 0.0, 0.0, 0.0
         self._usual: list[float] = []  # seconds of the unchanged step
         self._left = 0.0  # steps
@@ -263,7 +265,7 @@ class Race:
         if self._duel is None and may_change:
             if self._measured and self.champion != UNCHANGED and self.steps >= self._recheck:
                 self._begin_duel(self.champion, UNCHANGED)
-            elif self._has_challengers and self.steps >= self._next:
+            elif self.has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
                 self._consider(obstacle, memory)
         self._way = self.champion if self._duel is None else self._duel.turn
@@ -279,14 +281,24 @@ class Race:
         """For how many more steps the champion runs and nobody has to ask; :meth:`pass_by` tells of them."""
         if self.wants_time:
             return 0
-        ends = [self._next] if self._has_challengers else []
+        ends = [self._next] if self.has_challengers else []
         if self._measured and self.champion != UNCHANGED:
             ends.append(self._recheck)
         return max(0, min(ends, default=1 << 30) - self.steps)
 
-    def may_compile(self, seconds: float) -> bool:
-        """Return whether more may be compiled in a call that has taken so many seconds."""
-        return self.spent + seconds <= STOP * self._allowed
+    def may_compile(self, seconds: float, expected: float = 0.0) -> bool:
+        """Return whether more may be compiled in a call that has taken so many seconds, and is expected to take more."""
+        return self.spent + seconds <= STOP * self._allowed and self.spent + expected <= GRACE * self._allowed
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether two ways take turns now."""
+        return self._duel is not None
+
+    @property
+    def of_run(self) -> list[Event]:
+        """What has happened in this run."""
+        return self.events[self._begun :]
 
     @property
     def living(self) -> set[Way]:
@@ -304,7 +316,7 @@ class Race:
         self,
         seconds: float = 0.0,
         compiled: bool = False,
-        stopped: bool = False,
+        projected: float = 0.0,
         counts: bool = True,
         memory: float = 0.0,
     ) -> None:
@@ -313,7 +325,7 @@ class Race:
         Args:
             seconds: What it took, with its backward pass; it matters if :attr:`wants_time` or something was compiled.
             compiled: Whether something was compiled in it.
-            stopped: Whether :meth:`may_compile` has left a part of it uncompiled.
+            projected: Seconds that compiling would have taken, if :meth:`may_compile` has left a part uncompiled.
             counts: Whether the time says how fast the way is.
             memory: Bytes that the process uses; it matters in duels.
 
@@ -322,9 +334,9 @@ class Race:
         self.steps += 1
         if compiled:
             self.spend(max(0.0, seconds - self.usual), way)
-            if (stopped or way in self._ran) and self._is_too_dear(way, stopped):
+            if (projected or way in self._ran) and self._is_too_dear(way, projected):
                 self._dear.append(way)
-                self._drop(way, "costs too much", Waiting(self.spent, self._allowed))
+                self._drop(way, "costs too much", Waiting(max(projected, self.spent), self._allowed))
             self._ran.add(way)
         elif self._duel is not None:
             if counts:
@@ -430,7 +442,7 @@ class Race:
             self._note(self.champion, "pays")
 
     @property
-    def _has_challengers(self) -> bool:
+    def has_challengers(self) -> bool:
         """Whether something is left to try: without measuring, the first that runs stays."""
         return bool(self._challengers) and (self._measured or self.champion == UNCHANGED)
 
@@ -442,8 +454,8 @@ class Race:
     def _allowed(self) -> float:
         return self._share * self.usual * (self.steps + self._left) if self._share < NO_LIMIT else math.inf
 
-    def _is_too_dear(self, way: Way, stopped: bool) -> bool:
-        exceeded = stopped or self.spent > self._allowed
+    def _is_too_dear(self, way: Way, projected: float) -> bool:
+        exceeded = max(projected, self.spent) > self._allowed
         return self._agree(f"stop/{way}/{self.steps}", {"stops": float(exceeded)})["stops"] > 0
 
     def _note(self, way: Way, what: str, why: Any = "", seconds: Mapping[Way, float] | None = None) -> None:

@@ -10,7 +10,7 @@ cache.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,8 @@ from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.fingerprint import digest, program
+from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.config import Engine as Setting
-from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.outlook import TRAINING
 from lightning_ort.strategies.capture.race import STOP, UNCHANGED, Engine, Event, Expected, Way
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
 # (616).
 COST, COST_PER_OPERATION = 0.5, 0.015
+PER_LAYER = 10  # operations, where no step with gradients was seen
 FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
 WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
 EVALUATION = 0.5  # of what the training step takes: there is no backward graph
@@ -43,7 +44,14 @@ INDUCTOR_WARM = 0.2  # of the cold start-up's seconds: torch keeps what the C++ 
 INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Runtime, at least
 
 
-def setting_for(config: ORTConfig, device: torch.device, amortized: bool) -> Setting:
+def is_amortized(config: ORTConfig) -> bool:
+    """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
+    wants_graphs = config.placement == "always" or config.check_against_eager or config.save_onnx_dir is not None
+    start = config.start or ("now" if wants_graphs else DEFAULT_START)
+    return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
+
+
+def setting_for(config: ORTConfig, device: torch.device) -> Setting:
     """Return the engine that a config asks for.
 
     By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and inductor can compile.
@@ -52,27 +60,20 @@ def setting_for(config: ORTConfig, device: torch.device, amortized: bool) -> Set
         return config.engine
     if config.placement != "measured":
         return "ort"
-    return "auto" if device.type == "cuda" or (amortized and inductor.cpp_compiler() is not None) else "ort"
+    tries_inductor = device.type == "cuda" or (is_amortized(config) and inductor.cpp_compiler() is not None)
+    return "auto" if tries_inductor else "ort"
 
 
-def challengers(setting: Setting, device: torch.device, step: str, first: Way, may_record: bool) -> list[Way]:
-    """Return the ways of a step in the order in which they are tried.
-
-    Args:
-        setting: Of :func:`setting_for`.
-        device: Where the step computes.
-        step: Its name.
-        first: How ONNX Runtime runs it.
-        may_record: Whether what a step leaves behind is gone by its next call.
-
-    """
-    if setting == "ort":
+def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
+    """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
+    if module.setting == "ort" or not module.is_measured:
         return [first]
-    engines: list[Engine] = ["inductor"]
-    if device.type == "cuda" and may_record:
-        engines.append("inductor-graphs")
-    others = [Way(engine, first.part) for engine in engines]
-    return [first, *others] if device.type != "cuda" else [*others, first]
+    others = [Way("inductor", first.part)]
+    if module.device.type != "cuda":
+        return [first, *others]
+    if module.may_record(step) and module.config.dynamic is not True:  # a recording is of fixed sizes
+        others.append(Way("inductor-graphs", first.part))
+    return [*others, first]
 
 
 class Ways:
@@ -116,22 +117,54 @@ class Ways:
 
     def _prior(self, way: Way) -> float:
         """The share of the step that a way saves at most, before it was tried."""
-        if way.engine in inductor.ENGINES:
-            return INDUCTOR_SAVED
-        if self._module.device.type != "cuda" or self._name != TRAINING:
+        module = self._module
+        if not module.is_amortized and module.device.type != "cuda":
             return 1.0
-        return SAVED_DISPATCH if self._module.usual(self._name) < DISPATCH_BOUND else SAVED
+        if way.engine in inductor.ENGINES:
+            return INDUCTOR_SAVED if module.device.type != "cuda" else 1.0
+        if module.device.type != "cuda" or self._name != TRAINING:
+            return 1.0
+        return SAVED_DISPATCH if module.races[self._name].usual < DISPATCH_BOUND else SAVED
 
     def _cost(self, way: Way) -> float:
-        module, operations = self._module, self._module.operations_of(self._name)
+        operations = self._operations(self._name)
         if way.engine in inductor.ENGINES:
             # a step of a hundred graphs has no more operations than one of two
-            others = INDUCTOR_TO_ORT * module.spent_on(self._name, "ort")
+            others = INDUCTOR_TO_ORT * self._compiling(self._name, "ort")
             return max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * operations, others)
-        if training := self._name != TRAINING and module.spent_on(TRAINING, "ort"):
+        if self._name != TRAINING and (training := self._compiling(TRAINING, way.engine)):
             return EVALUATION * training
-        first = not module.backend.compiled_in_process()
-        return COST + COST_PER_OPERATION * operations + first * FIRST_COMPILATION
+        return self._fixed_cost() + COST_PER_OPERATION * operations
+
+    def _fixed_cost(self) -> float:
+        return COST + FIRST_COMPILATION * (not self._module.backend.compiled_in_process())
+
+    def projected_cost(self, seconds: float, done: float, first: bool) -> float:
+        """Return how many seconds compiling the step will take in all, by what its first graphs took.
+
+        Args:
+            seconds: What they took.
+            done: How many operations they hold.
+            first: Whether nothing was compiled in this process before.
+
+        """
+        fixed = COST + first * FIRST_COMPILATION
+        if done <= 0 or seconds <= fixed:
+            return seconds
+        return fixed + (seconds - fixed) * max(1.0, self._operations(self._name) / done)
+
+    def _operations(self, name: str) -> float:
+        """How many operations a step calls, as far as unchanged steps or else the number of layers tell."""
+        if seen := self._module.operations.get(name):
+            return seen
+        layers = sum(next(child.children(), None) is None for child in self._module.module.modules())
+        training = self._module.operations.get(TRAINING) or PER_LAYER * layers
+        return training if name == TRAINING else EVALUATION * training
+
+    def _compiling(self, name: str, engine: Engine) -> float:
+        """The seconds that compiling a step for an engine has taken in this run."""
+        race = self._module.races.get(name)
+        return 0.0 if race is None else sum(_compiling(race.of_run, engine))
 
     @staticmethod
     def _warm(way: Way, cold: float) -> float:
@@ -149,7 +182,9 @@ class Ways:
         """
         for engine, file in self._files.items():
             own = [event for event in events if event.way.engine == engine]
-            seconds = sum(sum(event.seconds.values()) for event in own if event.what == "compiles")
+            seconds = sum(_compiling(own, engine))
+            dear = [event.why.cost / STOP for event in own if event.what == "costs too much"]
+            seconds = max(seconds, *dear) if dear and seconds else seconds
             if seconds == 0 or not any(event.what == "starts" for event in own):
                 continue  # what later runs compile again is not what a start takes
             ms = _milliseconds(own)
@@ -166,6 +201,12 @@ class Ways:
     def _load(self, file: str) -> Startup | None:
         known = self._module.backend.cache.load_startup(file)
         return None if known is not None and known.refused and known.program != self._program else known
+
+
+def _compiling(events: Iterable[Event], engine: Engine) -> Iterator[float]:
+    for event in events:
+        if event.what == "compiles" and event.way.engine == engine:
+            yield from event.seconds.values()
 
 
 def _milliseconds(events: list[Event]) -> dict[str, float]:

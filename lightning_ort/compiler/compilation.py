@@ -1,0 +1,260 @@
+"""From one captured graph to a callable that runs on executors and torch: :class:`Compilation`."""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
+from lightning_ort.compat.torch import (
+    allow_retain_graph,
+    backward_at_once,
+    boxed,
+    without_fake_tensors,
+    without_torch_function,
+)
+from lightning_ort.compiler import lowering
+from lightning_ort.compiler.conflicts import Captured, conflict_of, tensor_class
+from lightning_ort.compiler.fallbacks import PASSES, GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.linking import assemble
+from lightning_ort.compiler.lowering.one_graph import loss_of
+from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
+from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
+from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
+from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.step_graph import GraphSource, StepGraph
+from lightning_ort.compiler.writes import InputWrites
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.backend import ORTBackend
+
+log = logging.getLogger(__name__)
+
+
+class Compilation:
+    """Compiles one captured graph.
+
+    Args:
+        backend: For which backend.
+        request: What for.
+        number: Of the graph.
+        gm: The graph.
+        inputs: Examples of its inputs.
+
+    """
+
+    def __init__(
+        self,
+        backend: "ORTBackend",
+        request: CompileRequest,
+        number: int,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+    ) -> None:
+        self._backend, self._request, self._gm, self._inputs = backend, request, gm, inputs
+        self._config, self._report, self._cache = backend.config, backend.report, backend.cache
+        self._prefix, self._number = f"{request.label}/" if request.label else "", number
+        self._where = self._named("graph")
+        self._monitor = PassMonitor(len(inputs))
+        self._graphs: list[GraphReport] = []
+
+    def _named(self, kind: str) -> str:
+        return f"{self._prefix}{kind}_{self._number}"
+
+    def run(self) -> Callable[..., Any]:
+        """Return what runs the graph."""
+        gm, report = self._gm, self._report
+        captured = Captured(gm, self._inputs, self._request, InputWrites(gm))
+        if (reason := conflict_of(captured)) is not None:
+            self._refuse(reason)
+            return without_torch_function(gm.forward) if tensor_class(captured) is not None else gm.forward
+        if not self._backend.available or not self._request.may_compile(gm):
+            return gm.forward
+        source = self._step_source()
+        # processes of a run go by what one of them measures, not by what each has kept
+        alone = self._request.agree is None
+        name = self._cache.graphs_name(gm, self._inputs, source is not None) if alone else None
+        if name is not None and (kept := self._cache.load_graphs(name)) is not None:
+            self._report_kept(kept)
+            return gm.forward  # as below, without tracing it first, which takes as long as all the rest
+        messages = len(report.fallbacks) + len(report.notes)
+        run = self._traced(source)
+        if run is None:
+            return gm.forward
+        if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
+            if name is not None and len(report.fallbacks) + len(report.notes) == messages:
+                self._cache.store_graphs(name, self._graphs)
+            return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
+        return self._guarded(captured.writes.hide(run), source)
+
+    def _step_source(self) -> GraphSource | None:
+        """What a step as one graph is made of, if that is wanted and may be possible."""
+        config, gm = self._config, self._gm
+        wanted = config.step_graph == "joint" or (config.step_graph == "auto" and self._request.one_graph)
+        # after a graph break another result than the loss is differentiated
+        if not wanted or config.recompute or not is_last_graph(gm):
+            return None
+        if has_separate_gradients(gm):  # two graphs can be kept until each result has had its backward pass
+            text = "a result beside the loss has gradients of its own; `detach()` it unless they are wanted"
+            self._report.record_choice(self._request.label or "step", Reason(ReasonType.SPLIT, text))
+            return None
+        if (loss := loss_of(gm)) is None:
+            return None
+        return GraphSource(loss, len(self._inputs))
+
+    def _traced(self, source: GraphSource | None) -> Callable[..., Any] | None:
+        """Trace the graph and compile what that gives; ``None`` if an input is too empty to be traced."""
+        compiled = len(self._report.graphs)
+        try:
+            # the backward graph now: its regions are part of the decision
+            with backward_at_once(autocast=self._request.by_hand), lowering.whole_shrinkages():
+                return self._aot_autograd(source)(self._gm, self._inputs)
+        except Exception as error:
+            if isinstance(error, ORTFallbackError) or not any(map(is_empty, self._inputs)):
+                raise
+            del self._report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
+            text = f"an input is empty, and tracing it fails: {error}"
+            self._backend.record_choice(self._where, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+            return None
+
+    def _aot_autograd(self, source: GraphSource | None) -> Callable[..., Any]:
+        def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and (step := self._make_step(source)) is not None:
+                source.run = self._compile("step", step, inputs)
+                return boxed(forward.forward)
+            return self._compile("forward", forward, inputs)
+
+        def compile_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if source is not None and source.run is not None:
+                return boxed(backward.forward)
+            return self._compile("backward", backward, inputs)
+
+        def see_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+            self._monitor.see_joint(joint, num_fwd_outputs)
+            if source is not None:
+                source.keep_joint(joint, num_fwd_outputs)
+
+        whole = self._backend.placer.whole_ops()
+        options: dict[str, Any] = {"recompute": self._config.recompute, "converted": whole, "see_joint": see_joint}
+        return aot_backend(
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
+            inference_compiler=functools.partial(self._compile, "inference"),
+            partition_fn=functools.partial(lowering.split_joint, **options),
+            decompositions=lowering.decompositions(whole),
+        )
+
+    def _make_step(self, source: GraphSource) -> fx.GraphModule | None:
+        try:
+            with without_fake_tensors(), torch.no_grad():
+                return source.make()
+        except Exception as error:  # a bug of ours must not end the run
+            log.debug("making one graph of a step failed", exc_info=True)
+            reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
+            self._backend.fall_back(f"{self._request.label}/step", reason)
+            return None
+
+    def _compile(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Compile one ATen graph: lower it, place its regions, assemble them."""
+        start = time.perf_counter()
+        self._monitor.see_facts()
+        allow_retain_graph()
+        graph = GraphReport(self._named(kind))
+        self._graphs.append(graph)
+        self._report.graphs.append(graph)
+        # regions are built and timed on real tensors
+        with without_fake_tensors(), torch.no_grad():
+            try:
+                lowering.lower(gm)
+                placed = self._backend.placer.place(gm, device_of(inputs), graph.name)
+                graph.regions = placed.reports
+                run = assemble(placed)
+            except ORTFallbackError:
+                raise
+            except Exception as error:  # a bug of ours must not end the run
+                log.debug("compiling %s failed", graph.name, exc_info=True)
+                reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
+                graph.regions = [Region(TORCH, 0, list(gm.graph.nodes)).report(reason=reason)]
+                self._backend.fall_back(graph.name, reason)
+                run = boxed(gm.forward)
+        graph.seconds = time.perf_counter() - start
+        _log_compiled(graph, self._request.logs_graphs)
+        return self._monitor.watch(run)
+
+    def _guarded(self, run: Callable[..., Any], source: GraphSource | None) -> GuardedGraph:
+        """Return what runs the compiled graph, or eager where it cannot."""
+        gm, monitor, request = self._gm, self._monitor, self._request
+
+        def eager(*args: Any) -> Any:
+            _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
+            return gm.forward(*args)
+
+        def misfit(why: str) -> None:
+            guard.leave()
+            request.split(why)
+
+        if source is None or source.run is None:
+            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways. Recordings
+            # read parameters in place, which the guard of these passes hides
+            is_last = is_last_graph(gm)
+            passes: float = 1 if (request.one_graph and is_last) or self._config.cuda_graphs else PASSES
+            separate = request.label != "" and is_last and has_separate_gradients(gm)
+            if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
+                passes = math.inf
+            return GuardedGraph(run, eager, monitor, self._give_up, self._leave_to_eager, passes, separate)
+        # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
+        drop = None if reads_gradients() else request.drop_gradients
+        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request.writes_gradients, drop)
+        guard = GuardedGraph(step, eager, monitor, self._give_up, self._leave_to_eager, passes=0)
+        return guard
+
+    def _report_kept(self, graphs: list[GraphReport]) -> None:
+        for graph in graphs:
+            graph.name, graph.seconds = self._named(graph.name.rpartition("/")[2].rpartition("_")[0]), 0.0
+            for region in graph.regions:
+                region.cached = True
+            _log_compiled(graph, self._request.logs_graphs)
+        self._report.graphs += graphs
+
+    # What happens after the graph is compiled
+
+    def _give_up(self, error: Exception) -> None:
+        """Report that a captured graph failed while it ran, and is left to eager."""
+        reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
+        _mark_left(self._graphs, reason)
+        self._backend.fall_back(self._where, reason)
+
+    def _leave_to_eager(self, reason: Reason) -> None:
+        _mark_left(self._graphs, reason)
+        self._refuse(reason)
+
+    def _refuse(self, reason: Reason) -> None:
+        if self._request.refuse is None:
+            self._backend.record_choice(self._where, reason)
+        else:
+            self._request.refuse(reason)
+
+
+def _mark_left(graphs: Sequence[GraphReport], reason: Reason) -> None:
+    for region in (region for graph in graphs for region in graph.regions):
+        region.executor, region.reason = TORCH, reason
+
+
+def _log_compiled(graph: GraphReport, shown: bool) -> None:
+    # the other processes of a run would log the same; what falls back is logged by each
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    log.log(
+        logging.INFO if shown and (not several or torch.distributed.get_rank() == 0) else logging.DEBUG,
+        "%s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
+        graph.name,
+        graph.num_ort_nodes,
+        graph.num_nodes,
+        sum(region.executor == "ort" for region in graph.regions),
+        len(graph.regions),
+        graph.seconds,
+    )

@@ -1,0 +1,42 @@
+"""What graphs are compiled for: :class:`CompileRequest`, a value that whoever calls ``torch.compile`` hands over."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from lightning_ort.compiler.report import Reason
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What the backend is told about the step whose graphs it compiles, and whom it tells what it finds out.
+
+    Args:
+        label: Prefix for the names of graphs, such as ``"training_step"``.
+        one_graph: Whether a captured graph with a loss is run as one graph under ``step_graph="auto"``.
+        by_hand: Whether the step calls for backward passes itself (manual optimization), and so maybe for several.
+        began_at: The number of autograd's first node of the step; 0 if there is none.
+        logs_graphs: Whether each graph gets a line in the log.
+        may_compile: Takes a captured graph; returns whether to compile it.
+        writes_gradients: Returns whether ``loss.backward()`` may write gradients to parameters without the autograd
+            engine.
+        drop_gradients: Drops the gradients of the last step, where that is possible, before large new ones are made.
+        agree: Takes a key and what was measured in this process; returns what all processes of the run use.
+        refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
+        split: Takes why a step that was run as one graph needs separate passes.
+
+    """
+
+    label: str = ""
+    one_graph: bool = False
+    by_hand: bool = False
+    began_at: int = 0
+    logs_graphs: bool = True
+    may_compile: Callable[[fx.GraphModule], bool] = lambda gm: True
+    writes_gradients: Callable[[], bool] = lambda: False
+    drop_gradients: Callable[[], None] = lambda: None
+    agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None
+    refuse: Callable[[Reason], None] | None = None
+    split: Callable[[str], None] = lambda why: None

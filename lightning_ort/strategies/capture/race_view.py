@@ -1,0 +1,194 @@
+"""What people read of a race, made from its events: :class:`RaceView`.
+
+The console has one line when a step starts to be compiled, and one with the verdict. They go where the progress bar is,
+by its own ``print``, so that neither breaks the other. A run without a progress bar, and a process that is not the first,
+says nothing. The report has the times of the step, what was spent and saved, and a note for each choice.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from lightning_ort._text import duration, plain
+from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.report import ReasonType, StepReport
+from lightning_ort.compiler.run_part import LABELS
+from lightning_ort.strategies.capture.outlook import TRAINING
+from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Waiting, Way
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_ort.strategies.capture.module import CapturedModule
+
+_GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+STAYS = "the step stays in PyTorch"
+
+
+class RaceView:
+    """Shows one race: console lines as things happen, and the part of the report about a step.
+
+    Args:
+        module: The module whose step it is.
+        name: The name of the step.
+
+    """
+
+    def __init__(self, module: "CapturedModule", name: str) -> None:
+        self._module, self._name = module, name
+        self._shown = 0  # events
+        self._counted = (0.0, 0.0, 0.0)  # of this run: spent, tried, saved
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer: what was said of the last one about waiting is over."""
+        self._counted = (0.0, 0.0, 0.0)
+        report = self._module.backend.report
+        stale = [(self._name, kind) for kind in (ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)]
+        report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
+        self._waits_no_more()
+
+    def update(self, race: Race) -> None:
+        """Show what has happened since the last time."""
+        new, self._shown = race.events[self._shown :], len(race.events)
+        for event in new:
+            self._show(race, event)
+        figures = race.spent, race.tried, race.saved
+        spent, tried, saved = (now - before for now, before in zip(figures, self._counted, strict=True))
+        self._counted, run = figures, self._module.backend.report.run
+        run.startup_seconds += spent
+        run.trial_seconds += tried
+        run.saved_seconds += saved
+        if run.saved_seconds < run.startup_seconds:
+            run.paid_after = None
+        elif run.paid_after is None and run.startup_seconds > 0:
+            trainer = self._module.module.trainer
+            run.paid_after = trainer.fit_loop.total_batch_idx + 1 if trainer.state.fn == "fit" else race.steps
+
+    def end_run(self, race: Race) -> None:
+        """Say what was not compiled or not timed."""
+        self.update(race)
+        waiting = [event for event in race.of_run if event.what == "waits"]
+        started = [event.way for event in race.of_run if event.what == "starts"]
+        run = self._module.backend.report.run
+        if race.champion is UNCHANGED and not started and race.has_challengers and race.steps > 0:
+            why = _why_waiting(waiting[-1]) if waiting else f"too few steps to decide ({race.steps})"
+            self._note(ReasonType.NOT_COMPILED, why)
+            run.waiting = run.waiting or f"{self._name}: {why}"
+        elif waiting and waiting[-1].way not in started and race.steps > 0:
+            text = f"{LABELS[waiting[-1].way.engine]}: {_why_waiting(waiting[-1]).partition(';')[0]}"
+            self._note(ReasonType.NOT_TRIED, text, announced=True)
+        if race.is_trying:
+            why = "the run ended before it could be timed"
+            self._print(f"{self._compiled_in(race, started[-1])}: {why}" if started else why, _DIM)
+
+    def _show(self, race: Race, event: Event) -> None:
+        if event.what == "waits":
+            run = self._module.backend.report.run
+            if run.startup_seconds == 0 and (self._name == TRAINING or TRAINING not in run.waiting):
+                run.waiting = f"{self._name}: {_why_waiting(event)}"
+        elif event.what == "starts":
+            self._waits_no_more()
+            label = LABELS[event.way.engine]
+            self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
+        elif event.what in ("wins", "loses"):
+            self._show_verdict(race, event)
+        elif event.what == "costs too much":
+            assert isinstance(event.why, Waiting)
+            text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed"
+            after = f"{LABELS[event.way.engine]} is given up" if race.champion is not UNCHANGED else STAYS
+            self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
+            self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
+            self._keep(UNCHANGED)
+        elif event.what == "fails":
+            self._keep(race.champion)
+
+    def _show_verdict(self, race: Race, event: Event) -> None:
+        steps, times = self._module.backend.report.steps, {way.engine: 1000 * s for way, s in event.seconds.items()}
+        before = next((step for step in steps if step.name == self._name), None)
+        report = StepReport(self._name, times if before is None else {**before.ms, **times})
+        if before is None:
+            steps.append(report)
+        else:
+            steps[steps.index(before)] = report
+        (other,) = event.seconds.keys() - {event.way}
+        winner, loser = (event.way, other) if event.what == "wins" else (other, event.way)
+        took = f"{_took(loser, times)}, {_took(winner, times)}"
+        again = event.why if str(event.why).startswith("again") else ""
+        if again and winner is not UNCHANGED:
+            return  # as before
+        if again:
+            self._print(f"timed {again}: {took}", _YELLOW)
+        else:
+            self._print(self._verdict(race, event, winner, loser), _GREEN if winner is not UNCHANGED else _YELLOW)
+        if winner is UNCHANGED:
+            text = f"timed {again}: {took}" if again else took
+            self._note(ReasonType.SLOWER, f"{text}; {STAYS}", announced=True)
+        elif winner.engine in inductor.ENGINES:
+            self._note(ReasonType.INDUCTOR_WON, took, announced=True)
+
+    def _verdict(self, race: Race, event: Event, winner: Way, loser: Way) -> str:
+        times = {way: 1000 * seconds for way, seconds in event.seconds.items()}
+        is_clear = not event.why
+        outcome = "wins" if is_clear else "goes on, without a clear difference"
+        rival = f"{duration(times[loser])} in {LABELS[loser.engine]}"
+        text = f"{LABELS[winner.engine]} {outcome}, {duration(times[winner])} a step ({rival})"
+        if winner is UNCHANGED:
+            text += f"; {STAYS}"
+        elif is_clear and loser is UNCHANGED:
+            text += f", {times[loser] / times[winner]:.2f}x as fast as before"
+        elif not is_clear:
+            text += "; the machine may be busy"
+        return f"{self._compiled_in(race, event.way)}: {text}"
+
+    def _compiled_in(self, race: Race, way: Way) -> str:
+        found = [event.seconds.values() for event in race.of_run if event.what == "compiles" and event.way == way]
+        return f"{self._name} compiled in {seconds_text(sum(map(sum, found)))}"
+
+    def _keep(self, way: Way) -> None:
+        """Note in the report what runs from now on, whatever the last duel has found."""
+        steps = self._module.backend.report.steps
+        for index, step in enumerate(steps):
+            if step.name == self._name and step.engine != way.engine:
+                steps[index] = StepReport(step.name, step.ms, way.engine)
+
+    def _waits_no_more(self) -> None:
+        run = self._module.backend.report.run
+        if run.waiting.startswith(f"{self._name}: "):
+            run.waiting = ""
+
+    def _note(self, kind: ReasonType, text: str, announced: bool = False) -> None:
+        self._module.record_choice(self._name, kind, text, announced)
+
+    def _print(self, text: str, colour: str) -> None:
+        trainer = self._module.module.trainer
+        if is_announced(trainer):
+            bar = trainer.progress_bar_callback
+            assert bar is not None
+            shows_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+            line = plain(f"lightning-ort: {text}")
+            bar.print(f"{colour}{line}{_RESET}" if shows_colour else line)
+
+
+def is_announced(trainer: "pl.Trainer") -> bool:
+    """Return whether a run shows a progress bar here, and so gets the lines."""
+    bar = trainer.progress_bar_callback
+    return bar is not None and getattr(bar, "is_enabled", True) and trainer.is_global_zero
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration for a message."""
+    if seconds < 0.05:
+        return "less than 0.1 s" if seconds > 0 else "0 s"
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _why_waiting(event: Event) -> str:
+    if not isinstance(event.why, Waiting):
+        return str(event.why)
+    text = f"about {seconds_text(event.why.cost)} to compile, compile_budget allows {seconds_text(event.why.allowed)}"
+    return f"{text}; ORTConfig(start='now') compiles at once"
+
+
+def _took(way: Way, ms: dict[str, float]) -> str:
+    how = {"ort": "captured", "torch": "unchanged"}.get(way.engine, f"compiled by {way.engine}")
+    return f"{duration(ms[way.engine])} {how}"
