@@ -32,6 +32,7 @@ from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.mask_kernel import unsupported_reason as mask_unsupported_reason
 from lightning_ort.compiler.mask_prefetcher import matches_torch
+from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
 
@@ -145,8 +146,7 @@ def _training_step() -> Finding:
     with torch.random.fork_rng():
         module, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
     reference = copy.deepcopy(module)
-    backend = ORTBackend({"placement": "always", "cache_dir": None})
-    backend.logs_graphs = False
+    backend = ORTBackend({"placement": "always", "cache_dir": None}, lambda: CompileRequest(logs_graphs=False))
     torch.compile(module, backend=backend)(x).square().sum().backward()
     reference(x).square().sum().backward()
     report = backend.report

@@ -14,12 +14,11 @@ from lightning_ort._arguments import check_choice, check_type
 from lightning_ort.compat.lightning import wrap_start_of_scripts
 from lightning_ort.strategies.distributed import relaunch, watchdog
 from lightning_ort.strategies.distributed.run_store import open_run_store
-from lightning_ort.strategies.distributed.shared_timings import share_timings
+from lightning_ort.strategies.distributed.shared_timings import Agree, share_timings
 from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
 from lightning_ort.strategies.mixin import ORTMixin
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
 else:
     _ParallelStrategy = object
@@ -58,11 +57,10 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
         self._sigterm = CoordinatedSigterm(self.lightning_module.trainer, self._store, status)
         self._sigterm.install()
 
-    @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        if self._capture.backend is not None:
-            self._capture.backend.agree = share_timings(self._store)
+    @property
+    def agree(self) -> Agree | None:
+        """What makes the processes of a run decide alike."""
+        return share_timings(self._store)
 
     @override
     def teardown(self) -> None:
@@ -70,8 +68,6 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
             self._sigterm.remove()
         if self._watchdog is not None:
             self._watchdog.stop()
-        if self._capture.backend is not None:
-            self._capture.backend.agree = None
         self._sigterm = self._watchdog = self._store = None
         super().teardown()
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_ort._memory import free_bytes
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.project import Project, start
 from lightning_ort.tuning.trainer_process import Sample, TrainerProcess, uninterrupted
@@ -64,11 +65,4 @@ class ProcessRunner:
 
     def free_memory(self) -> int | None:
         """Return the free bytes of the GPU, or else of the machine."""
-        if torch.cuda.is_available():
-            return torch.cuda.mem_get_info()[0]
-        try:
-            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        except OSError:  # not Linux
-            return None
-        found = dict(line.split(":") for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
+        return free_bytes(torch.device("cuda") if torch.cuda.is_available() else None)

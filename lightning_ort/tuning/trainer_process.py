@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace
+from lightning_ort._memory import peak_bytes
 from lightning_ort.compiler.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.tuning.candidate import TuneError
@@ -295,7 +296,7 @@ class _Sampler:
         losses = [loss.item() for loss in self._losses]
         settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
         if trainer.is_global_zero:
-            self._connection.send(Sample(seconds, losses, _peak_bytes(device), self._examples, settled, self._untimed))
+            self._connection.send(Sample(seconds, losses, peak_bytes(device), self._examples, settled, self._untimed))
             self._steps = self._connection.recv()
         self._steps = trainer.strategy.broadcast(self._steps)
         trainer.should_stop = self._steps == 0
@@ -337,14 +338,3 @@ def _is_settled(strategy: Any) -> bool:
     if not isinstance(report, CompileReport) or strategy.ort_config.capture == "off":
         return True
     return any(step.name == "training_step" for step in report.steps)
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

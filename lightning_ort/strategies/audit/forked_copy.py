@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from lightning_ort._memory import free_bytes, resident_bytes
+
 try:
     _LIBC: Any = ctypes.CDLL(None, use_errno=True)
 except (OSError, TypeError):  # Windows
@@ -49,27 +51,14 @@ def unavailable() -> str:
     """Return why this process cannot be copied, or nothing."""
     if sys.platform != "linux" or _LIBC is None:
         return "it takes Linux"
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-        resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    except (OSError, KeyError, ValueError):
+    free, resident = free_bytes(), resident_bytes()
+    if free is None or resident is None:
         return "free memory is not known"
-    if (limit := _cgroup_bytes("memory.max")) is not None and (used := _cgroup_bytes("memory.current")) is not None:
-        free = min(free, limit - used)
     if free < resident:  # if all of it is written to while the copy is there
         return f"only {free >> 20} MB of memory are free"
     if (shared := sum(stop - start for start, stop in _shared_mappings())) > MAX_SHARED_BYTES:
         return f"{shared >> 20} MB of memory are shared with other processes"
     return ""
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    """Return a figure of the container that the process runs in, if that has one."""
-    try:
-        return int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # none, or "max"
-        return None
 
 
 class ForkedCopy:

@@ -21,7 +21,6 @@ from torch import nn
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.run_part import RunReport
 from lightning_ort.strategies.audit import forked_copy
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from lightning_ort.strategies.audit.snapshot import (
@@ -35,7 +34,6 @@ from lightning_ort.strategies.audit.snapshot import (
     random_numbers,
     snapshot,
 )
-from lightning_ort.strategies.capture.budget import CompileBudget
 from lightning_ort.strategies.capture.outlook import TRAINING
 
 if TYPE_CHECKING:
@@ -100,28 +98,29 @@ class AuditBudget:
     """What the audits of one run of the Trainer may take, all steps together.
 
     Args:
-        compiling: The run's budget for compiling, in which audits count.
-        run: Where they are reported.
+        module: Whose steps they are.
 
     """
 
-    def __init__(self, compiling: CompileBudget, run: RunReport) -> None:
-        self._compiling, self._run = compiling, run
+    def __init__(self, module: "CapturedModule") -> None:
+        self._module = module
         self._spent = self._last = 0.0
 
     @property
     def affords(self) -> bool:
         """Whether there may be another one."""
-        most = SECONDS + SHARE * self._compiling.elapsed + SHARE_OF_COMPILING * (self._compiling.spent - self._spent)
+        compiling = self._module.spent - self._spent
+        most = SECONDS + SHARE * self._module.elapsed + SHARE_OF_COMPILING * compiling
         return self._spent + self._last <= most
 
-    def add(self, seconds: float) -> None:
-        """Count an audit."""
+    def add(self, name: str, seconds: float) -> None:
+        """Count an audit of a step, as something that this has cost."""
         self._last = seconds
         self._spent += seconds
-        self._compiling.spend(seconds)
-        self._run.audits += 1
-        self._run.audit_seconds += seconds
+        self._module.races[name].spend(seconds)
+        run = self._module.backend.report.run
+        run.audits += 1
+        run.audit_seconds += seconds
 
 
 class StepAudit:
@@ -207,7 +206,7 @@ class StepAudit:
             found = audit.findings()
         finally:
             self.close()
-        self._module.audits.add(audit.seconds)
+        self._module.audits.add(self._name, audit.seconds)
         if found is None:
             self._unknown += 1
             if self._unknown >= MAX_UNKNOWN:

@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort.compat import dynamo
-from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.config import ORTConfig
-from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.steps import CapturedStep
+from lightning_ort.strategies.capture.step import CapturedStep
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -52,7 +51,7 @@ class Capture:
             from lightning_ort.compiler.backend import ORTBackend
 
             for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
-            self.backend = ORTBackend(for_regions)
+            self.backend = ORTBackend(for_regions, self._request)
             self.backend.report.optimizers = self.report.optimizers
             self.report = self.backend.report
         if not self.backend.available:
@@ -60,12 +59,10 @@ class Capture:
         module = strategy.lightning_module
         assert module is not None
         if self._module is None or self._module.module is not module:
-            self.backend.misfit = None  # another module's
-            self.backend.refused.clear()
             self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
-        mode = self._module.mode
+        part = self._module.part
         self._module.start()
-        if self._module.mode != mode or not self._steps:
+        if self._module.part != part or not self._steps:
             self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
         for step in self._steps.values():
             step.begin_run()
@@ -82,22 +79,19 @@ class Capture:
 
     def step(self, name: str) -> AbstractContextManager[None]:
         """Return the context in which the module's step of this name is the captured one."""
-        return self._steps[name] if self._active else _NO_CONTEXT
+        if not self._active or (step := self._steps[name]).passes():
+            return _NO_CONTEXT
+        return step
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, as part of the training step that is being timed if one is."""
-        if self._module is None or not self._active:
+        """Run a backward pass, as part of the training step."""
+        if not self._active or (step := self._steps["training_step"]).has_own_backward:
             return run(*args, **kwargs)
-        step = self._steps["training_step"]
-        with self._module.backward(), step.timer.timed() if step.timer is not None else _NO_CONTEXT:
-            try:
-                result = run(*args, **kwargs)
-            except RuntimeError as error:
-                if not is_double_backward_error(error):
-                    raise
-                raise RuntimeError(LATE_SECOND_GRADIENT) from error
-        step.after_backward()
-        return result
+        with step.backward():
+            return run(*args, **kwargs)
+
+    def _request(self) -> CompileRequest:
+        return CompileRequest() if self._module is None else self._module.request()
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones

@@ -60,7 +60,7 @@ def after_compiling(way: Way, outcome: Outcome, situation: Situation) -> Failure
     """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
     if way.engine in inductor.ENGINES:
         return _of_inductor(way, outcome)
-    instead = Way(way.engine, "modules") if situation.children and way.part == "step" else None
+    instead = Way(way.engine, "modules") if situation.children or way.part == "modules" else None
     cause = dynamo.backend_error(outcome.error)
     if outcome.error is not None:
         return _failure(plain_reason(str(cause or outcome.error)), instead, ReasonType.CAPTURE_FAILED, cause)
@@ -98,13 +98,46 @@ def without_one_graph(way: Way, why: str) -> Failure:
     return Failure(Cause(Reason(ReasonType.SPLIT, why)), Way(way.engine, way.part))
 
 
+def of_inductor(why: str) -> Failure:
+    """Return the failure of a way that inductor runs."""
+    return _choice(why, None, ReasonType.INDUCTOR_FAILED)
+
+
+def wrong(why: str) -> Failure:
+    """Return the failure of a step that an audit has found to do something else when it is captured."""
+    return Failure(Cause(Reason(ReasonType.MISMATCH, why), warns=True), final=True)
+
+
+def describe(way: Way, failure: Failure, was_used: bool) -> str:
+    """Say why a way cannot go on, and what follows.
+
+    Args:
+        way: The way.
+        failure: Why.
+        was_used: Whether it was the fastest.
+
+    """
+    reason: Reason = failure.why.reason
+    if reason.type is ReasonType.MISMATCH:  # which says it
+        return reason.text
+    if failure.instead == way:
+        follows = "that part stays in PyTorch"
+    elif failure.instead is not None:
+        follows = "its child modules are captured instead"
+        if failure.instead.part == "step":
+            follows = "the step is captured as two graphs"
+    elif way.engine in inductor.ENGINES and not failure.final:
+        follows = f"{way.engine} is {'given up' if was_used else 'not tried'}"
+    else:
+        follows = "the step stays in PyTorch"
+    return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")
+
+
 def _of_inductor(way: Way, outcome: Outcome) -> Failure | None:
     cause = outcome.error and (dynamo.backend_error(outcome.error) or outcome.error)
     if cause is not None or outcome.limit is not None:
-        return _choice(dynamo.explanation(str(cause or outcome.limit)), None, ReasonType.INDUCTOR_FAILED)
-    if way.engine == inductor.GRAPHS and outcome.recompiles:
-        return _choice("sizes vary", None, ReasonType.INDUCTOR_FAILED)
-    return None
+        return of_inductor(dynamo.explanation(str(cause or outcome.limit)))
+    return of_inductor("sizes vary") if way.engine == inductor.GRAPHS and outcome.recompiles else None
 
 
 def _failure(text: str, instead: Way | None, kind: ReasonType, error: BaseException | None = None) -> Failure:

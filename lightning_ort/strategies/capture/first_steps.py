@@ -33,10 +33,17 @@ class FirstSteps:
         self._step = step
         self._takes = self._differentiates = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether steps are watched no more."""
+        return self.seen >= WATCHED
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self.seen = WATCHED
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""
-        if self.seen >= WATCHED:
-            return self._step(*args, **kwargs)
         self.seen += 1
         before = next_number()
         with GradientCalls() as calls:

@@ -5,7 +5,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.strategies.capture.step import CapturedStep
 
-_NO_CONTEXT = nullcontext()
 Part = Literal["step", "modules"]
 
 _unused_regions: list[dynamo.Region] = []  # what dynamo has compiled for modules that are gone
@@ -251,14 +250,6 @@ class CapturedModule:
         """
         before, self.monitor.numbers = self.monitor.numbers, False
         return before
-
-    def stance(self, keeps: bool) -> AbstractContextManager[Any]:
-        """Return a context in which, if wanted, what would have to be compiled again runs unchanged.
-
-        Of inductor's steps these are the last batches of epochs, which are smaller: they are few, and compiling for
-        them takes as long as the first time.
-        """
-        return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
 
     def module_shims(self, engine: Engine) -> ModuleShims:
         """Return the compiled children."""

@@ -25,7 +25,7 @@ FAR, CLOSE = 1.5, 1.1  # ratios of times
 # seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
 MIN_SECONDS = 0.06
 RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step again, and how many times more after that
-# times what may be spent: with this much spent, or so much expected, nothing more is compiled, not even in the same call
+# times what may be spent: with so much spent, or so much expected, nothing more is compiled, even in the same call
 STOP, GRACE = 2.0, 1.5
 # a way that takes so much more memory has to be so much faster, as shares
 MEMORY, WORTH = 0.1, 0.03
@@ -104,7 +104,8 @@ class Event:
     Args:
         way: Which one.
         what: ``"waits"`` (the rule to start says no), ``"starts"``, ``"compiles"``, ``"wins"``, ``"loses"``,
-            ``"fails"``, ``"costs too much"``, or ``"pays"`` (more is saved than was spent).
+            ``"fails"``, ``"refused"`` (the step is for eager alone), ``"costs too much"``, or ``"pays"`` (more is saved
+            than was spent).
         step: How many steps of the run were done.
         why: For people.
         seconds: Of compiling, or the medians of a duel, by way.
@@ -202,6 +203,8 @@ class Race:
         first: Of :meth:`begin_run`.
 
     Attributes:
+        share: As above.
+        measured: As above.
         champion: The way that runs where there is no duel.
         events: What has happened, over all runs.
         steps: How many steps of this run are done.
@@ -223,7 +226,7 @@ class Race:
         self.champion = UNCHANGED
         self.events: list[Event] = []
         self._challengers = deque(challengers)
-        self._share, self._expect, self._measured, self._agree = share, expect, measured, agree
+        self.share, self.measured, self._expect, self._agree = share, measured, expect, agree
         self._ran = {UNCHANGED}
         self._dear: list[Way] = []  # what cost too much in this run
         self._saving = 0.0  # in each step of the champion
@@ -263,7 +266,7 @@ class Race:
         """
         self._left = self.steps if steps_left is None else steps_left
         if self._duel is None and may_change:
-            if self._measured and self.champion != UNCHANGED and self.steps >= self._recheck:
+            if self.measured and self.champion != UNCHANGED and self.steps >= self._recheck:
                 self._begin_duel(self.champion, UNCHANGED)
             elif self.has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
@@ -282,13 +285,18 @@ class Race:
         if self.wants_time:
             return 0
         ends = [self._next] if self.has_challengers else []
-        if self._measured and self.champion != UNCHANGED:
+        if self.measured and self.champion != UNCHANGED:
             ends.append(self._recheck)
         return max(0, min(ends, default=1 << 30) - self.steps)
 
     def may_compile(self, seconds: float, expected: float = 0.0) -> bool:
-        """Return whether more may be compiled in a call that has taken so many seconds, and is expected to take more."""
+        """Return whether more may be compiled in a call, by the seconds that it has taken, and that are expected."""
         return self.spent + seconds <= STOP * self._allowed and self.spent + expected <= GRACE * self._allowed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is tried now or waits to be."""
+        return self._duel is None and not self.has_challengers
 
     @property
     def is_trying(self) -> bool:
@@ -367,7 +375,9 @@ class Race:
             self.champion, self._saving = UNCHANGED, 0.0
         elif way in self._challengers:
             self._challengers.remove(way)
-        self._drop(way, "fails", failure.why, failure.instead)
+        elif way not in self.living:
+            return  # it has lost since
+        self._drop(way, "refused" if failure.final else "fails", failure.why, failure.instead)
 
     # What follows
 
@@ -377,24 +387,26 @@ class Race:
         Of a way that saves less than the share at most, the share is what it saves more than the champion does.
         """
         gained = 1.0 - self._champions_time / self.usual if self.usual > 0 else 0.0
-        share = min(self._share, expected.saves - max(0.0, gained))
+        share = min(self.share, expected.saves - max(0.0, gained))
         if share <= 0:
             return False
-        return self._share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
+        return self.share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
 
     def _consider(self, obstacle: str, memory: float) -> None:
         for way in [*self._challengers]:
             expected = self._expect(way)
             pays = not obstacle and self._pays(expected)
-            if self._agree(f"start/{way}/{self.steps}", {"starts": float(pays)})["starts"]:
+            # counted in questions, since duels are not equally long in all processes
+            asked = sum(event.way == way and event.what == "waits" for event in self.of_run)
+            if self._agree(f"start/{way}/{asked}", {"starts": float(pays)})["starts"]:
                 self._challengers.remove(way)
                 self._note(way, "starts")
-                if self._measured:
+                if self.measured:
                     self._begin_duel(way, self.champion, memory)
                 else:
                     self.champion = way
                 return
-            allowed = max(0.0, self._share * self.usual * self._left - self.spent)
+            allowed = max(0.0, self.share * self.usual * self._left - self.spent)
             self._note(way, "waits", obstacle or expected.why or Waiting(expected.cost, allowed))
 
     def _begin_duel(self, challenger: Way, champion: Way, memory: float = 0.0) -> None:
@@ -444,7 +456,7 @@ class Race:
     @property
     def has_challengers(self) -> bool:
         """Whether something is left to try: without measuring, the first that runs stays."""
-        return bool(self._challengers) and (self._measured or self.champion == UNCHANGED)
+        return bool(self._challengers) and (self.measured or self.champion == UNCHANGED)
 
     @property
     def _champions_time(self) -> float:
@@ -452,11 +464,12 @@ class Race:
 
     @property
     def _allowed(self) -> float:
-        return self._share * self.usual * (self.steps + self._left) if self._share < NO_LIMIT else math.inf
+        return self.share * self.usual * (self.steps + self._left) if self.share < NO_LIMIT else math.inf
 
     def _is_too_dear(self, way: Way, projected: float) -> bool:
         exceeded = max(projected, self.spent) > self._allowed
-        return self._agree(f"stop/{way}/{self.steps}", {"stops": float(exceeded)})["stops"] > 0
+        compiled = sum(event.way == way and event.what == "compiles" for event in self.of_run)
+        return self._agree(f"stop/{way}/{compiled}", {"stops": float(exceeded)})["stops"] > 0
 
     def _note(self, way: Way, what: str, why: Any = "", seconds: Mapping[Way, float] | None = None) -> None:
         self.events.append(Event(way, what, self.steps, why, dict(seconds or {})))

@@ -1,8 +1,8 @@
 """What people read of a race, made from its events: :class:`RaceView`.
 
 The console has one line when a step starts to be compiled, and one with the verdict. They go where the progress bar is,
-by its own ``print``, so that neither breaks the other. A run without a progress bar, and a process that is not the first,
-says nothing. The report has the times of the step, what was spent and saved, and a note for each choice.
+by its own ``print``, so that neither breaks the other. A run without a progress bar, and a process that is not the
+first, says nothing. The report has the times of the step, what was spent and saved, and a note for each choice.
 """
 
 import os
@@ -99,11 +99,12 @@ class RaceView:
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
             self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
             self._keep(UNCHANGED)
-        elif event.what == "fails":
+        elif event.what in ("fails", "refused"):
             self._keep(race.champion)
 
     def _show_verdict(self, race: Race, event: Event) -> None:
-        steps, times = self._module.backend.report.steps, {way.engine: 1000 * s for way, s in event.seconds.items()}
+        steps = self._module.backend.report.steps
+        times: dict[str, float] = {way.engine: 1000 * seconds for way, seconds in event.seconds.items()}
         before = next((step for step in steps if step.name == self._name), None)
         report = StepReport(self._name, times if before is None else {**before.ms, **times})
         if before is None:

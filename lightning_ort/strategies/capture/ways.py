@@ -23,7 +23,7 @@ from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.config import Engine as Setting
 from lightning_ort.strategies.capture.outlook import TRAINING
-from lightning_ort.strategies.capture.race import STOP, UNCHANGED, Engine, Event, Expected, Way
+from lightning_ort.strategies.capture.race import STOP, UNCHANGED, Event, Expected, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
@@ -94,7 +94,10 @@ class Ways:
         self._files = {
             engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ("ort", *inductor.ENGINES)
         }
-        self._known = {engine: self._load(file) for engine, file in self._files.items()}
+        # whoever wants to start now wants to try again what was in vain
+        amortized = module.is_amortized
+        self._known = {engine: self._load(file) if amortized else None for engine, file in self._files.items()}
+        self._fixed = self._fixed_cost()
 
     def expect(self, way: Way) -> Expected:
         """Return what is expected of a way."""
@@ -130,28 +133,26 @@ class Ways:
         operations = self._operations(self._name)
         if way.engine in inductor.ENGINES:
             # a step of a hundred graphs has no more operations than one of two
-            others = INDUCTOR_TO_ORT * self._compiling(self._name, "ort")
+            others = INDUCTOR_TO_ORT * self._spent(self._name, "ort")
             return max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * operations, others)
-        if self._name != TRAINING and (training := self._compiling(TRAINING, way.engine)):
+        if self._name != TRAINING and (training := self._spent(TRAINING, way.engine)):
             return EVALUATION * training
         return self._fixed_cost() + COST_PER_OPERATION * operations
 
     def _fixed_cost(self) -> float:
         return COST + FIRST_COMPILATION * (not self._module.backend.compiled_in_process())
 
-    def projected_cost(self, seconds: float, done: float, first: bool) -> float:
+    def projected_cost(self, seconds: float, done: float) -> float:
         """Return how many seconds compiling the step will take in all, by what its first graphs took.
 
         Args:
             seconds: What they took.
             done: How many operations they hold.
-            first: Whether nothing was compiled in this process before.
 
         """
-        fixed = COST + first * FIRST_COMPILATION
-        if done <= 0 or seconds <= fixed:
+        if done <= 0 or seconds <= self._fixed:
             return seconds
-        return fixed + (seconds - fixed) * max(1.0, self._operations(self._name) / done)
+        return self._fixed + (seconds - self._fixed) * max(1.0, self._operations(self._name) / done)
 
     def _operations(self, name: str) -> float:
         """How many operations a step calls, as far as unchanged steps or else the number of layers tell."""
@@ -161,7 +162,7 @@ class Ways:
         training = self._module.operations.get(TRAINING) or PER_LAYER * layers
         return training if name == TRAINING else EVALUATION * training
 
-    def _compiling(self, name: str, engine: Engine) -> float:
+    def _spent(self, name: str, engine: str) -> float:
         """The seconds that compiling a step for an engine has taken in this run."""
         race = self._module.races.get(name)
         return 0.0 if race is None else sum(_compiling(race.of_run, engine))
@@ -172,17 +173,12 @@ class Ways:
             return WARM * cold
         return INDUCTOR_WARM * cold if inductor.has_cache() else cold
 
-    def store(self, events: list[Event], refused: str) -> None:
-        """Keep what a run has found for later ones.
-
-        Args:
-            events: Of the run.
-            refused: Why the step is for eager alone; "" if it is not.
-
-        """
+    def store(self, events: list[Event]) -> None:
+        """Keep what a run has found, by its events, for later ones."""
+        refused = next((str(event.why.reason) for event in events if event.what == "refused"), "")
         for engine, file in self._files.items():
             own = [event for event in events if event.way.engine == engine]
-            seconds = sum(_compiling(own, engine))
+            seconds = sum(_compiling(own, engine), 0.0)
             dear = [event.why.cost / STOP for event in own if event.what == "costs too much"]
             seconds = max(seconds, *dear) if dear and seconds else seconds
             if seconds == 0 or not any(event.what == "starts" for event in own):
@@ -203,7 +199,7 @@ class Ways:
         return None if known is not None and known.refused and known.program != self._program else known
 
 
-def _compiling(events: Iterable[Event], engine: Engine) -> Iterator[float]:
+def _compiling(events: Iterable[Event], engine: str) -> Iterator[float]:
     for event in events:
         if event.what == "compiles" and event.way.engine == engine:
             yield from event.seconds.values()
