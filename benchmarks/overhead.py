@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.request import CompileRequest
 
 WARM_UP = 20
 
@@ -64,9 +65,9 @@ def measure(module: nn.Module, x: Tensor) -> tuple[list[float], list[int]]:
     backends = []
     for graphs in ("split", "joint"):
         backend = ORTBackend(
-            ORTConfig(placement="always", min_region_nodes=1, step_graph=graphs, cache_dir=None)  # type: ignore[arg-type]
+            ORTConfig(placement="always", min_region_nodes=1, step_graph=graphs, cache_dir=None),  # type: ignore[arg-type]
+            lambda: CompileRequest(writes_gradients=lambda: True),  # as for a step of the strategy
         )
-        backend.writes_gradients = True  # as for a step of the strategy
         backends.append(backend)
         times[torch.compile(lambda x, way=graphs: loss(x), backend=backend)] = []  # type: ignore[misc]
     for number in range(WARM_UP + rounds):

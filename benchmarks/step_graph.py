@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.host_memory import RetainedMemory
 
 WARM_UP = 10
@@ -43,8 +44,10 @@ def measure(make: Callable[[], Any], placement: str, rounds: int) -> tuple[dict[
     steps: dict[str, Callable[..., Tensor]] = {"eager": lambda: module.training_step(batch, 0)}
     one = ""
     for way, options in (("two graphs", "split"), ("one graph", "joint")):
-        backend = ORTBackend(ORTConfig(placement=placement, step_graph=options, cache_dir=None))  # type: ignore[arg-type]
-        backend.writes_gradients = True
+        backend = ORTBackend(
+            ORTConfig(placement=placement, step_graph=options, cache_dir=None),  # type: ignore[arg-type]
+            lambda: CompileRequest(writes_gradients=lambda: True),  # as for a step of the strategy
+        )
         steps[way] = torch.compile(lambda way=way: module.training_step(batch, 0), backend=backend)  # type: ignore[misc]
         run(steps[way], parameters)
         graphs = backend.report.graphs

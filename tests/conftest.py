@@ -124,6 +124,29 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., None]:
+    """Races go by a script: the seconds of a step on each engine, and of one that compiles, which is expected to be free."""
+    from lightning_ort.strategies.capture import ways
+    from lightning_ort.strategies.capture.turn import Turn
+
+    tell, seconds = Turn.tell, dict[str, float]()
+
+    def scripted(self: Turn, *args: Any) -> None:
+        self.seconds = seconds["compiling"] if self.compiled else seconds[self.way.engine]
+        tell(self, *args)
+
+    monkeypatch.setattr(Turn, "tell", scripted)
+    for name in ("COST", "COST_PER_OPERATION", "FIRST_COMPILATION", "INDUCTOR_COST", "INDUCTOR_COST_PER_OPERATION"):
+        monkeypatch.setattr(ways, name, 0.0)
+    monkeypatch.setattr(ways, "INDUCTOR_TO_ORT", 0.0)
+
+    def script(**engines: float) -> None:
+        seconds.update({"compiling": 0.0, **engines})
+
+    return script
+
+
+@pytest.fixture
 def recordings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region recorded as a CUDA graph is always the fastest, where it can be recorded."""
     from lightning_ort.compiler import timing

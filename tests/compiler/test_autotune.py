@@ -15,6 +15,7 @@ from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, V
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.regions import TORCH
 from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.config import ORTConfig
 
 aten = torch.ops.aten
@@ -128,8 +129,10 @@ def test_small_ops_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_processes_of_a_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     races = prefer(monkeypatch, EXPANDED)
-    backend = ORTBackend({"cache_dir": None})
-    backend.agree = lambda key, measured: {**measured, "torch": 0.1} if EXPANDED in measured else measured
+    request = CompileRequest(
+        agree=lambda key, measured: {**measured, "torch": 0.1} if EXPANDED in measured else measured
+    )
+    backend = ORTBackend({"cache_dir": None}, lambda: request)
     gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=backend), X)
     assert len(races) == 1
     ops = {region.executor: region.ops for region in backend.report.graphs[1].regions}

@@ -15,6 +15,7 @@ from lightning_ort.compat.torch import storage_address, storage_use_count
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import binding
 from lightning_ort.compiler.executors.ort.kept_outputs import MAX_BYTES, KeptOutputs
+from lightning_ort.compiler.request import CompileRequest
 
 
 class Bound:
@@ -57,8 +58,8 @@ class Training:
         torch.manual_seed(0)
         self.eager = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6), nn.LayerNorm(6))
         self.module = copy.deepcopy(self.eager)
-        self.backend = ORTBackend(ORTConfig(placement="always", step_graph="joint", cache_dir=None))
-        self.backend.writes_gradients = True
+        config = ORTConfig(placement="always", step_graph="joint", cache_dir=None)
+        self.backend = ORTBackend(config, lambda: CompileRequest(writes_gradients=lambda: True))
         self.accumulate = accumulate
         self._compiled = torch.compile(lambda x: F.mse_loss(self.module(x), x), backend=self.backend)
         self._optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.eager, self.module)]

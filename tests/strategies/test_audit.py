@@ -144,7 +144,7 @@ def test_a_fault_is_found_and_the_step_goes_back_to_pytorch(
         return lambda *args: (calls.append(1), wrong(self.module, *args))[1]  # type: ignore[arg-type]
 
     monkeypatch.setattr(CapturedModule, "compile", compiled)
-    monkeypatch.setattr("lightning_ort.strategies.capture.steps.dynamo.region_of", lambda compiled: 0)
+    monkeypatch.setattr("lightning_ort.strategies.capture.step.dynamo.region_of", lambda compiled: 0)
     report = fit(make_trainer, Faulty(), max_epochs=1, limit_val_batches=0)
     assert len(calls) <= 2
     assert [(each.where, each.reason.type) for each in report.fallbacks] == [("training_step", ReasonType.MISMATCH)]

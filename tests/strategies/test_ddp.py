@@ -15,7 +15,7 @@ from processes import START, Recorded, fit
 from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies.capture.autotuner import StepAutotuner
+from lightning_ort.strategies.capture.race import Duel
 from lightning_ort.strategies.distributed.shared_timings import agree
 
 
@@ -131,8 +131,8 @@ def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp
     def train(folder: Path) -> None:
         for name in ("first", "second"):
             ms = next(times)
-            patched = property(lambda self, ms=ms: dict(zip(self._samples, (ms, 3 * ms), strict=True)))
-            StepAutotuner.milliseconds = patched  # type: ignore[method-assign]
+            medians = property(lambda self, ms=ms: dict(zip(self.samples, (ms / 1000, 3 * ms / 1000), strict=True)))
+            Duel.medians = medians  # type: ignore[method-assign]
             strategy = ORTDDPStrategy(config={"placement": "measured"})
             trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0)
             trainer.fit(Long(folder, name))

@@ -15,13 +15,11 @@ from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import autotuner
-from lightning_ort.strategies.capture import module as capture_module
-from lightning_ort.strategies.capture.autotuner import StepAutotuner
-from lightning_ort.strategies.capture.budget import expected_cost, inductor_cost
-from lightning_ort.strategies.capture.engines import Candidates, engines_for, setting_for, stages_for
-from lightning_ort.strategies.capture.gate import History
+from lightning_ort.strategies.capture import step as captured_step
+from lightning_ort.strategies.capture import ways
 from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.capture.ways import Ways, challengers, setting_for
 from lightning_ort.strategies.environment import read_environment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,82 +39,150 @@ def test_a_gpu_tries_inductor_by_default(settings: Any, device: torch.device, ex
     assert setting_for(ORTConfig(**settings), device) == expected
 
 
+ORT = Way("ort", "step", 1)
+
+
+class Cache:
+    """What earlier runs found."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Startup] = {}
+
+    def name(self, *parts: Any) -> str:
+        return str(parts[0].partition("\n")[0])
+
+    def load_startup(self, name: str) -> Startup | None:
+        return self.kept.get(name)
+
+    def store_startup(self, name: str, found: Startup) -> None:
+        self.kept[name] = found
+
+
+def module_on(device: torch.device = CPU, operations: int = 100, records: bool = True, **settings: Any) -> Any:
+    config = ORTConfig(**settings)
+    module = nn.Linear(2, 2)
+    module.hparams = {}  # type: ignore[assignment]
+    return SimpleNamespace(
+        config=config,
+        device=device,
+        module=module,
+        setting=setting_for(config, device),
+        settings=(),
+        is_measured=config.placement == "measured",
+        is_amortized=ways.is_amortized(config),
+        may_record=lambda step: records,
+        operations={"training_step": operations},
+        races={"training_step": Race([ORT], 0.05, lambda way: None)},  # type: ignore[arg-type,return-value]
+        backend=SimpleNamespace(cache=Cache(), compiled_in_process=lambda: True),
+    )
+
+
+def tried_on(device: torch.device, step: str = "training_step", records: bool = True, **settings: Any) -> list[str]:
+    return [way.engine for way in challengers(module_on(device, records=records, **settings), step, ORT)]
+
+
 def test_on_a_cpu_onnxruntime_comes_first() -> None:
     for step in ("training_step", "predict_step"):
-        assert engines_for(ORTConfig(), CPU, step, True).engines == ["ort", "torch"]
-        assert engines_for(ORTConfig(engine="auto"), CPU, step, True).engines == ["ort", "torch", "inductor"]
+        assert tried_on(CPU, step, start="now") == ["ort"]
+        assert tried_on(CPU, step, engine="auto") == ["ort", "inductor"]
 
 
 def test_on_a_gpu_it_comes_last() -> None:
-    training = engines_for(ORTConfig(), CUDA, "training_step", True)
-    assert training.engines == ["torch", "inductor", "inductor-graphs"]
-    assert training.last == "ort"
-    prediction = engines_for(ORTConfig(), CUDA, "predict_step", True)
-    assert prediction.engines == ["torch", "inductor", "inductor-graphs", "ort"]
-    assert prediction.last is None
+    for step in ("training_step", "predict_step"):
+        assert tried_on(CUDA, step) == ["inductor", "inductor-graphs", "ort"]
 
 
 def test_no_recording_of_sizes_that_vary_or_gradients_that_stay() -> None:
-    assert engines_for(ORTConfig(dynamic=True), CUDA, "training_step", True).engines == ["torch", "inductor"]
-    assert engines_for(ORTConfig(), CUDA, "training_step", False).engines == ["torch", "inductor"]
+    assert tried_on(CUDA, dynamic=True) == ["inductor", "ort"]
+    assert tried_on(CUDA, records=False) == ["inductor", "ort"]
 
 
-def test_a_start_on_a_gpu_is_priced_with_inductor() -> None:
-    module = SimpleNamespace(
-        leaf_modules=20,
-        startup_seconds={},
-        count_inductors=lambda step: 2,
-        backend=SimpleNamespace(compiled_in_process=lambda: True),
-    )
-    (stage,) = stages_for(ORTConfig(), CUDA)
-    cost = History("training_step", stage, "name", None).cost(module)  # type: ignore[arg-type]
-    assert cost == expected_cost(20) + 2 * inductor_cost(20, 0.0) > 30
-    known = History("training_step", stage, "name", Startup(40.0, 8.0, {}, True))
-    assert known.cost(module) == 8.0  # type: ignore[arg-type]
-    assert History("training_step", "ort", "name", None).cost(module) == expected_cost(20)  # type: ignore[arg-type]
+def test_what_ways_are_expected_to_cost() -> None:
+    known = Ways(module_on(), "training_step", None)
+    assert known.expect(ORT).cost == ways.COST + 100 * ways.COST_PER_OPERATION
+    assert known.expect(Way("inductor")).cost == ways.INDUCTOR_COST + 100 * ways.INDUCTOR_COST_PER_OPERATION
+    # a hundred graphs: what ONNX Runtime took says more
+    module = module_on()
+    module.races["training_step"].events.append(Event(ORT, "compiles", 3, seconds={ORT: 30.0}))
+    assert Ways(module, "training_step", None).expect(Way("inductor")).cost == 30 * ways.INDUCTOR_TO_ORT
+    assert Ways(module, "validation_step", None).expect(ORT).cost == 30 * ways.EVALUATION
+
+
+def test_the_first_graphs_tell_what_the_others_will_take() -> None:
+    known = Ways(module_on(operations=1000), "training_step", None)
+    assert known.projected_cost(0.1, 10) == 0.1  # what is done once
+    assert known.projected_cost(ways.COST + 0.2, 100) == pytest.approx(ways.COST + 2.0)
+    assert known.projected_cost(3.0, 2000) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("kept", "cost", "saves", "says"),
+    [
+        (Startup(10.0, None, {"ort": 1.0, "torch": 2.0}, True), 7.0, 0.5, ""),
+        (Startup(10.0, 3.0, {"ort": 1.0, "torch": 2.0}, True), 3.0, 0.5, ""),
+        (
+            Startup(10.0, None, {"ort": 3.0, "torch": 2.0}, True),
+            10 * ways.WARM,
+            0.0,
+            "the unchanged step was the fastest",
+        ),
+        (Startup(10.0, None, {}, False), 20.0, None, ""),  # it takes more than that
+        (Startup(10.0, None, {}, False, "it prints", "other program"), 2.0, None, ""),
+    ],
+)
+def test_what_earlier_runs_found(kept: Startup, cost: float, saves: float | None, says: str) -> None:
+    module = module_on(start="amortized")
+    module.backend.cache.kept["ort"] = kept
+    expected = Ways(module, "training_step", None).expect(ORT)
+    assert expected.cost == pytest.approx(cost)
+    assert saves is None or expected.saves == saves
+    assert says in expected.why
+    # whoever starts now wants to try again
+    module.is_amortized = False
+    assert Ways(module, "training_step", None).expect(ORT).why == ""
+
+
+def test_a_run_tells_later_ones_what_it_found() -> None:
+    module = module_on(start="amortized")
+    inductor_way = Way("inductor")
+    events = [
+        Event(ORT, "starts", 3),
+        Event(ORT, "compiles", 4, seconds={ORT: 2.0}),
+        Event(ORT, "compiles", 5, seconds={ORT: 1.0}),
+        Event(ORT, "wins", 20, seconds={ORT: 0.25, UNCHANGED: 0.5}),
+        Event(inductor_way, "starts", 50),
+        Event(inductor_way, "compiles", 51, seconds={inductor_way: 20.0}),
+        Event(inductor_way, "fails", 52),
+    ]
+    Ways(module, "training_step", None).store(events)
+    kept = module.backend.cache.kept
+    assert kept["ort"] == Startup(3.0, None, {"ort": 250.0, "torch": 500.0}, True)
+    assert kept["inductor"] == Startup(20.0, None, {}, False)
+    Ways(module, "training_step", None).store([*events[:1], Event(ORT, "compiles", 4, seconds={ORT: 0.5}), events[3]])
+    assert (kept["ort"].cold, kept["ort"].warm) == (3.0, 0.5)
 
 
 @pytest.mark.parametrize(("device", "processes", "joins"), [(CPU, 2, True), (CUDA, 1, True), (CUDA, 2, False)])
 def test_gradients_that_gpus_exchange_come_from_a_backward_pass(
     device: torch.device, processes: int, joins: bool
 ) -> None:
-    strategy = SimpleNamespace(root_device=device)
     module = SimpleNamespace(trainer=SimpleNamespace(world_size=processes), automatic_optimization=True)
     may_join: Any = CapturedModule.may_join
-    assert may_join.fget(SimpleNamespace(_strategy=strategy, module=module)) is joins
+    assert may_join.fget(SimpleNamespace(device=device, module=module)) is joins
 
 
-def trial(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], fails: tuple[str, ...] = ()) -> Any:
-    """Each engine as it was tried, in order, and the medians."""
-    now, order = 0.0, []
-    monkeypatch.setattr(autotuner.time, "perf_counter", lambda: now)
-    found = engines_for(ORTConfig(), CUDA, "training_step", True)
-    tuner = StepAutotuner(found.engines, lambda: None, found.last, found.worth_trying)
-    while True:
-        engine = tuner.next_engine()
-        if tuner.done:
-            return list(dict.fromkeys(order)), tuner.milliseconds
-        order.append(engine)
-        if engine in fails:
-            tuner.drop(engine)
-            continue
-        with tuner.timed():
-            now += seconds[engine]
-
-
-def test_onnxruntime_is_tried_where_its_projected_time_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    # inductor saves more than capture is expected to: nothing is compiled for ONNX Runtime
-    order, ms = trial(monkeypatch, {"torch": 0.100, "inductor": 0.080, "inductor-graphs": 0.070, "ort": 0.001})
-    assert order == ["torch", "inductor", "inductor-graphs"]
-    assert min(ms, key=ms.__getitem__) == "inductor-graphs"
-    # it saves less
-    order, ms = trial(monkeypatch, {"torch": 0.100, "inductor": 0.097, "inductor-graphs": 0.120, "ort": 0.050})
-    assert order == ["torch", "inductor", "inductor-graphs", "ort"]
-    assert min(ms, key=ms.__getitem__) == "ort"
-    # it fails
-    order, ms = trial(monkeypatch, {"torch": 0.1, "ort": 0.2}, fails=("inductor", "inductor-graphs"))
-    assert order == ["torch", "inductor", "inductor-graphs", "ort"]
-    assert ms == {"torch": pytest.approx(100), "ort": pytest.approx(200)}
+def test_on_a_gpu_onnxruntime_is_tried_where_it_can_still_win() -> None:
+    for inductor_seconds, tried in ((0.080, False), (0.097, True)):
+        module = module_on(CUDA, start="now")
+        known = Ways(module, "training_step", None)
+        race = Race(challengers(module, "training_step", ORT), float("inf"), known.expect)
+        module.races["training_step"] = race
+        ran = set()
+        for _ in range(200):
+            way = race.next(1000)
+            ran.add(way.engine)
+            race.done({"torch": 0.1, "ort": 0.05}.get(way.engine, inductor_seconds))
+        assert ran == {"torch", "inductor", "inductor-graphs", *(["ort"] if tried else [])}
 
 
 def test_what_inductor_is_told() -> None:
@@ -222,13 +288,13 @@ def test_fits_of_recordings(
     recorder: Recorder,
     make_trainer: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
+    paces: Callable[..., None],
 ) -> None:
     stock, module = kind(), kind()
     make_trainer(max_epochs=2, limit_val_batches=0).fit(stock)
-    monkeypatch.setattr(capture_module, "engines_for", lambda *args: Candidates(["inductor-graphs", "torch"]))
-    # it wins
-    times = property(lambda self: {engine: 1.0 + (engine == "torch") for engine in self._samples})
-    monkeypatch.setattr(StepAutotuner, "milliseconds", times)
+    recorded = lambda module, name, first: [Way("inductor-graphs", first.part)]  # noqa: E731
+    monkeypatch.setattr(captured_step, "challengers", recorded)
+    paces(**{"torch": 2.0, "inductor-graphs": 1.0})  # it wins
     strategy = ORTStrategy(config={"engine": "auto", "capture": capture}, optim="keep")
     make_trainer(strategy=strategy, max_epochs=12, limit_val_batches=0).fit(module)
     assert strategy.report.steps[0].engine == "inductor-graphs", strategy.report.to_text()

@@ -12,8 +12,6 @@ from torch import Tensor, autograd
 from lightning_ort import ORTStrategy
 from lightning_ort.compat.autograd import GradientCalls
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import budget
-from lightning_ort.strategies.capture.budget import CompileBudget
 from lightning_ort.strategies.capture.module import CapturedModule
 
 
@@ -155,13 +153,10 @@ class KeepsGradients(Small):
         return loss
 
 
-@pytest.mark.usefixtures("regions_win")
 def test_what_is_for_eager_alone_is_remembered(
-    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str], paces: Any
 ) -> None:
-    for name in ("_COST", "_COST_PER_OPERATION", "_FIRST_COMPILATION"):
-        monkeypatch.setattr(budget, name, 0.0)
-    monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e6)
+    paces(torch=2.0, ort=1.0, compiling=2.1)
 
     def notes() -> dict[ReasonType, str]:
         config = {"start": "amortized", "engine": "ort", "cache_dir": str(tmp_path / "cache")}
@@ -176,6 +171,6 @@ def test_what_is_for_eager_alone_is_remembered(
     assert "in an earlier run: a value with gradients was kept from an earlier step" in text
     assert "start='now'" in text
     assert compiled == []
-    monkeypatch.setattr("lightning_ort.strategies.capture.gate.program", lambda: "changed")
+    monkeypatch.setattr("lightning_ort.strategies.capture.ways.program", lambda: "changed")
     assert ReasonType.EARLIER_STEP in notes()  # the program may have been mended
     assert compiled

@@ -168,6 +168,13 @@ class CapturedModule:
         """Seconds that this run has spent on compiling and trying."""
         return sum(race.spent for race in self.races.values())
 
+    def batches_done(self, name: str, done: int) -> int:
+        """Return how many batches of a fit are done, or of what else runs, after so many steps of a name in this run."""
+        if self.module.trainer.state.fn != "fit":
+            return done
+        first = 0 if self._start is None else self._start[1]
+        return first + done if name == TRAINING else self.module.trainer.fit_loop.total_batch_idx + 1
+
     def outlook(self, name: str, done: int) -> Outlook:
         """Return what is known about the rest of the run, after so many steps of this name."""
         first = 0 if self._start is None else self._start[1]

@@ -246,7 +246,8 @@ class Race:
         self._usual: list[float] = []  # seconds of the unchanged step
         self._left = 0.0  # steps
         self._next = first
-        self._recheck, self._saved_before = RECHECK, 0.0
+        self._recheck = self._interval = RECHECK
+        self._saved_before = 0.0
         self._duel: Duel | None = None
         self._way = self.champion
 
@@ -339,7 +340,7 @@ class Race:
 
         """
         way = self._way
-        self.steps += 1
+        self.steps, self._left = self.steps + 1, max(0.0, self._left - 1)
         if compiled:
             self.spend(max(0.0, seconds - self.usual), way)
             if (projected or way in self._ran) and self._is_too_dear(way, projected):
@@ -364,7 +365,7 @@ class Race:
 
     def pass_by(self, steps: int) -> None:
         """Say that so many steps went as :attr:`quiet_steps` allows."""
-        self.steps += steps
+        self.steps, self._left = self.steps + steps, max(0.0, self._left - steps)
         self._save(steps)
 
     def fail(self, way: Way, failure: Failure) -> None:
@@ -433,8 +434,9 @@ class Race:
         if checked and self._saving < before:  # nobody knows since when
             self.saved -= (self.saved - self._saved_before) * (1 - self._saving / before)
         self._saved_before = self.saved
-        why = f"again after {self._recheck} steps" if checked else ""
-        self._recheck = RARER * self._recheck if checked else self.steps + RECHECK
+        why = f"again after {self._interval} steps" if checked else ""
+        self._interval = RARER * self._interval if checked else RECHECK
+        self._recheck = self.steps + self._interval
         why = why or ("" if duel.is_clear else "without a clear difference")
         self._note(duel.challenger, "wins" if wins else "loses", why, medians)
 
@@ -452,6 +454,11 @@ class Race:
         before, self.saved = self.saved, self.saved + steps * self._saving
         if before < self.spent <= self.saved:
             self._note(self.champion, "pays")
+
+    @property
+    def saving(self) -> float:
+        """The seconds that each step of the champion saves."""
+        return self._saving if self._duel is None else 0.0
 
     @property
     def has_challengers(self) -> bool:

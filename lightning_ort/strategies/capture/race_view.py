@@ -38,10 +38,11 @@ class RaceView:
         self._module, self._name = module, name
         self._shown = 0  # events
         self._counted = (0.0, 0.0, 0.0)  # of this run: spent, tried, saved
+        self._excluded = False  # whether it was said that times do not count
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer: what was said of the last one about waiting is over."""
-        self._counted = (0.0, 0.0, 0.0)
+        self._counted, self._excluded = (0.0, 0.0, 0.0), False
         report = self._module.backend.report
         stale = [(self._name, kind) for kind in (ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)]
         report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
@@ -61,8 +62,8 @@ class RaceView:
         if run.saved_seconds < run.startup_seconds:
             run.paid_after = None
         elif run.paid_after is None and run.startup_seconds > 0:
-            trainer = self._module.module.trainer
-            run.paid_after = trainer.fit_loop.total_batch_idx + 1 if trainer.state.fn == "fit" else race.steps
+            since = int((run.saved_seconds - run.startup_seconds) / race.saving) if race.saving else 0
+            run.paid_after = self._module.batches_done(self._name, race.steps) - since
 
     def end_run(self, race: Race) -> None:
         """Say what was not compiled or not timed."""
@@ -90,6 +91,9 @@ class RaceView:
             self._waits_no_more()
             label = LABELS[event.way.engine]
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
+        elif event.what == "compiles" and not race.measured and not self._excluded:
+            self._excluded = True
+            self._print(f"{self._compiled_in(race, event.way)}: the settings exclude timing it against PyTorch", _DIM)
         elif event.what in ("wins", "loses"):
             self._show_verdict(race, event)
         elif event.what == "costs too much":
@@ -113,6 +117,7 @@ class RaceView:
             steps[steps.index(before)] = report
         (other,) = event.seconds.keys() - {event.way}
         winner, loser = (event.way, other) if event.what == "wins" else (other, event.way)
+        self._keep(winner)
         took = f"{_took(loser, times)}, {_took(winner, times)}"
         again = event.why if str(event.why).startswith("again") else ""
         if again and winner is not UNCHANGED:

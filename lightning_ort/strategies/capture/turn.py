@@ -35,7 +35,7 @@ class Turn:
         self.projected = 0.0  # seconds of compiling in all, if that is why a part was left uncompiled
         self.began_at = 0  # the number of autograd's first node of the call
         self._is_passed = quiet > 0  # whether the race need not know how a step went
-        self._compiled = self._within = False
+        self.compiled = self._within = False
         self._call_start = 0.0
 
     def begin_call(self) -> None:
@@ -51,7 +51,7 @@ class Turn:
         """Note that something was compiled in the call; the race has to know."""
         if not self.is_timed:
             self.seconds = self.since_call
-        self._compiled, self._is_passed, self.quiet = True, False, 0
+        self.compiled, self._is_passed, self.quiet = True, False, 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -75,4 +75,4 @@ class Turn:
             race.pass_by(passed)
         if passed < self.steps:
             used = memory() if race.is_trying else 0.0
-            race.done(self.seconds, self._compiled, self.projected, self.counts, used)
+            race.done(self.seconds, self.compiled, self.projected, self.counts, used)

@@ -1,10 +1,8 @@
 """Steps run unchanged until compiling pays, and then go on captured; what the report says of it."""
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -18,10 +16,9 @@ from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
-from lightning_ort.strategies.capture import budget, gate
-from lightning_ort.strategies.capture.autotuner import StepAutotuner
-from lightning_ort.strategies.capture.budget import FIRST, CompileBudget, Outlook
-from lightning_ort.strategies.capture.outlook import at_window_start, outlook_of
+from lightning_ort.strategies.capture import ways
+from lightning_ort.strategies.capture.outlook import Outlook, at_window_start, outlook_of
+from lightning_ort.strategies.capture.race import FIRST
 
 STEPS = 40
 
@@ -31,12 +28,11 @@ def amortized(**config: Any) -> ORTStrategy:
 
 
 class Dropped(Small):
-    """Enough batches, dropout, a hook and a scheduler; notes which steps were captured."""
+    """Enough batches, dropout, a hook and a scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(2, nn.Dropout(0.5))
-        self.captured: list[bool] = []
         self.calls = 0
         self.rates: list[float] = []
         self.net.register_forward_hook(self.count)
@@ -67,16 +63,6 @@ def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs
     return trainer
 
 
-@pytest.fixture
-def compiling_is_free(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> None:
-    """It is expected to pay for the shortest run, and may take as long as it does."""
-    monkeypatch.setattr(budget, "_COST", 0.0)
-    monkeypatch.setattr(budget, "_COST_PER_OPERATION", 0.0)
-    monkeypatch.setattr(budget, "_FIRST_COMPILATION", 0.0)
-    monkeypatch.setattr(budget, "EVALUATION", 0.0)
-    monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 1e6)
-
-
 def test_a_short_fit_compiles_nothing(make_trainer: Callable[..., Any]) -> None:
     stock, module = Dropped(), Dropped()
     fit(stock, "auto", make_trainer)
@@ -89,7 +75,7 @@ def test_a_short_fit_compiles_nothing(make_trainer: Callable[..., Any]) -> None:
     (note,) = report.notes
     assert note.where == "training_step"
     assert note.reason.type is ReasonType.NOT_COMPILED
-    assert "expected to be saved" in note.reason.text
+    assert "compile_budget allows" in note.reason.text
     assert "ORTConfig(start='now') compiles at once" in note.reason.text
     first = report.to_text().splitlines()[0]
     assert first.startswith("not compiled yet: training_step: ")
@@ -109,13 +95,13 @@ def test_a_run_of_two_steps_has_nothing_to_go_by(make_trainer: Callable[..., Any
     assert "too few steps to decide (2)" in report.run.verdict
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_a_long_fit_goes_over_in_the_middle(make_trainer: Callable[..., Any]) -> None:
+def test_a_long_fit_goes_over_in_the_middle(make_trainer: Callable[..., Any], paces: Callable[..., None]) -> None:
+    paces(torch=2.0, ort=1.0, compiling=3.0)
     stock, module = Dropped(), Dropped()
     fit(stock, "auto", make_trainer)
-    report = fit(module, amortized(), make_trainer).strategy.report
-    assert report.ort_runs > 0
-    assert report.run.startup_seconds > 0
+    report = fit(module, amortized(audit="off"), make_trainer).strategy.report
+    assert report.ort_runs > STEPS // 2
+    assert report.run.startup_seconds == 1.0  # what compiling took longer than the step that it replaced
     # dropout's masks, the hook and the scheduler are the same before and after
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
     assert module.losses[:FIRST] == stock.losses[:FIRST]
@@ -124,11 +110,16 @@ def test_a_long_fit_goes_over_in_the_middle(make_trainer: Callable[..., Any]) ->
     for mine, theirs in zip(module.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     (step,) = report.steps
-    assert report.run.verdict.startswith("not worth it" if step.engine == "torch" else ("paid", "not paid"))
+    assert step.ms == {"ort": 1000.0, "torch": 2000.0}
+    assert report.run.verdict.startswith("paid for itself after step ")
+    assert report.run.paid_after is not None
+    assert FIRST < report.run.paid_after < STEPS
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_accumulation_windows_stay_whole(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_windows_stay_whole(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    paces(torch=2.0, ort=1.0)
     seen = []
     call = ORTBackend.__call__
 
@@ -141,13 +132,13 @@ def test_accumulation_windows_stay_whole(make_trainer: Callable[..., Any], monke
     fit(stock, "auto", make_trainer, accumulate_grad_batches=4)
     report = fit(module, amortized(), make_trainer, accumulate_grad_batches=4).strategy.report
     assert report.ort_runs > 0
-    assert seen[0] == 4  # not 3, the first decision
+    assert seen[0] == 4  # not 3, where it is asked first
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
     assert module.rates == stock.rates
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_nothing_is_compiled_in_the_sanity_check(make_trainer: Callable[..., Any]) -> None:
+def test_nothing_is_compiled_in_the_sanity_check(make_trainer: Callable[..., Any], paces: Callable[..., None]) -> None:
+    paces(torch=2.0, ort=1.0)
     sanity: list[int] = []
 
     class Watch(Callback):
@@ -191,7 +182,7 @@ def test_always_is_now_and_amortized_is_honoured(make_trainer: Callable[..., Any
 def test_the_default_holds_where_regions_are_timed(
     default: str, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gate, "DEFAULT_START", default)
+    monkeypatch.setattr(ways, "DEFAULT_START", default)
     report = fit(Small(), ORTStrategy(), make_trainer).strategy.report
     assert (report.graphs == []) == (default == "amortized")
     # what needs graphs gets them at once
@@ -214,14 +205,11 @@ def test_torch_compile_has_no_run_to_wait_for() -> None:
         ORTBackend({"start": "amortized"})
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_a_budget_that_is_used_up_ends_capture(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_a_budget_that_is_used_up_ends_capture_for_this_run(
+    make_trainer: Callable[..., Any], paces: Callable[..., None]
 ) -> None:
-    """Dynamo compiles this step again each time; the budget allows 10 s, and each start-up of it counts as 4 s."""
-    spend = CompileBudget.spend
-    monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 10.0)
-    monkeypatch.setattr(CompileBudget, "spend", lambda self, seconds: spend(self, 4.0))
+    """Dynamo compiles this step again each time; the budget allows 4 s, and each compilation takes 1.5 s."""
+    paces(torch=2.0, ort=1.0, compiling=3.5)
 
     class Long(Appends):
         def train_dataloader(self) -> Any:
@@ -229,67 +217,75 @@ def test_a_budget_that_is_used_up_ends_capture(
 
     stock, module = Long(), Long()
     fit(stock, "auto", make_trainer)
-    report = fit(module, amortized(audit="off"), make_trainer).strategy.report
+    strategy = amortized(audit="off", cache_dir=None)
+    report = fit(module, strategy, make_trainer).strategy.report
     assert report.ort_runs > 0
     (note,) = [note for note in report.notes if note.reason.type is ReasonType.BUDGET]
-    assert note.reason.text.startswith("12.0 s of 10.0 s allowed; raise ORTConfig(compile_budget=...)")
+    assert note.reason.text.startswith("4.5 s of 4.0 s allowed; raise ORTConfig(compile_budget=...)")
     assert note.reason.text.endswith("the step stays in PyTorch")
     assert report.run.verdict.startswith("not worth it: ")
     assert report.run.verdict.endswith("training_step used up its compile budget")
     assert len({graph.name for graph in report.graphs if "forward" in graph.name}) == 3
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
+    # the next run has a budget of its own
+    paces(torch=2.0, ort=1.0)
+    before = len(report.graphs)
+    fit(Small(), strategy, make_trainer, max_epochs=10)
+    assert len(strategy.report.graphs) > before
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_the_rest_of_a_call_is_left_to_torch(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three graphs in one step; after the first the budget is far exceeded."""
-    compiled = 0
-    call = ORTBackend._compile
+class Loops(Small):
+    """Few layers, many operations."""
 
-    def counting(self: ORTBackend, *args: Any) -> Any:
-        nonlocal compiled
-        compiled += 1
-        monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 0.0)
-        return call(self, *args)
+    def add(self, loss: Tensor) -> Tensor:
+        for _ in range(20):
+            loss = loss + self.net[0].weight.exp().tanh().mean() * 0.001
+        return loss
 
-    monkeypatch.setattr(ORTBackend, "_compile", counting)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.add(self.add(self.add(self.loss(batch))))
 
-    class Broken(Dropped):
-        def loss(self, batch: Any) -> Tensor:
-            x, y = batch
-            first = self.net[:2](x)
-            torch._dynamo.graph_break()
-            second = self.net[2](first)
-            torch._dynamo.graph_break()
-            return self.net[3](second).square().mean()
+    def train_dataloader(self) -> Any:
+        return loader(8 * STEPS)
 
-    stock, module = Broken(), Broken()
+
+class Parts(Loops):
+    """The same in three graphs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        torch._dynamo.graph_break()
+        loss = self.add(loss)
+        torch._dynamo.graph_break()
+        return self.add(self.add(loss))
+
+
+def test_the_rest_of_a_call_is_left_to_torch(make_trainer: Callable[..., Any], paces: Callable[..., None]) -> None:
+    """The first graph has few operations of many, so the others are expected to take more than the budget allows."""
+    paces(torch=1.0, ort=0.5, compiling=2.0)
+    stock, module = Parts(), Parts()
     fit(stock, "auto", make_trainer)
-    report = fit(module, amortized(), make_trainer).strategy.report
-    assert compiled == len(report.graphs) == 2  # the first forward and its backward
-    assert report.ort_runs > 0
-    assert [note.reason.type for note in report.notes] == [ReasonType.BUDGET]
+    report = fit(module, amortized(capture="step"), make_trainer).strategy.report
+    (note,) = [note for note in report.notes if note.reason.type is ReasonType.BUDGET]
+    assert "of 2.0 s allowed" in note.reason.text
+    assert len(report.graphs) == 2  # the first forward and its backward
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
 
 
-@pytest.mark.usefixtures("compiling_is_free")
 def test_later_runs_know_what_earlier_ones_found(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, paces: Callable[..., None]
 ) -> None:
     names = lambda: [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("start-")]  # noqa: E731
-    ms = {"ort": 3.0, "torch": 2.0}
-    monkeypatch.setattr(
-        StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
-    )
+    paces(torch=2.0, ort=3.0, compiling=2.5)
     first = fit(Dropped(), amortized(), make_trainer).strategy.report
     assert first.ort_runs > 0
     assert [step.engine for step in first.steps] == ["torch"]
     assert first.run.verdict.startswith("not worth it: ")
     (file,) = names()
-    monkeypatch.setattr(budget, "_COST", 1e6)
+    monkeypatch.setattr(ways, "COST", 1e6)
     second = fit(Dropped(), amortized(), make_trainer).strategy.report
     assert second.graphs == []  # nothing is tried that was slower
-    assert "in an earlier run the unchanged step was the fastest (3 ms ort, 2 ms torch)" in second.run.verdict
+    assert "in an earlier run the unchanged step was the fastest" in second.run.verdict
     # another structure is another matter, and so is a damaged file
     wider = Dropped()
     wider.net.append(nn.Linear(3, 3))
@@ -300,16 +296,27 @@ def test_later_runs_know_what_earlier_ones_found(
     assert "an earlier run" not in third.run.verdict
 
 
+def test_a_faster_step_is_known_to_later_runs(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    paces(torch=2.0, ort=1.0, compiling=2.5)
+    assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
+    # without a file of an earlier run this would not start
+    monkeypatch.setattr(ways, "COST", 1e9)
+    assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
+    assert fit(Dropped(), amortized(cache_dir=None), make_trainer).strategy.report.graphs == []
+
+
 @pytest.mark.parametrize(
-    ("settings", "steps", "batches"),
+    ("settings", "steps"),
     [
-        ({"max_epochs": 3}, 12 - 2, 12 - 2),
-        ({"max_epochs": -1, "max_steps": 6}, 6 - 2, 6 - 2),
-        ({"max_epochs": 3, "max_steps": 3, "accumulate_grad_batches": 2}, 6 - 2, 6 - 2),
-        ({"max_epochs": -1, "max_time": "00:00:10:00"}, None, None),
+        ({"max_epochs": 3}, 12 - 2),
+        ({"max_epochs": -1, "max_steps": 6}, 6 - 2),
+        ({"max_epochs": 3, "max_steps": 3, "accumulate_grad_batches": 2}, 6 - 2),
+        ({"max_epochs": -1, "max_time": "00:00:10:00"}, None),
     ],
 )
-def test_outlook_of_a_fit(settings: Any, steps: Any, batches: Any, make_trainer: Callable[..., Any]) -> None:
+def test_outlook_of_a_fit(settings: Any, steps: Any, make_trainer: Callable[..., Any]) -> None:
     found: list[Any] = []
 
     class Asks(Small):
@@ -323,12 +330,19 @@ def test_outlook_of_a_fit(settings: Any, steps: Any, batches: Any, make_trainer:
     trainer = make_trainer(limit_val_batches=0, **settings)
     trainer.fit(Asks())
     view, start = found[:2]
-    assert isinstance(view, Outlook)
-    assert (view.steps, view.batches_done, view.batches) == (steps, 2, batches)
+    assert view.steps == steps
     assert start == (2 % settings.get("accumulate_grad_batches", 1) == 0)
     timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
     assert (view.seconds is not None) == bool(timers)
     assert view.seconds is None or 500 < view.seconds <= 600
+
+
+def test_a_limit_of_time_ends_a_run_of_unknown_or_longer_length() -> None:
+    assert Outlook(None).steps_left(10, 5.0) is None
+    assert Outlook(None, 20.0).steps_left(10, 5.0) == 40
+    assert Outlook(30, 20.0).steps_left(10, 5.0) == 30
+    assert Outlook(100, 20.0).steps_left(10, 5.0) == 40
+    assert Outlook(-3).steps_left(10, 5.0) == 0
 
 
 def test_outlook_of_validation_within_a_fit(make_trainer: Callable[..., Any]) -> None:
@@ -345,31 +359,6 @@ def test_outlook_of_validation_within_a_fit(make_trainer: Callable[..., Any]) ->
     assert all(view.steps is not None and math.isfinite(view.steps) for view in found)
 
 
-@pytest.mark.usefixtures("compiling_is_free")
-def test_a_faster_step_pays_and_is_known_to_later_runs(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each step saves a thousand seconds, and a start-up counts as five thousand."""
-    ms = {"ort": 1e6, "torch": 2e6}  # longer than any compilation, however busy the machine is
-    monkeypatch.setattr(
-        StepAutotuner, "milliseconds", property(lambda self: {each: ms[each] for each in self._samples})
-    )
-    monkeypatch.setattr(StepAutotuner, "saved_by", lambda self, engine: (ms["torch"] - ms[engine]) / 1000)
-    monkeypatch.setattr(StepAutotuner, "overhead", lambda self, engine: 5000.0)
-    report = fit(Dropped(), amortized(), make_trainer).strategy.report
-    run = report.run
-    assert report.ort_runs > 0
-    assert run.startup_seconds == 5000.0  # the call that compiled took less than the step that it replaced
-    assert run.saved_seconds == pytest.approx(round(run.saved_seconds, -3))  # whole steps
-    assert run.paid_after is not None
-    assert run.paid_after > FIRST + 5
-    assert report.to_text().splitlines()[0].startswith(f"paid for itself after step {run.paid_after}: ")
-    # without a file of an earlier run this would not start
-    monkeypatch.setattr(budget, "_COST", 1e9)
-    assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
-    assert fit(Dropped(), amortized(cache_dir=None), make_trainer).strategy.report.graphs == []
-
-
 def test_the_account_survives_json() -> None:
     report = CompileReport()
     report.run.startup_seconds, report.run.saved_seconds, report.run.paid_after = 2.0, 3.0, 120
@@ -380,36 +369,6 @@ def test_the_account_survives_json() -> None:
     assert again.run.verdict == report.run.verdict
 
 
-class Loops(Small):
-    """Three layers, many operations."""
-
-    def add(self, loss: Tensor) -> Tensor:
-        for _ in range(15):
-            loss = loss + self.net[0].weight.exp().tanh().mean() * 0.001
-        return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.add(self.add(self.add(self.add(self.loss(batch)))))
-
-    def train_dataloader(self) -> Any:
-        return loader(8 * STEPS)
-
-
-class Parts(Loops):
-    """The same in several graphs."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        torch._dynamo.graph_break()
-        loss = self.add(loss)
-        torch._dynamo.graph_break()
-        loss = self.add(loss)
-        torch._dynamo.graph_break()
-        loss = self.add(loss)
-        torch._dynamo.graph_break()
-        return self.add(loss)
-
-
 def test_the_estimate_counts_what_unchanged_steps_do(make_trainer: Callable[..., Any]) -> None:
     texts = []
     for module in (Small(), Loops()):
@@ -417,32 +376,3 @@ def test_the_estimate_counts_what_unchanged_steps_do(make_trainer: Callable[...,
         texts += [note.reason.text for note in report.notes if note.where == "training_step"]
     few, many = (float(text.partition("about ")[2].partition(" s ")[0]) for text in texts)
     assert many - few > 60 * 4 * 0.014  # seconds
-
-
-def test_a_bad_estimate_stops_early(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first graphs take longer than expected, so the others are left out, before the budget is used up."""
-    monkeypatch.setattr(budget, "_COST", 0.0)
-    monkeypatch.setattr(budget, "_FIRST_COMPILATION", 0.0)
-    monkeypatch.setattr(budget, "_COST_PER_OPERATION", 0.0)
-    monkeypatch.setattr(budget, "_SAVED_DISPATCH", 0.9)
-    monkeypatch.setattr(CompileBudget, "steps_left", lambda self, done, outlook: 1e6)
-    monkeypatch.setattr(CompileBudget, "allowed", lambda self, outlook: 3.0)
-    call = ORTBackend.__call__
-
-    def slowly(self: ORTBackend, *args: Any, **kwargs: Any) -> Any:
-        now[0] += 1.0
-        return call(self, *args, **kwargs)
-
-    now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() / 1000 + now[0])
-    monkeypatch.setattr("lightning_ort.strategies.capture.account.time", clock)
-    monkeypatch.setattr(ORTBackend, "__call__", slowly)
-    module, stock = Parts(), Parts()
-    fit(stock, "auto", make_trainer)
-    strategy = amortized(cache_dir=None, capture="step")
-    report = fit(module, strategy, make_trainer).strategy.report
-    (note,) = [note for note in report.notes if note.reason.type is ReasonType.BUDGET]
-    assert "of 3.0 s allowed, " in note.reason.text
-    assert "expected; raise ORTConfig(compile_budget=...)" in note.reason.text
-    assert 0 < sum(graph.name.startswith("training_step/forward") for graph in report.graphs) < 5
-    assert module.losses == pytest.approx(stock.losses, rel=1e-4)

@@ -1,0 +1,137 @@
+"""What people read of a race: lines of the console, notes and figures of the report."""
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from small_modules import Small
+
+from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort.strategies.capture import race_view
+from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.capture.race_view import RaceView
+
+ALWAYS = {"placement": "always"}
+ORT, INDUCTOR = Way("ort"), Way("inductor")
+
+
+def lines(text: str) -> list[str]:
+    """The lines of ours, without colours and the rest of a progress bar."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
+    return [line for line in plain.splitlines() if line.startswith("lightning-ort: ") and "_step" in line]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_two_lines_for_each_step(
+    bar: type, make_trainer: Callable[..., Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    trainer = make_trainer(
+        strategy=ORTStrategy(config=ALWAYS), max_epochs=1, callbacks=[bar()], enable_progress_bar=True
+    )
+    trainer.fit(Small())
+    assert trainer.strategy.report.ort_runs > 0
+    found = lines(capfd.readouterr().out)
+    for step in ("training_step", "validation_step"):
+        start, end = [line for line in found if step in line]
+        assert start.startswith(f"lightning-ort: compiling {step} for ONNX Runtime")
+        assert re.fullmatch(rf"lightning-ort: {step} compiled in .* s: the settings exclude timing.*", end)
+
+
+def test_nothing_without_a_progress_bar(
+    make_trainer: Callable[..., Any], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(strategy=ORTStrategy(config=ALWAYS), max_epochs=1)
+    trainer.fit(Small())
+    assert trainer.strategy.report.ort_runs > 0
+    captured = capfd.readouterr()
+    assert lines(captured.out + captured.err) == []
+
+
+class Bar:
+    """A progress bar that keeps what it is given."""
+
+    is_enabled = True
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def module_with(bar: Bar | None, first: bool = True) -> Any:
+    trainer = SimpleNamespace(progress_bar_callback=bar, is_global_zero=first)
+    report = CompileReport()
+    return SimpleNamespace(
+        module=SimpleNamespace(trainer=trainer),
+        backend=SimpleNamespace(report=report),
+        record_choice=lambda where, kind, text, announced=False: None,
+        batches_done=lambda name, done: done,
+    )
+
+
+def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
+    race = Race([ORT], 0.05, lambda way: None, measured)  # type: ignore[arg-type,return-value]
+    race.events += [Event(ORT, "starts", 3), Event(ORT, "compiles", 4, seconds={ORT: 1.5}), *events]
+    RaceView(module, "training_step").update(race)
+    return module.backend.report  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("event", "verdict"),
+    [
+        (
+            Event(ORT, "wins", 20, seconds={ORT: 0.01, UNCHANGED: 0.02}),
+            "ONNX Runtime wins, 10 ms a step (20 ms in PyTorch), 2.00x as fast as before",
+        ),
+        (
+            Event(ORT, "loses", 20, seconds={ORT: 0.02, UNCHANGED: 0.01}),
+            "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
+        ),
+        (
+            Event(ORT, "wins", 20, "without a clear difference", {ORT: 0.001, UNCHANGED: 0.009}),
+            "ONNX Runtime goes on, without a clear difference, 1 ms a step (9 ms in PyTorch); the machine may be busy",
+        ),
+    ],
+)
+def test_win_or_lose(event: Event, verdict: str) -> None:
+    bar = Bar()
+    report = show(module_with(bar), event)
+    assert bar.lines[1:] == [f"lightning-ort: training_step compiled in 1.5 s: {verdict}"]
+    (step,) = report.steps
+    assert step.engine == ("ort" if event.what == "wins" else "torch")
+
+
+def test_the_report_says_what_runs_whatever_was_faster_before() -> None:
+    bar = Bar()
+    events = [
+        Event(ORT, "wins", 20, seconds={ORT: 0.01, UNCHANGED: 0.02}),
+        Event(ORT, "loses", 300, "again after 200 steps", {ORT: 0.03, UNCHANGED: 0.025}),
+        Event(INDUCTOR, "loses", 500, seconds={INDUCTOR: 0.04, UNCHANGED: 0.025}),
+    ]
+    (step,) = show(module_with(bar), *events).steps
+    assert step.engine == "torch"
+    assert step.ms == {"ort": 30.0, "torch": 25.0, "inductor": 40.0}
+    assert "timed again after 200 steps" in bar.lines[2]
+
+
+@pytest.mark.parametrize("module", [module_with(None), module_with(Bar(), first=False)])
+def test_other_processes_and_quiet_runs_say_nothing(module: Any) -> None:
+    show(module)
+    bar = module.module.trainer.progress_bar_callback
+    assert bar is None or bar.lines == []
+
+
+def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = Bar()
+    monkeypatch.setattr(race_view.sys, "stdout", SimpleNamespace(isatty=lambda: True, encoding="utf-8"))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    show(module_with(bar))
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(module_with(bar))
+    assert [line.startswith("\x1b[") for line in bar.lines] == [True, False]
