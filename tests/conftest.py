@@ -125,7 +125,7 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., None]:
-    """Races go by a script: the seconds of a step on each engine, and of one that compiles, which is expected to be free."""
+    """Races go by a script: the seconds of a step on each engine, and of one that compiles."""
     from lightning_ort.strategies.capture import ways
     from lightning_ort.strategies.capture.turn import Turn
 

@@ -5,6 +5,7 @@ Each function names the torch version that it was read in.
 
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,10 +18,8 @@ from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from typing_extensions import override
 
-
-def without_autocast() -> AbstractContextManager[None]:
-    """A context in which autocast casts nothing, as AOTAutograd has it around its graphs (torch 2.13)."""
-    return torch._C._DisableAutocast()
+# a context in which autocast casts nothing, as AOTAutograd has it around its graphs (torch 2.13)
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
 def is_recomputed(node: fx.Node) -> bool:
@@ -85,9 +84,12 @@ def _is_differentiable(output: Any) -> bool:
     return getattr(output, "requires_grad_for_backward", output.requires_grad)
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a leaf has hooks that autograd's engine runs when its gradient arrives (torch 2.13)."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def have_gradient_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these leaves has hooks that autograd's engine runs when its gradient arrives (torch 2.13)."""
+    for parameter in parameters:  # noqa: SIM110 (a generator takes longer)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -95,9 +97,8 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def next_number() -> int:
-    """The number of the next node that autograd records in this thread (torch 2.13)."""
-    return torch.autograd._get_sequence_nr()
+# the number of the next node that autograd records in this thread (torch 2.13)
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def is_recorded_before(value: Any, number: int) -> bool:
@@ -110,9 +111,8 @@ def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManage
     return torch.autograd._unsafe_preserve_version_counter(tensors)
 
 
-def keeps_graph() -> bool:
-    """Whether the backward pass that runs is to be repeated, ``retain_graph=True`` (torch 2.13)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+# whether the backward pass that runs is to be repeated, ``retain_graph=True`` (torch 2.13)
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class GradientCalls(AbstractContextManager["GradientCalls"]):

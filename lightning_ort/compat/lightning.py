@@ -1,5 +1,6 @@
 """Private names of Lightning."""
 
+import operator
 import signal
 import warnings
 from collections.abc import Callable
@@ -91,9 +92,8 @@ TRAINER_ATTRIBUTE = "_trainer"
 """The attribute of a LightningModule with its Trainer, or ``None`` (2.6)."""
 
 
-def lightning_optimizers(strategy: "Strategy") -> list[Any]:
-    """Return a strategy's wrapped optimizers: a new list whenever the optimizers are replaced (2.6)."""
-    return strategy._lightning_optimizers
+# the wrappers of a strategy's optimizers that `self.optimizers()` returns, in a list that is new with them (2.6)
+lightning_optimizers: "Callable[[Strategy], list[Any]]" = operator.attrgetter("_lightning_optimizers")
 
 
 def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:

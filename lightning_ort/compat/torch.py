@@ -396,9 +396,8 @@ def forward_hooks_without(module: nn.Module, ids: set[int]) -> Iterator[tuple[st
             yield name, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
 
 
-def hooks_made() -> int:
-    """How many hooks of any kind have been registered in this process (torch 2.13)."""
-    return RemovableHandle.next_id
+# how many hooks of any kind have been registered in this process (torch 2.13)
+hooks_made: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
 
 
 def hooks_of(module: nn.Module) -> set[int]:

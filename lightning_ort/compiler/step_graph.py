@@ -9,6 +9,7 @@ again, such as 1, or the scale of a gradient scaler. If another one arrives, the
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import fx
 
 from lightning_ort.compat.autograd import (
     JointFacts,
-    has_gradient_hooks,
+    have_gradient_hooks,
     joint_facts,
     keeps_graph,
     without_autocast,
@@ -89,6 +90,7 @@ class GraphSource:
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
 
+_IS_LEAF = operator.attrgetter("is_leaf")
 _Expected = tuple[float, torch.Tensor]
 _TWICE = (
     "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward through the"
@@ -147,6 +149,7 @@ class StepGraph:
         self._start = len(results) - len(inputs)  # of the gradients
         self._num_results = self._start - len(self._written)
         self._targets = [index for index in range(len(inputs)) if results[self._start + index] is not None]
+        self._gradients = [self._start + index for index in self._targets]
         sizes = [results[self._start + index].meta["val"] for index in self._targets]
         is_large = sum(int_hint(val.numel()) * val.element_size() for val in sizes) >= LARGE_BYTES
         self._drop = drop if is_large else None
@@ -180,11 +183,10 @@ class StepGraph:
             for index, new in zip(self._written, outputs, strict=False):
                 args[index].copy_(new)
         results = list(outputs[len(self._written) : self._start])
-        gradients = [outputs[self._start + index] for index in self._targets]
-        inputs = [args[index] for index in self._targets]
-        one = _Pass(gradients, expected, [results[index] for index in self._differentiable])
-        others = [args[index] for index in self._others]
-        if all(value.is_leaf for value in inputs):
+        gradients = list(map(outputs.__getitem__, self._gradients))
+        inputs, others = list(map(args.__getitem__, self._targets)), map(args.__getitem__, self._others)
+        one = _Pass(gradients, expected, list(map(results.__getitem__, self._differentiable)))
+        if all(map(_IS_LEAF, inputs)):
             one.parameters = inputs
         if self._keeps:
             one.args, one.state, one.versions = args, state, versions_of(args)
@@ -201,14 +203,17 @@ class StepGraph:
             self._on_second_gradient()
             return self._again(one, tangents)
         self._keeps = self._several
-        if any(other is not None for index, other in enumerate(tangents) if index != self._loss):
+        if self._several and any(other is not None for index, other in enumerate(tangents) if index != self._loss):
             self._misfit("a result beside its loss is differentiated")
             found = self._again(one, tangents)
         elif tangent is None:
             return [None] * len(self._targets)
         else:
             gradients = self._take(one)
-            self._multiply(gradients, tangent, one.expected)
+            # on another device, to compare would wait for it
+            if tangent.device.type != "cpu" or float(tangent) != one.expected[0]:
+                torch._foreach_mul_(gradients, tangent / one.expected[1])
+                self._expect(tangent)
             if not keeps_graph():
                 one.args, one.state = (), None  # a loss that is kept, as people do, keeps no batch
             if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
@@ -226,13 +231,6 @@ class StepGraph:
             return [gradient.clone() for gradient in one.gradients]
         found, one.gradients = one.gradients, None
         return found
-
-    def _multiply(self, gradients: list[torch.Tensor], tangent: torch.Tensor, expected: _Expected) -> None:
-        """Multiply gradients by what the gradient of the loss is in units of the expected one."""
-        # on another device, to compare would wait for it
-        if tangent.device.type != "cpu" or float(tangent) != expected[0]:
-            torch._foreach_mul_(gradients, tangent / expected[1])
-            self._expect(tangent)
 
     def _expect(self, tangent: torch.Tensor) -> None:
         """Expect this gradient of the loss from now on, if gradients can be computed from it."""
@@ -281,9 +279,9 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
     if len({*map(id, parameters)}) < len(parameters):  # tied after the step was compiled: one gets two gradients
         return False
     sums, summands = [], []
+    if have_gradient_hooks(parameters):
+        return False
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if has_gradient_hooks(parameter):
-            return False
         before = parameter.grad
         if before is not None:
             if before.requires_grad or before.layout is not torch.strided:

@@ -149,13 +149,17 @@ class _StepCheck:
             self._check_added_groups(type(owner))
         # a shard has groups of its own, which get the settings of the whole's in its step
         pairs = zip(self.optimizer.param_groups, owner.param_groups, strict=True)
-        fused = [(group, own["params"]) for group, own in pairs if group.get("fused")]
-        strided = []  # few or none, so that an ordinary model pays for this line alone
-        for p in (p for _, parameters in fused for p in parameters):
-            gradient = p.grad
-            if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
-                strided.append(p)
-        if any(p.grad.is_sparse for p in strided):
+        fused = []
+        strided = []  # few or none, so that an ordinary model pays for this loop alone
+        for group, own in pairs:
+            if not group.get("fused"):
+                continue
+            fused.append((group, own["params"]))
+            for p in own["params"]:
+                gradient = p.grad
+                if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
+                    strided.append(p)
+        if strided and any(p.grad.is_sparse for p in strided):
             self._give_up()
             return
         if strided or self._strides:

@@ -101,6 +101,9 @@ class ORTMixin(_Strategy):
         super().__init_subclass__(**kwargs)
         if (namespace := namespace_of(cls)) is not None:
             cls.namespace = namespace
+            read = super().precision_plugin.fget  # type: ignore[attr-defined]
+            # Lightning reads it seven times a step, which a property that calls the other would double
+            cls.precision_plugin = property(read, ORTMixin._set_precision_plugin)  # type: ignore[assignment]
 
     @property
     def report(self) -> CompileReport:
@@ -181,13 +184,7 @@ class ORTMixin(_Strategy):
         # `accelerator`, and Lightning refuses a strategy with an accelerator of its own beside that
         self._accelerator_of_trainer = accelerator
 
-    @property
-    @override
-    def precision_plugin(self) -> "Precision":
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: "Precision | None") -> None:
+    def _set_precision_plugin(self, plugin: "Precision | None") -> None:
         set_plugin = super(ORTMixin, type(self)).precision_plugin.fset  # type: ignore[attr-defined]
         set_plugin(self, plugin)  # first as it is: a strategy may refuse it
         set_plugin(self, choose_precision(plugin, self.namespace))

@@ -71,11 +71,11 @@ def test_kinds_of_nodes_in_joint_graphs() -> None:
     assert autograd.is_higher_order(graph.call_function(torch.ops.higher_order.cond, ()))
 
 
-def test_has_gradient_hooks() -> None:
+def test_have_gradient_hooks() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     parameters[1].register_hook(lambda gradient: gradient)
     parameters[2].register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [autograd.has_gradient_hooks(parameter) for parameter in parameters] == [False, True, True]
+    assert [autograd.have_gradient_hooks([parameter]) for parameter in parameters] == [False, True, True]
 
 
 def test_version_of() -> None:

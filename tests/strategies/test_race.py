@@ -142,7 +142,7 @@ def test_no_start_within_a_window_of_accumulated_gradients() -> None:
 
 def test_an_obstacle_is_a_reason_to_wait() -> None:
     race = make(cost=0.0)
-    assert set(drive(race, {"unchanged": 0.1}, 50, obstacle="little memory is free")) == {"unchanged"}
+    assert set(drive(race, {"unchanged": 0.1}, 50, obstacle=lambda: "little memory is free")) == {"unchanged"}
     assert {event.why for event in race.events} == {"little memory is free"}
 
 
@@ -248,7 +248,7 @@ def test_more_memory_has_to_be_worth_it() -> None:
     for faster, wins in ((0.98, False), (0.9, True)):
         race = make(cost=0.0)
         for _ in range(100):
-            way = race.next(10_000, memory=100.0)
+            way = race.next(10_000, memory=lambda: 100.0)
             race.done(0.1 * (faster if way == ORT else 1.0), memory=120.0)
         assert (race.champion == ORT) is wins
 

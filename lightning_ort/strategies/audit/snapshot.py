@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,7 @@ def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
             keep.append(value)
         found[path] = _value_of(value)
         if depth < _MAX_DEPTH:
-            todo.extend((f"{path}{name}", item, depth + 1) for name, item in _parts(value))
+            todo += [(f"{path}{name}", item, depth + 1) for name, item in _parts(value)]
     return found
 
 
@@ -220,31 +220,34 @@ def _finite(value: Any) -> tuple[float, float]:
     return number, abs(number)
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object that are to be looked at, and what their names begin with."""
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of an object that are to be looked at, and what their names begin with."""
     if isinstance(value, (torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE)):
-        return
+        return []
     if isinstance(value, nn.Module):
-        for items in map(vars(value).get, _PARTS_OF_MODULES):
-            yield from ((f".{name}", item) for name, item in (items or {}).items())
-        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in _OF_MODULES)
-    elif isinstance(value, Mapping):
+        attributes = [(name, item) for name, item in vars(value).items() if name not in _OF_MODULES]
+        registered = [pair for items in map(vars(value).get, _PARTS_OF_MODULES) for pair in (items or {}).items()]
+        return [(f".{name}", item) for name, item in registered + attributes]
+    found: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
         for index, (key, item) in enumerate(value.items()):
             plain = isinstance(key, (int, float, str, bytes, tuple, type(None)))
-            yield f"[{key!r}]"[:80] if plain else f"[item {index}]", item
+            found.append((f"[{key!r}]"[:80] if plain else f"[item {index}]", item))
     elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    if not isinstance(value, nn.Module) and not _is_machinery(type(value)):
-        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
-        for name in _slots(type(value)):
-            if not inspect.ismethod(item := getattr(value, name, None)):
-                yield f".{name}", item
+        found = [(f"[{index}]", item) for index, item in enumerate(value)]
+    if not _is_machinery(type(value)):
+        found += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+        slots = [(name, getattr(value, name, None)) for name in _slots(type(value))]
+        found += [(f".{name}", item) for name, item in slots if not inspect.ismethod(item)]
+    return found
 
 
-def _slots(kind: type) -> Iterator[str]:
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
-        yield from (names,) if isinstance(names, str) else names
+        found += [names] if isinstance(names, str) else names
+    return found
 
 
 def _is_machinery(kind: type) -> bool:

@@ -139,7 +139,7 @@ class StepAudit:
         self._epoch = -1
         self._unknown = 0  # audits in a row
         self._suspected = False  # whether the next audit has to confirm what the last one has found
-        self._audit: _Audit | None = None  # that runs
+        self.audit: _Audit | None = None  # that runs
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
@@ -164,42 +164,44 @@ class StepAudit:
             logs: Whether shims keep what the captured step logs until it is over.
 
         """
-        self.close()
+        if self.audit is not None:
+            self.close()
         self._steps += 1
-        if self._next == math.inf or (self._steps <= self._next and self._epoch == self._module.epoch):
+        epoch = self._module.module.trainer.current_epoch
+        if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch):
             return False
         self._next = next((number for number in STEPS if number >= self._steps), self._steps + STEPS[-1])
-        self._epoch = self._module.epoch
+        self._epoch = epoch
         if not self._suspected and not self._module.audits.affords:
             return False
         if reason := forked_copy.unavailable():
             self._note(reason)
             return False
         try:
-            self._audit = _Audit(self._module, self._name, call, args, kwargs, logs)
+            self.audit = _Audit(self._module, self._name, call, args, kwargs, logs)
         except OSError as error:
             self._note(str(error))
-        return self._audit is not None
+        return self.audit is not None
 
     def after_step(self, output: Any) -> str:
         """After the captured step, before what it logged is handed on; return in what it differs from eager."""
-        if (audit := self._audit) is None:
+        if (audit := self.audit) is None:
             return ""
         audit.after_step(output)
         return "" if audit.has_backward else self._finish(audit)
 
     def after_backward(self) -> str:
         """After the backward pass of a training step; return in what it differs from eager."""
-        if (audit := self._audit) is None or not audit.waits_for_backward:
+        if (audit := self.audit) is None or not audit.waits_for_backward:
             return ""
         audit.after_backward()
         return self._finish(audit)
 
     def close(self) -> None:
         """Give up an audit that runs: the step has failed, or has no backward pass."""
-        if self._audit is not None:
-            self._audit.close()
-            self._audit = None
+        if self.audit is not None:
+            self.audit.close()
+            self.audit = None
 
     def _finish(self, audit: "_Audit") -> str:
         try:

@@ -85,10 +85,9 @@ class Capture:
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step."""
-        if not self._active or (step := self._steps["training_step"]).has_own_backward:
+        if not self._active:
             return run(*args, **kwargs)
-        with step.backward():
-            return run(*args, **kwargs)
+        return self._steps["training_step"].backward(run, *args, **kwargs)
 
     def _request(self) -> CompileRequest:
         return CompileRequest() if self._module is None else self._module.request()

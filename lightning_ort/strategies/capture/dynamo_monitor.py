@@ -93,7 +93,8 @@ class DynamoMonitor:
     def end(self) -> None:
         """Stop observing, and restore dynamo's settings."""
         _thread.monitor = None
-        self._end_quiet()  # which dynamo has not told us to, if it was reset while it compiled
+        if self._quiet is not None:  # dynamo was reset while it compiled, and has not said that it is over
+            self._end_quiet()
         if self._settings is not None:
             self._settings.close()
             self._settings = None

@@ -4,8 +4,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -65,11 +64,11 @@ class CapturedModule:
         self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.races: dict[str, Race] = {}  # of steps that have run
         self.running: CapturedStep | None = None  # what is captured in this call, or was in the last
-        self._strategy = strategy
+        self.strategy = strategy
         self._start: tuple[float, int] | None = None  # of the run: the time, and the fit loop's count of batches
-        self._optimizers: Any = None
+        self.optimizers: Any = None
         self._gradients: tuple[bool, bool] | None = None  # whether they may be written, and dropped
-        self._writes = False  # whether they may be written now
+        self.in_backward = False  # whether a backward pass of the Trainer runs
         self._module_shims: dict[Engine, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -80,7 +79,7 @@ class CapturedModule:
 
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
-        self._optimizers = self._gradients = self._start = None
+        self.optimizers = self._gradients = self._start = None
         self.audits = AuditBudget(self)
         if (part := self._choose_part()) != self.part:
             self.part, self._module_shims = part, {}
@@ -112,7 +111,7 @@ class CapturedModule:
     @property
     def device(self) -> torch.device:
         """Where the module computes."""
-        return self._strategy.root_device
+        return self.strategy.root_device
 
     @property
     def is_amortized(self) -> bool:
@@ -135,23 +134,18 @@ class CapturedModule:
         trainer, others = self.module.trainer, ("start", "compile_budget", "cache_dir", "fallback", "audit")
         fields = {key: value for key, value in vars(self.config).items() if key not in others}
         fields["engine"] = self.setting
-        strategy = type(self._strategy).__name__
+        strategy = type(self.strategy).__name__
         return tuple(map(str, (fields, trainer.precision, trainer.world_size, strategy, torch.get_num_threads())))
 
     @property
     def agree(self) -> Callable[[str, dict[str, Any]], dict[str, Any]] | None:
         """What makes the processes of a run decide alike, if there are several."""
-        return getattr(self._strategy, "agree", None)
+        return getattr(self.strategy, "agree", None)
 
     @property
     def is_alone(self) -> bool:
         """Whether the Trainer calls the module itself, and not a wrapper that takes part in backward passes."""
-        return self._strategy.model is self.module
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of training."""
-        return self.module.trainer.current_epoch
+        return self.strategy.model is self.module
 
     def begin_run(self) -> None:
         """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
@@ -169,7 +163,7 @@ class CapturedModule:
         return sum(race.spent for race in self.races.values())
 
     def batches_done(self, name: str, done: int) -> int:
-        """Return how many batches of a fit are done, or of what else runs, after so many steps of a name in this run."""
+        """Return how many batches of a fit, or of what else runs, are done after so many steps of a name."""
         if self.module.trainer.state.fn != "fit":
             return done
         first = 0 if self._start is None else self._start[1]
@@ -221,13 +215,11 @@ class CapturedModule:
     # What its steps call
 
     def refresh(self) -> None:
-        """Update the shims before a step if what they replace has changed; to dynamo an unchanged shim is the same."""
-        optimizers = lightning_optimizers(self._strategy)
-        if self._optimizers is optimizers and self.shims.are_current():
-            return
-        self._optimizers, self._gradients = optimizers, None
+        """Update the shims because what they replace has changed; to dynamo an unchanged shim is the same."""
+        self.optimizers, self._gradients = lightning_optimizers(self.strategy), None
+        optimizers = self.optimizers
         # only a strategy that wraps the module in something with hooks has any
-        wrapper_hooks: Iterable[RemovableHandle] = getattr(self._strategy, "wrapper_hooks", tuple)()
+        wrapper_hooks: Iterable[RemovableHandle] = getattr(self.strategy, "wrapper_hooks", tuple)()
         manual = [] if self.module.automatic_optimization else optimizers
         self.shims.refresh(manual, wrapper_hooks, self.module.trainer.loggers)
 
@@ -272,37 +264,25 @@ class CapturedModule:
 
     # Gradients
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Within the block a step that ran as one graph may write the gradients of parameters itself.
-
-        Those of a recording are copied at its end: people read them in the next step, or add to them.
-        """
-        # the engine looks for the operation that makes a NaN
-        self._writes = self._may_touch_gradients[0] and not torch.is_anomaly_enabled()
-        is_recorded = self.running is not None and self.running.is_recorded
-        new = [p for p in self.module.parameters() if p.grad is None] if is_recorded else []
-        try:
-            yield
-        finally:
-            self._writes = False
-        inductor.own_gradients(new)
+    @property
+    def may_touch_gradients(self) -> tuple[bool, bool]:
+        """Whether a step that ran as one graph may write the gradients of parameters itself, and drop the last ones."""
+        if self._gradients is None:
+            ask = self.strategy, self._namespace
+            self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask)
+        return self._gradients
 
     def writes_gradients(self) -> bool:
-        """Return whether gradients may be written to parameters without autograd's engine now."""
-        return self._writes
+        """Return whether gradients may be written to parameters without autograd's engine now.
+
+        Not where that looks for the operation that makes a NaN.
+        """
+        return self.in_backward and (self._gradients or self.may_touch_gradients)[0] and not torch.is_anomaly_enabled()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the last step now, and not right after this one, where nobody sees the difference."""
-        if self._may_touch_gradients[1] and self.at_window_start():
-            self._strategy.optimizers[0].zero_grad()
-
-    @property
-    def _may_touch_gradients(self) -> tuple[bool, bool]:
-        if self._gradients is None:
-            ask = self._strategy, self._namespace
-            self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask)
-        return self._gradients
+        if self.may_touch_gradients[1] and self.at_window_start():
+            self.strategy.optimizers[0].zero_grad()
 
     # Reporting
 
@@ -315,7 +295,7 @@ class CapturedModule:
 
     @property
     def _namespace(self) -> LightningNamespace:
-        namespace = namespace_of(type(self._strategy))
+        namespace = namespace_of(type(self.strategy))
         assert namespace is not None
         return namespace
 

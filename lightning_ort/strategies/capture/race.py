@@ -254,15 +254,19 @@ class Race:
     # Questions
 
     def next(
-        self, steps_left: float | None = None, may_change: bool = True, obstacle: str = "", memory: float = 0.0
+        self,
+        steps_left: float | None = None,
+        may_change: bool = True,
+        obstacle: Callable[[], str] = lambda: "",
+        memory: Callable[[], float] = lambda: 0.0,
     ) -> Way:
         """Return which way the next step runs.
 
         Args:
             steps_left: How many steps are to come; ``None`` if nobody knows: then as many as were done.
             may_change: Whether another way may begin here, and not within a window of accumulated gradients.
-            obstacle: Why nothing new may be tried now; may be empty.
-            memory: Bytes that the process uses; 0 if nobody knows.
+            obstacle: Returns why nothing new may be tried now; may be empty.
+            memory: Returns the bytes that the process uses; 0 if nobody knows.
 
         """
         self._left = self.steps if steps_left is None else steps_left
@@ -271,7 +275,7 @@ class Race:
                 self._begin_duel(self.champion, UNCHANGED)
             elif self.has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
-                self._consider(obstacle, memory)
+                self._consider(obstacle(), memory)
         self._way = self.champion if self._duel is None else self._duel.turn
         return self._way
 
@@ -393,7 +397,7 @@ class Race:
             return False
         return self.share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
 
-    def _consider(self, obstacle: str, memory: float) -> None:
+    def _consider(self, obstacle: str, memory: Callable[[], float]) -> None:
         for way in [*self._challengers]:
             expected = self._expect(way)
             pays = not obstacle and self._pays(expected)
@@ -403,7 +407,7 @@ class Race:
                 self._challengers.remove(way)
                 self._note(way, "starts")
                 if self.measured:
-                    self._begin_duel(way, self.champion, memory)
+                    self._begin_duel(way, self.champion, memory())
                 else:
                     self.champion = way
                 return

@@ -124,21 +124,25 @@ class Shims:
         """Add the shim of an attribute."""
         self._entries.append((vars(owner), name, shim, vars(owner).get(name, MISSING)))
 
-    def install(self) -> None:
-        """Put the shims into the dictionaries, except where the user has put something there since."""
+    def install(self) -> bool:
+        """Put the shims into the dictionaries, except where the user has since put something; return whether to all."""
+        current = True
         for attributes, name, shim, before in self._entries:
             if attributes.get(name, MISSING) is before:
                 attributes[name] = shim
-
-    def are_current(self) -> bool:
-        """Return whether nobody has put something else into the dictionaries since."""
-        return all(attributes.get(name, MISSING) is before for attributes, name, _, before in self._entries)
+            else:
+                current = False
+        return current
 
     def remove(self) -> None:
         """Restore the dictionaries."""
         for attributes, name, shim, before in self._entries:
-            if attributes.get(name, MISSING) is shim:
-                restore_attribute(attributes, name, before)
+            if attributes.get(name, MISSING) is not shim:
+                continue
+            if before is MISSING:
+                del attributes[name]
+            else:
+                attributes[name] = before
 
     @contextmanager
     def removed(self) -> Iterator[None]:

@@ -14,8 +14,9 @@ Before the next step it tells the race how this one went. It decides nothing. No
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +26,9 @@ from typing_extensions import override
 
 from lightning_ort._memory import free_bytes, resident_bytes
 from lightning_ort.compat import dynamo
+from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
+from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors import inductor
@@ -109,7 +112,6 @@ class CapturedStep(AbstractContextManager[None]):
 
     @override
     def __enter__(self) -> None:
-        self._module.refresh()
         step = getattr(self._module.module, self._name)
         if step != self._step:  # bound methods are equal if function and object are the same
             self._prepare(step)
@@ -119,9 +121,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     @override
     def __exit__(self, *exc_info: object) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+        """Restore the module's step, if it was not called."""
         attributes = vars(self._module.module)
         if attributes.get(self._name) is self._replacement:
             restore_attribute(attributes, self._name, self._before)
@@ -132,17 +132,15 @@ class CapturedStep(AbstractContextManager[None]):
         self._release(self._compiled)
         self._race, self._failures, self._turn = None, [], Turn()
 
-        @functools.wraps(step)  # Lightning reads the signature of a step
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self._run(*args, **kwargs)
-
-        self._replacement = replacement
+        self._replacement = functools.wraps(step)(functools.partial(self._run))  # Lightning reads a step's signature
 
     # Which way
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
-        self._restore()
+        attributes = vars(self._module.module)
+        if attributes.get(self._name) is self._replacement:
+            restore_attribute(attributes, self._name, self._before)
         turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
             turn.quiet -= 1
@@ -169,10 +167,7 @@ class CapturedStep(AbstractContextManager[None]):
         if has_new_hooks and self._compiles_children_or(self._compiled):
             self._compile_with_hooks(race)
         left = module.steps_left(self._name, race.steps)
-        if race.is_settled:
-            way = race.next(left, module.at_window_start())
-        else:
-            way = race.next(left, module.at_window_start(), _obstacle(module), resident_bytes(module.device) or 0.0)
+        way = race.next(left, module.at_window_start(), lambda: _obstacle(module), self._memory)
         self._release([old for old in self._compiled if old not in race.living])
         self._turn = Turn(way, min(race.quiet_steps, QUIET), race.wants_time, module.synchronize)
         return True
@@ -222,10 +217,13 @@ class CapturedStep(AbstractContextManager[None]):
         agree = self._module.agree
         return figures if agree is None else agree(f"{self._name}/{key}", dict(figures))
 
+    def _memory(self) -> float:
+        return resident_bytes(self._module.device) or 0.0
+
     def _tell(self, race: Race) -> None:
         """Tell the race how the last steps went."""
-        events, device = len(race.events), self._module.device
-        self._turn.tell(race, lambda: resident_bytes(device) or 0.0)
+        events = len(race.events)
+        self._turn.tell(race, self._memory)
         self._turn = Turn()
         while self._failures:
             race.fail(*self._failures.pop(0))
@@ -265,16 +263,21 @@ class CapturedStep(AbstractContextManager[None]):
                 self._fail(way, failures.of_inductor("gradients are accumulated now"))
                 return self._step(*args, **kwargs)
             inductor.begin_recorded_step()
+        if module.optimizers is not lightning_optimizers(module.strategy):
+            module.refresh()
         module.running = self
-        call, shims = self._captured(way)
-        turn.begin_call()
+        call, shims = turn.captured = turn.captured or self._captured(way)
+        turn.call_start, turn.began_at = time.perf_counter(), next_number()
         if self._audit.begin(call=self._step, args=args, kwargs=kwargs, logs=way.part == "step"):
             turn.counts = False
         try:
             try:
-                shims.install()
+                if not shims.install() and shims is module.shims:
+                    shims.remove()
+                    module.refresh()
+                    shims.install()
                 module.monitor.begin()
-                with self._stance(way):
+                with _NO_CONTEXT if way.engine == "ort" else self._stance(way):
                     output = call(*args, **kwargs)
             finally:
                 module.monitor.end()
@@ -282,8 +285,9 @@ class CapturedStep(AbstractContextManager[None]):
         except BaseException as error:
             self._close_call(error)
             raise
-        differs = self._audit.after_step(output)
-        module.shims.logger.replay()
+        differs = self._audit.after_step(output) if self._audit.audit is not None else ""
+        if module.shims.logger.calls:
+            module.shims.logger.replay()
         if module.monitor.saw_compile:
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
@@ -397,28 +401,32 @@ class CapturedStep(AbstractContextManager[None]):
 
     # The backward pass
 
-    @property
-    def has_own_backward(self) -> bool:
-        """Whether nobody here has to know of the backward pass."""
-        return self._turn.way is UNCHANGED and not self._turn.is_timed
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Within the block the training step's backward pass runs, which is a part of the step."""
-        with self._module.backward(), self._turn.timed():
-            try:
-                yield
-            except RuntimeError as error:
-                if not is_double_backward_error(error):
-                    raise
-                raise RuntimeError(LATE_SECOND_GRADIENT) from error
-        if differs := self._audit.after_backward():
+    def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass of the training step, as a part of it."""
+        turn = self._turn
+        if turn.way is UNCHANGED:
+            if not turn.is_timed:
+                return run(*args, **kwargs)
+            with turn.timed():
+                return run(*args, **kwargs)
+        module = self._module
+        # the gradients of a recording are copied: people read them in the next step, or add to them
+        new = [p for p in module.module.parameters() if p.grad is None] if turn.way.engine == inductor.GRAPHS else ()
+        module.in_backward = True
+        try:
+            with turn.timed() if turn.is_timed else _NO_CONTEXT:
+                result = run(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_double_backward_error(error):
+                raise
+            raise RuntimeError(LATE_SECOND_GRADIENT) from error
+        finally:
+            module.in_backward = False
+        if new:
+            inductor.own_gradients(new)
+        if self._audit.audit is not None and (differs := self._audit.after_backward()):
             self._leave_as_wrong(differs)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the last call was a recording of inductor's."""
-        return self._turn.way.engine == inductor.GRAPHS
+        return result
 
     # Failures
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from lightning_ort.compat.autograd import next_number
 from lightning_ort.strategies.capture.race import UNCHANGED, Race, Way
 
 
@@ -29,6 +29,7 @@ class Turn:
         self.way, self.is_timed, self._synchronize = way, is_timed, synchronize
         self.quiet = max(0, quiet - 1)  # steps that may follow
         self.steps = 0  # that have begun
+        self.captured: Any = None  # what to call, and what to install before
         self.counts = True  # whether the time says how fast the way is
         self.seconds = 0.0
         self.operations = 0  # in graphs that were compiled
@@ -36,16 +37,12 @@ class Turn:
         self.began_at = 0  # the number of autograd's first node of the call
         self._is_passed = quiet > 0  # whether the race need not know how a step went
         self.compiled = self._within = False
-        self._call_start = 0.0
-
-    def begin_call(self) -> None:
-        """Begin a call that may compile something."""
-        self._call_start, self.began_at = time.perf_counter(), next_number()
+        self.call_start = 0.0
 
     @property
     def since_call(self) -> float:
         """Seconds since the call began."""
-        return time.perf_counter() - self._call_start
+        return time.perf_counter() - self.call_start
 
     def has_compiled(self) -> None:
         """Note that something was compiled in the call; the race has to know."""

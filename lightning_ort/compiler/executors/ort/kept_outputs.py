@@ -66,7 +66,13 @@ class KeptOutputs:
                 outputs.append(empty_strided_cpu(*spec))
                 continue
             memory = self._memory[index]
-            if memory is None or not memory.is_free():
+            # free if no tensor, array or storage but ours refers to it, and if it is where it was, such as not shared
+            if (
+                memory is None
+                or storage_use_count(memory.address) != memory.users  # type: ignore[misc]
+                or sys.getrefcount(memory.storage) != memory.references
+                or memory.tensor.data_ptr() != memory.place
+            ):
                 memory = self._memory[index] = _Memory(empty_strided_cpu(*spec))
             # another tensor each time: what the last user did to sizes, hooks or attributes of theirs has no effect
             outputs.append(memory.tensor.data)
@@ -76,21 +82,13 @@ class KeptOutputs:
 class _Memory:
     """The memory of an output, with a tensor that nobody else gets."""
 
-    __slots__ = ("_address", "_place", "_references", "_storage", "_users", "tensor")
+    __slots__ = ("address", "place", "references", "storage", "users", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         assert storage_use_count is not None
         self.tensor = tensor
-        self._storage = tensor.untyped_storage()
-        self._address = storage_address(self._storage)
-        self._place = tensor.data_ptr()
-        self._users = storage_use_count(self._address)
-        self._references = sys.getrefcount(self._storage)
-
-    def is_free(self) -> bool:
-        """Whether no tensor, array or storage but ours refers to it, and it is where it was, such as not shared."""
-        return (
-            storage_use_count(self._address) == self._users  # type: ignore[misc]
-            and sys.getrefcount(self._storage) == self._references
-            and self.tensor.data_ptr() == self._place
-        )
+        self.storage = tensor.untyped_storage()
+        self.address = storage_address(self.storage)
+        self.place = tensor.data_ptr()
+        self.users = storage_use_count(self.address)
+        self.references = sys.getrefcount(self.storage)
