@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTStrategy, ORTZeRO1Strategy
 
 ALWAYS: dict[str, Any] = {"placement": "always"}
-OFF: dict[str, Any] = {"capture": "off"}  # how a step computes has no part in loading
+OFF: dict[str, Any] = {"engine": "torch"}  # how a step computes has no part in loading
 STEPS = 5
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 
-OFF = {"capture": "off"}  # the communication is the same, and compiling is timed elsewhere
+OFF = {"engine": "torch"}  # the communication is the same, and compiling is timed elsewhere
 STRATEGIES = {
     "ddp (stock)": lambda: DDPStrategy(start_method="fork"),
     "ort_ddp": lambda: ORTDDPStrategy(config=OFF, start_method="fork"),
@@ -44,7 +44,7 @@ WARM_UP = 4
 def captured(step_graph: str, at_buckets: bool) -> Strategy:
     """The strategy whose step is on ONNX Runtime; processes that are forked later inherit dynamo's setting."""
     torch._dynamo.config.optimize_ddp = at_buckets
-    config = {"placement": "always", "step_graph": step_graph, "cache_dir": None}
+    config = {"placement": "always", "cache_dir": None, "debug": {"step_graph": step_graph}}
     return ORTDDPStrategy(config=config, start_method="fork")
 
 

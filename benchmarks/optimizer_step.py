@@ -70,7 +70,7 @@ def trainer_step(name: str, steps: int) -> float:
     module = Small()
     data = DataLoader(TensorDataset(torch.randn(8 * steps, 128)), batch_size=8)
     Trainer(
-        strategy=ORTStrategy(config={"capture": "off"}, optim=name),  # type: ignore[arg-type]
+        strategy=ORTStrategy(config={"engine": "torch"}, optim=name),  # type: ignore[arg-type]
         accelerator="cpu",
         max_epochs=1,
         logger=False,

@@ -65,7 +65,7 @@ def measure(module: nn.Module, x: Tensor) -> tuple[list[float], list[int]]:
     backends = []
     for graphs in ("split", "joint"):
         backend = ORTBackend(
-            ORTConfig(placement="always", min_region_nodes=1, step_graph=graphs, cache_dir=None),  # type: ignore[arg-type]
+            ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1, "step_graph": graphs}),  # type: ignore[arg-type]
             lambda: CompileRequest(writes_gradients=lambda: True),  # as for a step of the strategy
         )
         backends.append(backend)

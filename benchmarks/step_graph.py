@@ -45,7 +45,7 @@ def measure(make: Callable[[], Any], placement: str, rounds: int) -> tuple[dict[
     one = ""
     for way, options in (("two graphs", "split"), ("one graph", "joint")):
         backend = ORTBackend(
-            ORTConfig(placement=placement, step_graph=options, cache_dir=None),  # type: ignore[arg-type]
+            ORTConfig(placement=placement, cache_dir=None, debug={"step_graph": options}),  # type: ignore[arg-type]
             lambda: CompileRequest(writes_gradients=lambda: True),  # as for a step of the strategy
         )
         steps[way] = torch.compile(lambda way=way: module.training_step(batch, 0), backend=backend)  # type: ignore[misc]

@@ -76,7 +76,7 @@ def measure(name: str, steps: int, console: Console) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         session.session_options, session.build, TorchRegion.__call__ = profiled, kept, timed
-        config = ORTConfig(placement="always", cache_dir=None, intra_op_threads=torch.get_num_threads())
+        config = ORTConfig(placement="always", cache_dir=None, debug={"intra_op_threads": torch.get_num_threads()})
         ways = {
             "eager": lambda: module.training_step(batch, 0),
             "ort": torch.compile(lambda: module.training_step(batch, 0), backend=ORTBackend(config)),

@@ -37,7 +37,7 @@ def fit(name: str, variant: str, steps: int) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(0, verbose=False)
     module = {kind.__name__: kind for kind in (*zoo.MODULES, *held_out.MODULES)}[name]()
-    config = {"capture": "off"} if variant == "off" else {}
+    config = {"engine": "torch"} if variant == "off" else {}
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

@@ -4,21 +4,21 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args
 
 from lightning_ort._arguments import (
     check_choice,
     check_integer,
-    check_keywords,
     check_path,
     check_share,
+    check_type,
     check_writable,
     closest,
     passed,
 )
 
-Engine = Literal["ort", "auto"]
+Engine = Literal["auto", "ort", "torch"]
 DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
@@ -27,9 +27,70 @@ Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
 Recompute = Literal[0, 1, 2]
 StepGraph = Literal["auto", "joint", "split"]
-Capture = Literal["auto", "step", "modules", "off"]
+Capture = Literal["auto", "step", "modules"]
 Audit = Literal["auto", "off"]
 MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugSettings:
+    """Settings for finding faults, and for measuring one part of the compiler alone.
+
+    Args:
+        capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
+            and modules if a step keeps recompiling.
+        step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one
+            graph, ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for
+            the ``training_step`` of a LightningModule with automatic optimization.
+        kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
+            every onnxruntime has, ``"auto"`` whichever the installed build offers.
+        providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
+            tensors (CPU or CUDA).
+        torch_ops: ATen ops to keep in torch, as ``"aten.gelu.default"`` or, for all overloads, ``"aten.gelu"``.
+        min_region_nodes: Regions with fewer compute nodes than this stay in torch.
+        intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
+        check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
+            as a failure of that region.
+        save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
+
+    Raises:
+        ValueError: If a value is not one of the allowed ones, or a path cannot be written.
+        TypeError: If a value has the wrong type, or a field does not exist; the message names the closest one.
+
+    """
+
+    capture: Capture = "auto"
+    step_graph: StepGraph = "auto"
+    kernels: Kernels = "auto"
+    providers: tuple[str, ...] | None = None
+    torch_ops: tuple[str, ...] = ()
+    min_region_nodes: int = 2
+    intra_op_threads: int | None = None
+    check_against_eager: bool = False
+    save_onnx_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _DEBUG_CHOICES.items():
+            check_choice(name, getattr(self, name), choices, _DEBUG)
+        for name in ("torch_ops", "providers"):
+            value = getattr(self, name)
+            if isinstance(value, list):  # from YAML or JSON
+                object.__setattr__(self, name, value := tuple(value))
+            if value is not None and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+                raise TypeError(f"{passed(name, value, _DEBUG)}: pass a list of strings.")
+        if self.torch_ops is None:
+            raise TypeError(f"{_DEBUG}(torch_ops=None): pass a list of ATen op names, or leave it out.")
+        for op in self.torch_ops:
+            _check_op(op)
+        if self.providers is not None:
+            _check_providers(self.providers)
+        for name, most in (("min_region_nodes", None), ("intra_op_threads", MAX_THREADS)):
+            if (value := getattr(self, name)) is not None or name == "min_region_nodes":
+                object.__setattr__(self, name, check_integer(name, value, 1, most, _DEBUG))
+        if self.save_onnx_dir is not None:
+            path = check_path("save_onnx_dir", self.save_onnx_dir, _DEBUG, "a path or None")
+            object.__setattr__(self, "save_onnx_dir", path)
+            check_writable("save_onnx_dir", path, True, _DEBUG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,52 +98,39 @@ class ORTConfig:
     """Settings of the ONNX Runtime compiler.
 
     Args:
-        engine: ``"ort"`` chooses between ONNX Runtime and torch; ``"auto"`` also times each step of a LightningModule
-            compiled by inductor, and keeps the fastest. On a CPU inductor needs a C++ compiler, and with
-            ``start="amortized"`` it is tried later, once it is expected to pay; on a GPU it is tried before ONNX
-            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU if there is a C++
-            compiler and ``start`` is ``"amortized"``; else ``"ort"``.
+        engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
+            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also inductor, and
+            the fastest is kept. On a CPU inductor needs a C++ compiler, and with ``start="amortized"`` it is tried
+            later, once it is expected to pay; on a GPU it is tried before ONNX Runtime. ``None`` is ``"auto"`` with
+            ``placement="measured"`` on a GPU, and on a CPU if there is a C++ compiler and ``start`` is
+            ``"amortized"``; else ``"ort"``.
         placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
             a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
-        start: ``"amortized"`` leaves each step of a LightningModule unchanged until the steps that are still to come
-            are expected to save more than compiling takes; ``"now"`` compiles after one step, which runs unchanged to
-            show errors early, or at once if there is only one. ``None`` is ``"amortized"``, but ``"now"`` with
-            ``placement="always"``, ``check_against_eager`` or ``save_onnx_dir``.
-        compile_budget: With ``start="amortized"``, the share of a run's time that compiling and trying may take: of
-            the time so far and, where the Trainer knows its length, of the time to come. Above 0, at most 1.
-        kernels: ``"training"`` uses the gradient kernels of ``onnxruntime-training``, ``"standard"`` only those that
-            every onnxruntime has, ``"auto"`` whichever the installed build offers.
+        start: ``"amortized"`` leaves each step of a LightningModule unchanged until compiling it is expected to take
+            no more than a share of what the steps still to come take; ``"now"`` compiles after one step, which runs
+            unchanged to show errors early, or at once if there is only one. ``None`` is ``"amortized"``, but ``"now"``
+            with ``placement="always"`` and where ``debug`` checks or saves compiled graphs.
+        compile_budget: With ``start="amortized"``, the share of the time of a run's steps, those so far and, where the
+            Trainer knows the run's length, those to come, that compiling and trying may take. Above 0, at most 1.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that
             names the reason; ``"raise"`` makes it an error.
-        torch_ops: ATen ops to keep in torch, as ``"aten.gelu.default"`` or, for all overloads, ``"aten.gelu"``.
-        min_region_nodes: Regions with fewer compute nodes than this stay in torch.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``
             from the start, ``False`` never.
         recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
             everything except matrix products, convolutions, reductions and random numbers.
-        step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one
-            graph, ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for
-            the ``training_step`` of a LightningModule with automatic optimization.
-        capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
-            and modules if a step keeps recompiling, ``"off"`` nothing.
         audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
             log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. It takes
             a CPU and Linux. ``"off"`` does not.
-        providers: ONNX Runtime execution providers in order of preference; ``None`` picks by the device of the
-            tensors (CPU or CUDA).
-        intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
-        check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
-            as a failure of that region.
         cuda_graphs: On a GPU, also time each region of fixed sizes recorded as a CUDA graph, and keep that if it is
             faster. It copies the region's inputs and outputs, and needs extra memory for them.
         dropout_masks: In steps that inductor compiles, ``"exact"`` draws the masks that eager would, ``"fast"`` lets
             inductor draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
             ``LIGHTNING_ORT_CACHE_DIR``, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
-        save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
         report: ``"log"`` logs the report at the end of each Trainer run, a path writes it as JSON, ``None`` does
             neither (it is always at ``trainer.strategy.report``). Both send its figures to the Trainer's loggers.
+        debug: Settings for finding faults, as a mapping with fields of :class:`DebugSettings`.
 
     Raises:
         ValueError: If a value is not one of the allowed ones, or a path cannot be written.
@@ -94,61 +142,40 @@ class ORTConfig:
     placement: Placement = "measured"
     start: Start | None = None
     compile_budget: float = 0.05
-    kernels: Kernels = "auto"
     fallback: Fallback = "warn"
-    torch_ops: tuple[str, ...] = ()
-    min_region_nodes: int = 2
     dynamic: bool | None = None
     recompute: Recompute = 0
-    step_graph: StepGraph = "auto"
-    capture: Capture | Literal[False] = "auto"  # False is what YAML makes of `off`
     audit: Audit | Literal[False] = "auto"  # False is what YAML makes of `off`
-    providers: tuple[str, ...] | None = None
-    intra_op_threads: int | None = None
-    check_against_eager: bool = False
     cuda_graphs: bool = False
     dropout_masks: DropoutMasks = "exact"
     cache_dir: str | None = "auto"
-    save_onnx_dir: str | None = None
     report: str | None = None
+    debug: DebugSettings = field(default_factory=DebugSettings)
 
     def __post_init__(self) -> None:
         owner = "ORTConfig"
-        for name in ("capture", "audit"):
-            if getattr(self, name) is False:
-                object.__setattr__(self, name, "off")
+        if self.audit is False:
+            object.__setattr__(self, "audit", "off")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices, owner)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
-        if self.dropout_masks == "fast" and (self.engine == "ort" or self.placement == "always"):
+        if self.dropout_masks == "fast" and (self.engine in ("ort", "torch") or self.placement == "always"):
             raise ValueError(
                 "ORTConfig(dropout_masks='fast') is for steps that inductor compiles: it needs engine='auto' or None,"
                 " and placement='measured'."
             )
         check_share("compile_budget", self.compile_budget, owner)
-        for name in ("torch_ops", "providers"):
-            value = getattr(self, name)
-            if isinstance(value, list):  # from YAML or JSON
-                object.__setattr__(self, name, value := tuple(value))
-            if value is not None and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
-                raise TypeError(f"{passed(name, value, owner)}: pass a list of strings.")
-        if self.torch_ops is None:
-            raise TypeError("ORTConfig(torch_ops=None): pass a list of ATen op names, or leave it out.")
-        for op in self.torch_ops:
-            _check_op(op)
-        if self.providers is not None:
-            _check_providers(self.providers)
-        for name, most in (("min_region_nodes", None), ("intra_op_threads", MAX_THREADS)):
-            if (value := getattr(self, name)) is not None or name == "min_region_nodes":
-                object.__setattr__(self, name, check_integer(name, value, 1, most, owner))
-        for name, word in (("cache_dir", "auto"), ("save_onnx_dir", None), ("report", "log")):
+        for name, word in (("cache_dir", "auto"), ("report", "log")):
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):
                 continue
-            allowed = f"a path or None, or {word!r}" if word else "a path or None"
-            object.__setattr__(self, name, path := check_path(name, value, owner, allowed))
+            path = check_path(name, value, owner, f"a path or None, or {word!r}")
+            object.__setattr__(self, name, path)
             check_writable(name, path, name != "report", owner)
+        if isinstance(self.debug, Mapping):
+            object.__setattr__(self, "debug", DebugSettings(**self.debug))
+        check_type("debug", self.debug, DebugSettings, "a mapping with fields of DebugSettings", owner)
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
@@ -168,28 +195,40 @@ class ORTConfig:
             return value
         if not isinstance(value, Mapping):
             raise TypeError(f"config={value!r}: pass an ORTConfig, a mapping with its fields, or None.")
-        fields = [field.name for field in dataclasses.fields(cls)]
+        fields = [each.name for each in dataclasses.fields(cls)]
         for key in value:
             if key not in fields:
-                raise ValueError(f"ORTConfig has no field {key!r}: {closest(key, fields, 'fields')}")
+                raise ValueError(f"ORTConfig has no field {key!r}: {_hint(key, value[key], fields)}")
         return cls(**value)
 
 
+_DEBUG = "DebugSettings"
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": (*get_args(Engine), None),
     "dropout_masks": get_args(DropoutMasks),
     "placement": get_args(Placement),
     "start": (*get_args(Start), None),
-    "kernels": get_args(Kernels),
     "fallback": get_args(Fallback),
     "recompute": get_args(Recompute),
-    "step_graph": get_args(StepGraph),
-    "capture": get_args(Capture),
     "audit": get_args(Audit),
     "dynamic": (None, True, False),
-    "check_against_eager": (True, False),
     "cuda_graphs": (True, False),
 }
+_DEBUG_CHOICES: dict[str, tuple[Any, ...]] = {
+    "capture": get_args(Capture),
+    "step_graph": get_args(StepGraph),
+    "kernels": get_args(Kernels),
+    "check_against_eager": (True, False),
+}
+
+
+def _hint(name: object, value: Any, fields: list[str]) -> str:
+    """Return what to do instead of passing a field that does not exist, or no longer."""
+    if name == "capture" and value in ("off", False):
+        return "pass engine='torch', which compiles nothing."
+    if name in [each.name for each in dataclasses.fields(DebugSettings)]:
+        return f"it is one of the settings for finding faults, debug={{{name!r}: {value!r}}}."
+    return closest(name, fields, "fields")
 
 
 def _check_op(name: str) -> None:
@@ -200,36 +239,39 @@ def _check_op(name: str) -> None:
     close = difflib.get_close_matches(f"aten.{name.removeprefix('aten').lstrip('.:')}", names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise ValueError(
-        f"{passed('torch_ops', (name,), 'ORTConfig')}: ATen has no {name!r}. {hint}Pass names such as"
+        f"{passed('torch_ops', (name,), _DEBUG)}: ATen has no {name!r}. {hint}Pass names such as"
         " 'aten.gelu.default' or, for all overloads, 'aten.gelu'."
     )
 
 
 def _check_providers(providers: tuple[str, ...]) -> None:
     if not providers:
-        raise ValueError("ORTConfig(providers=()): pass at least one execution provider, or None.")
+        raise ValueError(f"{_DEBUG}(providers=()): pass at least one execution provider, or None.")
     for provider in providers:
         # whether the installed onnxruntime has it is checked when onnxruntime is loaded
         if not provider.endswith("ExecutionProvider") or providers.count(provider) > 1:
             raise ValueError(
-                f"{passed('providers', providers, 'ORTConfig')}: pass the names of execution providers, each once, such"
+                f"{passed('providers', providers, _DEBUG)}: pass the names of execution providers, each once, such"
                 " as 'CUDAExecutionProvider' and 'CPUExecutionProvider'."
             )
 
 
-def _with_keywords_checked(kind: type[ORTConfig]) -> None:
+def _with_keywords_checked(kind: type) -> None:
     """Make the constructor name the closest field for an unknown keyword, without changing its signature."""
-    fields = [field.name for field in dataclasses.fields(kind)]
-    init = kind.__init__
+    fields = [each.name for each in dataclasses.fields(kind)]
+    init, owner = kind.__init__, kind.__name__  # type: ignore[misc]
 
     @functools.wraps(init)
-    def checked(self: ORTConfig, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise TypeError(f"ORTConfig takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
-        check_keywords("ORTConfig", kwargs, fields, "field")
+            raise TypeError(f"{owner} takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
+        for name, value in kwargs.items():
+            if name not in fields:
+                raise TypeError(f"{owner} has no field {name!r}: {_hint(name, value, fields)}")
         init(self, **kwargs)
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = checked  # type: ignore[misc]
 
 
 _with_keywords_checked(ORTConfig)
+_with_keywords_checked(DebugSettings)

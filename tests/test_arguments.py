@@ -39,16 +39,18 @@ LINEAR = nn.Linear(2, 2)
 # what is passed; a substring that stands for a file or folder of the test's is replaced by it
 FILE, FOLDER = "<a file>", "<a folder>"
 CHOICES = {
-    "engine": "'ort', 'auto'",
+    "engine": "'auto', 'ort', 'torch'",
     "dropout_masks": "'exact', 'fast'",
     "placement": "'measured', 'always'",
-    "kernels": "'auto', 'training', 'standard'",
     "fallback": "'warn', 'raise'",
     "recompute": "0, 1, 2",
-    "capture": "'auto', 'step', 'modules', 'off'",
     "dynamic": "None, True, False",
-    "check_against_eager": "True, False",
     "cuda_graphs": "True, False",
+}
+DEBUG_CHOICES = {
+    "kernels": "'auto', 'training', 'standard'",
+    "capture": "'auto', 'step', 'modules'",
+    "check_against_eager": "True, False",
 }
 OP = "Pass names such as 'aten.gelu.default'"
 Case = tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]
@@ -59,6 +61,18 @@ CONFIG: list[Case] = [
         for name, allowed in CHOICES.items()
         for value in ("x", 7, [], {}, math.nan, b"ort")
     ],
+    *[
+        (ORTConfig, {"debug": {name: value}}, ValueError, (f"({name}={value!r})", f"choose one of {allowed}"))
+        for name, allowed in DEBUG_CHOICES.items()
+        for value in ("x", 7, [], {}, math.nan, b"ort")
+    ],
+    *[(ORTConfig, {"debug": value}, TypeError, ("debug=", "pass a mapping")) for value in ("x", 7, None, [1])],
+    (ORTConfig, {"debug": {"kernel": "auto"}}, TypeError, ("'kernel'", "did you mean 'kernels'?")),
+    # what settings were called before
+    (ORTConfig, {"kernels": "auto"}, TypeError, ("'kernels'", "debug={'kernels': 'auto'}")),
+    (ORTConfig, {"capture": "modules"}, TypeError, ("'capture'", "debug={'capture': 'modules'}")),
+    *[(ORTConfig, {"capture": value}, TypeError, ("'capture'", "engine='torch'")) for value in ("off", False)],
+    (ORTConfig.parse, {"value": {"torch_ops": ["aten.mm"]}}, ValueError, ("debug={'torch_ops': ['aten.mm']}",)),
     (ORTConfig, {"recompute": True}, ValueError, ("recompute=True", "0, 1, 2")),
     (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "None, True, False")),
     (ORTConfig, {"placement": None}, ValueError, ("placement=None", "'measured', 'always'")),
@@ -68,42 +82,62 @@ CONFIG: list[Case] = [
     (ORTConfig.parse, {"value": {1: 2}}, ValueError, ("field 1", "the fields are engine")),
     (ORTConfig.parse, {"value": 3}, TypeError, ("config=3", "an ORTConfig, a mapping")),
     *[
-        (ORTConfig, {"torch_ops": value}, TypeError, ("torch_ops=", "pass a list of"))
+        (ORTConfig, {"debug": {"torch_ops": value}}, TypeError, ("torch_ops=", "pass a list of"))
         for value in ("aten.gelu", 3, [3], None, {"aten.gelu": 1})
     ],
-    (ORTConfig, {"torch_ops": ["aten.geluu"]}, ValueError, ("torch_ops=('aten.geluu',)", "mean 'aten.gelu'?", OP)),
-    (ORTConfig, {"torch_ops": ["aten.gelu.defalt"]}, ValueError, ("aten.gelu.defalt", "'aten.gelu.default'", OP)),
+    (
+        ORTConfig,
+        {"debug": {"torch_ops": ["aten.geluu"]}},
+        ValueError,
+        ("torch_ops=('aten.geluu',)", "mean 'aten.gelu'?", OP),
+    ),
+    (
+        ORTConfig,
+        {"debug": {"torch_ops": ["aten.gelu.defalt"]}},
+        ValueError,
+        ("aten.gelu.defalt", "'aten.gelu.default'", OP),
+    ),
     *[
-        (ORTConfig, {"torch_ops": [value]}, ValueError, ("torch_ops=", repr(value), "Did you mean 'aten.gelu'?", OP))
+        (
+            ORTConfig,
+            {"debug": {"torch_ops": [value]}},
+            ValueError,
+            ("torch_ops=", repr(value), "Did you mean 'aten.gelu'?", OP),
+        )
         for value in ("gelu", "aten::gelu", "aten.gelu.", "ATen.gelu")
     ],
     *[
-        (ORTConfig, {"torch_ops": ["aten.mm", value]}, ValueError, ("torch_ops=", OP))
+        (ORTConfig, {"debug": {"torch_ops": ["aten.mm", value]}}, ValueError, ("torch_ops=", OP))
         for value in ("", ".", "aten", "aten.", "aten.__class__", "aten.name", "prims.add", "aten.mm.default.x")
     ],
     *[
-        (ORTConfig, {"providers": value}, TypeError, ("providers=", "pass a list of strings"))
+        (ORTConfig, {"debug": {"providers": value}}, TypeError, ("providers=", "pass a list of strings"))
         for value in ("CPUExecutionProvider", 3, [3], {})
     ],
-    (ORTConfig, {"providers": []}, ValueError, ("providers=()", "at least one")),
-    (ORTConfig, {"providers": ["CPU"]}, ValueError, ("providers=('CPU',)", "'CPUExecutionProvider'")),
-    (ORTConfig, {"providers": ["CPUExecutionProvider"] * 2}, ValueError, ("providers=", "each once")),
-    (ORTBackend, {"config": {"providers": ["XExecutionProvider"]}}, ValueError, ("providers", "available are")),
+    (ORTConfig, {"debug": {"providers": []}}, ValueError, ("providers=()", "at least one")),
+    (ORTConfig, {"debug": {"providers": ["CPU"]}}, ValueError, ("providers=('CPU',)", "'CPUExecutionProvider'")),
+    (ORTConfig, {"debug": {"providers": ["CPUExecutionProvider"] * 2}}, ValueError, ("providers=", "each once")),
+    (
+        ORTBackend,
+        {"config": {"debug": {"providers": ["XExecutionProvider"]}}},
+        ValueError,
+        ("providers", "available are"),
+    ),
     (ORTBackend, {"config": {"engine": "auto"}}, ValueError, ("engine='auto'", "engine='ort'")),
     (ORTBackend, {"config": "x"}, TypeError, ("config='x'", "an ORTConfig")),
     *[
-        (ORTConfig, {name: value}, error, (f"{name}={value!r}", allowed))
+        (ORTConfig, {"debug": {name: value}}, error, (f"{name}={value!r}", allowed))
         for name in ("min_region_nodes", "intra_op_threads")
         for value, error, allowed in [
             *[(value, ValueError, "must be at least 1") for value in (0, -1, -(2**70))],
             *[(value, TypeError, "pass an integer") for value in ("2", True, 1.5, math.nan, math.inf, [1])],
         ]
     ],
-    (ORTConfig, {"min_region_nodes": None}, TypeError, ("min_region_nodes=None", "pass an integer")),
-    (ORTConfig, {"intra_op_threads": 2**70}, ValueError, ("intra_op_threads=", "at most 1024")),
-    (ORTConfig, {"intra_op_threads": 1025}, ValueError, ("intra_op_threads=1025", "at most 1024")),
+    (ORTConfig, {"debug": {"min_region_nodes": None}}, TypeError, ("min_region_nodes=None", "pass an integer")),
+    (ORTConfig, {"debug": {"intra_op_threads": 2**70}}, ValueError, ("intra_op_threads=", "at most 1024")),
+    (ORTConfig, {"debug": {"intra_op_threads": 1025}}, ValueError, ("intra_op_threads=1025", "at most 1024")),
     *[
-        (ORTConfig, {name: value}, error, (f"{name}=", allowed))
+        (ORTConfig, settings, error, (f"{name}=", allowed))
         for name in ("cache_dir", "save_onnx_dir", "report")
         for value, error, allowed in [
             *[(value, TypeError, "None") for value in (3, True, [], b"x")],
@@ -111,8 +145,10 @@ CONFIG: list[Case] = [
             *[(f"{FILE}/below/x", ValueError, "Pass a f"), ("/proc/below/x", ValueError, "Pass a f")],
             ("x" * 300, ValueError, "Pass a f"),
         ]
+        for settings in [{"debug": {name: value}} if name == "save_onnx_dir" else {name: value}]
     ],
-    *[(ORTConfig, {name: FILE}, ValueError, (f"{name}=", "Pass a folder")) for name in ("cache_dir", "save_onnx_dir")],
+    (ORTConfig, {"debug": {"save_onnx_dir": FILE}}, ValueError, ("save_onnx_dir=", "Pass a folder")),
+    (ORTConfig, {"cache_dir": FILE}, ValueError, ("cache_dir=", "Pass a folder")),
     (ORTConfig, {"report": FOLDER}, ValueError, ("report=", "this is a folder. Pass a file")),
 ]
 
@@ -436,7 +472,7 @@ def test_options_of_the_backend() -> None:
     module = torch.compile(LINEAR, backend="ort", options={"placment": "always"})
     with pytest.raises(Exception, match="did you mean 'placement'"):
         module(torch.ones(1, 2))
-    module = torch.compile(LINEAR, backend="ort", options={"torch_ops": {"aten.mm": 1}})
+    module = torch.compile(LINEAR, backend="ort", options={"debug": {"torch_ops": {"aten.mm": 1}}})
     with pytest.raises(Exception, match="pass a list of strings"):
         module(torch.ones(1, 2))
 
@@ -444,15 +480,17 @@ def test_options_of_the_backend() -> None:
 def test_right_arguments(tmp_path: Path) -> None:
     """What is allowed at the borders."""
     config = ORTConfig(
-        torch_ops=["aten.gelu", "aten.gelu.default", "aten._foreach_add.List", "aten.sym_size.int"],
-        providers=["XExecutionProvider"],
-        intra_op_threads=1024,
-        min_region_nodes=2.0,
-        save_onnx_dir=tmp_path / "a" / "b",
         report=tmp_path / "c" / "d.json",
         cache_dir=tmp_path,
+        debug={
+            "torch_ops": ["aten.gelu", "aten.gelu.default", "aten._foreach_add.List", "aten.sym_size.int"],
+            "providers": ["XExecutionProvider"],
+            "intra_op_threads": 1024,
+            "min_region_nodes": 2.0,
+            "save_onnx_dir": tmp_path / "a" / "b",
+        },
     )
-    assert type(config.min_region_nodes) is int
+    assert type(config.debug.min_region_nodes) is int
     assert not list(tmp_path.iterdir())  # nothing is made before there is something to write
     ORTMixedPrecision(max_overflows=1)
     param_groups(LINEAR, weight_decay=0)
@@ -465,12 +503,12 @@ def test_right_arguments(tmp_path: Path) -> None:
 YAML: list[tuple[str, Any, tuple[str, ...]]] = [
     ("ORTStrategy", {"config": {"placement": "x"}}, ("placement", "x", "measured", "always")),
     ("ORTStrategy", {"config": {"placment": "always"}}, ("placment",)),
-    ("ORTStrategy", {"config": {"torch_ops": ["aten.geluu"]}}, ("torch_ops", "aten.geluu", "aten.gelu")),
-    ("ORTStrategy", {"config": {"providers": []}}, ("providers", "at least one")),
-    ("ORTStrategy", {"config": {"intra_op_threads": 2**70}}, ("intra_op_threads", "1024")),
-    ("ORTStrategy", {"config": {"intra_op_threads": 0}}, ("intra_op_threads", "at least 1")),
-    ("ORTStrategy", {"config": {"min_region_nodes": "many"}}, ("min_region_nodes", "many", "int")),
-    ("ORTStrategy", {"config": {"save_onnx_dir": "/proc/x"}}, ("save_onnx_dir", "/proc/x")),
+    ("ORTStrategy", {"config": {"debug": {"torch_ops": ["aten.geluu"]}}}, ("torch_ops", "aten.geluu", "aten.gelu")),
+    ("ORTStrategy", {"config": {"debug": {"providers": []}}}, ("providers", "at least one")),
+    ("ORTStrategy", {"config": {"debug": {"intra_op_threads": 2**70}}}, ("intra_op_threads", "1024")),
+    ("ORTStrategy", {"config": {"debug": {"intra_op_threads": 0}}}, ("intra_op_threads", "at least 1")),
+    ("ORTStrategy", {"config": {"debug": {"min_region_nodes": "many"}}}, ("min_region_nodes", "many", "int")),
+    ("ORTStrategy", {"config": {"debug": {"save_onnx_dir": "/proc/x"}}}, ("save_onnx_dir", "/proc/x")),
     ("ORTStrategy", {"config": {"report": "/proc/x"}}, ("report", "/proc/x")),
     ("ORTStrategy", {"config": {"cache_dir": ""}}, ("cache_dir", "'auto'")),
     ("ORTStrategy", {"optim": None}, ("optim", "adamw_torch_fused")),

@@ -96,7 +96,7 @@ def test_a_fit_that_compiles_nothing_loads_no_compiler() -> None:
 
 def test_onnxruntime_comes_without_inductor() -> None:
     """Loading it takes 0.3 s and 24 MB."""
-    runs, loaded = fit({"placement": "always", "min_region_nodes": 1}, "torch._inductor.ir")
+    runs, loaded = fit({"placement": "always", "debug": {"min_region_nodes": 1}}, "torch._inductor.ir")
     assert int(runs) > 0
     assert loaded == ""
 

@@ -372,7 +372,7 @@ def test_callback(make_trainer: Callable[..., Trainer], tmp_path: Path, caplog: 
 
 
 def test_callback_after_ort_training(make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:
-    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"capture": "modules"}})
     module = MLP()
     make_trainer(max_epochs=1, strategy=strategy, callbacks=OnnxExport(tmp_path / "model.onnx", x())).fit(module)
     assert strategy.report.ort_runs > 0

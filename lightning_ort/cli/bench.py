@@ -165,7 +165,7 @@ def bench(
     """Train a module in several variants on this machine and compare their speed.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
-    ort, auto (ort with engine="auto"), or off (ort with capture="off": its optimizer and its retained memory,
+    ort, auto (ort with engine="auto"), or off (ort with engine="torch": its optimizer and its retained memory,
     without ONNX Runtime). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
     PRECISION is a precision of the Trainer, or high or medium for less precise float32 products. The first variant is
     the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.

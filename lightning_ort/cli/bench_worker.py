@@ -32,7 +32,7 @@ class Variant:
     Args:
         engine: ``"stock"`` (Lightning's own strategy), ``"compile"`` (the same, and ``torch.compile`` for the module's
             children), ``"ort"``, ``"auto"`` (the same with ``ORTConfig(engine="auto")``) or ``"off"`` (the same with
-            ``ORTConfig(capture="off")``: its optimizer and the memory that it keeps, without ONNX Runtime).
+            ``ORTConfig(engine="torch")``: its optimizer and the memory that it keeps, without ONNX Runtime).
         optim: An implementation of the optimizer, as in ``ORTStrategy(optim=...)``. Left out, it is ``"auto"`` under
             ``"ort"``, ``"auto"`` and ``"off"``, and what the module configures elsewhere.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for float32 with
@@ -150,7 +150,7 @@ def _settings(job: Job, variant: Variant, namespace: LightningNamespace, folder:
     }
     if variant.is_ours:
         # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
-        chosen = {"auto": {"engine": "auto"}, "off": {"capture": "off"}}.get(variant.engine, {})
+        chosen = {"auto": {"engine": "auto"}, "off": {"engine": "torch"}}.get(variant.engine, {})
         config = {"start": "now", "engine": "ort"} | job.ort_config | chosen
         settings["strategy"] = ours.ORTStrategy(config=config, optim=variant.optim or "auto")
     if variant.precision in MATMUL_PRECISIONS:

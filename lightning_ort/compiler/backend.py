@@ -62,10 +62,10 @@ class ORTBackend:
         request: Callable[[], CompileRequest] = CompileRequest,
     ) -> None:
         self.config = ORTConfig.parse(config)
-        if self.config.engine == "auto":
+        if self.config.engine in ("auto", "torch"):
+            what = "times whole training steps" if self.config.engine == "auto" else "leaves steps as they are"
             raise ValueError(
-                f"engine={self.config.engine!r} times whole training steps, which a Lightning strategy does."
-                " Without one, use engine='ort'."
+                f"engine={self.config.engine!r} {what}, which a Lightning strategy does. Without one, use engine='ort'."
             )
         if self.config.start == "amortized":
             raise ValueError(

@@ -98,7 +98,7 @@ class Cache:
         """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
         if self._folder is None:
             return check()
-        options = (self._config.kernels, *sorted(self._config.torch_ops))
+        options = (self._config.debug.kernels, *sorted(self._config.debug.torch_ops))
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
@@ -132,7 +132,7 @@ class Cache:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
         machine = (processor(), str(torch.get_num_threads()), float32_matmul_precision(), *graphics())
-        options = (config.kernels, str(config.intra_op_threads), str(config.cuda_graphs))
+        options = (config.debug.kernels, str(config.debug.intra_op_threads), str(config.cuda_graphs))
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 
     def load(self, name: str) -> Entry | None:
@@ -166,16 +166,16 @@ class Cache:
         ``one_graph`` tells whether it was tried as a :mod:`step <.step_graph>`.
         """
         config = self._config
-        wanted = config.cache_dir is not None and config.save_onnx_dir is None
+        wanted = config.cache_dir is not None and config.debug.save_onnx_dir is None
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
         if text is None:
             return None
         options = (
             config.placement,
-            config.torch_ops,
-            config.min_region_nodes,
+            config.debug.torch_ops,
+            config.debug.min_region_nodes,
             config.recompute,
-            config.providers,
+            config.debug.providers,
             one_graph,
         )
         return self.name(text, tuple(map(repr, options)), "graphs")

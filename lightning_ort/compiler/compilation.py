@@ -95,7 +95,7 @@ class Compilation:
     def _step_source(self) -> GraphSource | None:
         """What a step as one graph is made of, if that is wanted and may be possible."""
         config, gm = self._config, self._gm
-        wanted = config.step_graph == "joint" or (config.step_graph == "auto" and self._request.one_graph)
+        wanted = config.debug.step_graph == "joint" or (config.debug.step_graph == "auto" and self._request.one_graph)
         # after a graph break another result than the loss is differentiated
         if not wanted or config.recompute or not is_last_graph(gm):
             return None

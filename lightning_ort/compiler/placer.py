@@ -100,7 +100,7 @@ class Placer:
         regions: list[Region] = []
         ran: set[str] = set()  # executors that were timed
         while True:
-            regions = partition(gm, candidates, self.config.min_region_nodes, regions)
+            regions = partition(gm, candidates, self.config.debug.min_region_nodes, regions)
             new = [region for region in regions if region.executor != TORCH and region.key not in built]
             if not new:
                 break
@@ -181,7 +181,7 @@ class Placer:
     def _kept_in_torch_reason(self, node: fx.Node) -> Reason | None:
         name = str(node.target)
         spellings = (name, name.rpartition(".")[0])  # with its overload, and for all overloads
-        if isinstance(node.target, OpOverload) and any(each in self.config.torch_ops for each in spellings):
+        if isinstance(node.target, OpOverload) and any(each in self.config.debug.torch_ops for each in spellings):
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
 
@@ -265,7 +265,9 @@ class RegionBuilder:
             **dataclasses.asdict(times.variant),
         )
         on_failure = functools.partial(self._placer.fall_back, self._where)
-        return GuardedRegion(self._region, build(times.variant), report, on_failure, self._config.check_against_eager)
+        return GuardedRegion(
+            self._region, build(times.variant), report, on_failure, self._config.debug.check_against_eager
+        )
 
     def _known_timing(self, entry: Entry | None) -> Timing | None:
         """Return the timing of a region that need not be timed, or was timed in an earlier run."""

@@ -225,7 +225,7 @@ class CompileReport:
     Args:
         graphs: In order of compilation.
         fallbacks: What failed and runs in torch.
-        notes: What runs in torch by choice, such as a step under ``capture="off"``.
+        notes: What runs in torch by choice, such as a step under ``engine="torch"``.
         graph_breaks: How often capture ended a graph early.
         recompiles: How often a frame was compiled again.
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.

@@ -31,6 +31,10 @@ class Environment:
         """Return the config that a user passed, with the fields of the environment that were not passed."""
         passed = ORTConfig.parse(config)
         used = {name: value for name, value in self.config.items() if not _is_passed(name, config, passed)}
+        if "debug" in self.config and "debug" not in used:  # each of its fields stands for itself
+            default = vars(ORTConfig().debug)
+            own = {key: value for key, value in vars(passed.debug).items() if value != default[key]}
+            used["debug"] = {**self.config["debug"], **own}
         if not used:
             return passed
         try:

@@ -73,7 +73,7 @@ class ORTMixin(_Strategy):
 
     def __init__(
         self,
-        config: ORTConfig = _DEFAULT,
+        config: ORTConfig | dict[str, Any] = _DEFAULT,
         optim: OptimName | OptimizerSettings = "auto",
         host_memory: HostMemory = "retain",
         **kwargs: Any,

@@ -64,7 +64,7 @@ def start_probe(project: Project, folder: Path, traced: bool = True) -> TrainerP
 
 def _probe(project: Project, traced: bool, connection: Connection, folder: Path) -> Facts:
     connection.recv()
-    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"capture": "off"}')
+    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"engine": "torch"}')
     # as the user has it, but for the strategy, which may need several processes or compile
     found: list[Any] = []
 

@@ -335,6 +335,6 @@ def summary_of(strategy: Any) -> Summary:
 
 def _is_settled(strategy: Any) -> bool:
     report = getattr(strategy, "report", None)
-    if not isinstance(report, CompileReport) or strategy.ort_config.capture == "off":
+    if not isinstance(report, CompileReport) or strategy.ort_config.engine == "torch":
         return True
     return any(step.name == "training_step" for step in report.steps)

@@ -82,7 +82,7 @@ def report() -> CompileReport:
     """Of a module of which a part runs in torch, for two reasons."""
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "torch_ops": ["aten.gelu"]})
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "debug": {"torch_ops": ["aten.gelu"]}})
     torch.compile(module, backend=backend)(torch.randn(8, 16)).square().cumsum(0).sum().backward()
     found = backend.report
     assert found.ort_runs > 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ort_settings import config_of
 from torch import Tensor
 
 from lightning_ort.compiler import timing
@@ -69,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_each_variant_is_right(op: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch, variant)
-    backend = ORTBackend(ORTConfig(cache_dir=None, min_region_nodes=1))
+    backend = ORTBackend(ORTConfig(cache_dir=None, debug={"min_region_nodes": 1}))
     got = gradient(torch.compile(FUNCTIONS[op], backend=backend), X)
     assert backend.report.ort_runs > 0
     assert not backend.report.fallbacks
@@ -92,7 +93,7 @@ def test_gelu_kernels(approximate: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     def function(x: Tensor) -> Tensor:
         return F.gelu(x, approximate=approximate)
 
-    backend = ORTBackend(ORTConfig(cache_dir=None, min_region_nodes=1, save_onnx_dir=str(tmp_path)))
+    backend = ORTBackend(ORTConfig(cache_dir=None, debug={"min_region_nodes": 1, "save_onnx_dir": str(tmp_path)}))
     got = gradient(torch.compile(function, backend=backend), X)
     torch.testing.assert_close(got.double(), gradient(function, X.double()), rtol=1e-4, atol=2e-5)
     assert any(kernel.encode() in path.read_bytes() for path in tmp_path.glob("backward*.onnx"))
@@ -115,7 +116,7 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_nothing_is_timed_where_timing_does_not_decide(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     races = prefer(monkeypatch, EXPANDED)
     torch.use_deterministic_algorithms(not config)
-    backend = ORTBackend(ORTConfig(cache_dir=None, **config))
+    backend = ORTBackend(config_of(cache_dir=None, **config))
     gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=backend), X)
     assert backend.report.ort_runs > 0
     assert races == []
@@ -153,7 +154,7 @@ def test_what_fails_when_it_is_timed_is_left_out(broken: str, monkeypatch: pytes
 
     monkeypatch.setattr(timing, "warm_up", warm_up)
 
-    backend = ORTBackend({"cache_dir": None, "min_region_nodes": 1})
+    backend = ORTBackend({"cache_dir": None, "debug": {"min_region_nodes": 1}})
     got = gradient(torch.compile(F.gelu, backend=backend), X)
     torch.testing.assert_close(got.double(), gradient(F.gelu, X.double()), rtol=1e-4, atol=2e-5)
     assert backend.report.ort_runs > 0

@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from ort_settings import config_of
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 
 def always(**options):
-    return ORTBackend(ORTConfig(placement="always", **options))
+    return ORTBackend(config_of(placement="always", **options))
 
 
 def gradients(module):
@@ -71,7 +72,7 @@ def test_garbage_is_collected_after_compiling_only(enabled, monkeypatch):
     seen = []
     compile_graph = ORTBackend._compile
     monkeypatch.setattr(ORTBackend, "_compile", lambda *args: seen.append(gc.isenabled()) or compile_graph(*args))
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1))
+    backend = ORTBackend(ORTConfig(placement="always", debug={"min_region_nodes": 1}))
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
@@ -343,7 +344,9 @@ def _lookup(weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 def test_made_up_numbers_that_become_bad_indices_decide_nothing(
     placement: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = ORTBackend({"placement": placement, "fallback": "raise", "cache_dir": None, "min_region_nodes": 1})
+    backend = ORTBackend(
+        {"placement": placement, "fallback": "raise", "cache_dir": None, "debug": {"min_region_nodes": 1}}
+    )
     weight, share = torch.randn(10, 4), torch.linspace(0, 0.9, 50)
     got = torch.compile(_lookup, backend=backend)(weight, share)
     torch.testing.assert_close(got, _lookup(weight, share))
@@ -384,7 +387,7 @@ def test_save_onnx_dir_holds_checked_models(tmp_path):
         onnx.checker.check_model(onnx.load(path))
 
 
-@pytest.mark.parametrize("options", [{}, {"placement": "always", "torch_ops": ["aten.relu"]}])
+@pytest.mark.parametrize("options", [{}, {"placement": "always", "debug": {"torch_ops": ["aten.relu"]}}])
 def test_string_backend(options):
     module, x = mlp(), torch.randn(4, 8)
     compiled = torch.compile(module, backend="ort", options=options)
@@ -532,7 +535,7 @@ def test_training_kernels_that_are_not_there(monkeypatch):
 
 def test_unknown_provider_is_refused():
     with pytest.raises(ValueError, match="TPUExecutionProvider.*available"):
-        ORTBackend(ORTConfig(providers=["TPUExecutionProvider"]))
+        ORTBackend(ORTConfig(debug={"providers": ["TPUExecutionProvider"]}))
     assert "CPUExecutionProvider" in onnxruntime.get_available_providers()
 
 
@@ -577,7 +580,9 @@ class Shifted(torch.Tensor):
         return torch.Tensor.add(out.as_subclass(torch.Tensor), 1).as_subclass(cls) if func is torch.mul else out
 
 
-@pytest.mark.parametrize("options", [{"placement": "always", "min_region_nodes": 1}, {"torch_ops": ("aten.mul",)}])
+@pytest.mark.parametrize(
+    "options", [{"placement": "always", "debug": {"min_region_nodes": 1}}, {"debug": {"torch_ops": ("aten.mul",)}}]
+)
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_class_of_tensors_with_functions_of_its_own(options, needs_gradient):
     """The graph has the results of its function already: torch's own eager backend calls it once more (2.13)."""
@@ -587,7 +592,7 @@ def test_a_class_of_tensors_with_functions_of_its_own(options, needs_gradient):
         torch._dynamo.graph_break()
         return torch.mul(x, y).square().mean()
 
-    backend = ORTBackend(ORTConfig(cache_dir=None, **options))
+    backend = ORTBackend(config_of(cache_dir=None, **options))
     found = []
     for call in (step, torch.compile(step, backend=backend)):
         torch.manual_seed(0)
@@ -655,7 +660,7 @@ def test_kernels_for_inference_that_cast_within(
         with torch.autocast("cpu", torch.bfloat16, enabled=entered_within or torch.is_autocast_enabled("cpu")):
             return layer(x).float().sin()
 
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, fallback="raise"))
+    backend = ORTBackend(ORTConfig(placement="always", fallback="raise", debug={"min_region_nodes": 1}))
     x = torch.randn(3, 5, 16)
     torch.backends.mha.set_fastpath_enabled(fast)
     try:

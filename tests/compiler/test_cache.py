@@ -98,11 +98,11 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
     "change",
     [
         {"placement": "always"},
-        {"min_region_nodes": 1},
-        {"torch_ops": ["aten.gelu"]},
+        {"debug": {"min_region_nodes": 1}},
+        {"debug": {"torch_ops": ["aten.gelu"]}},
         {"recompute": 1},
-        {"intra_op_threads": 3},
-        {"kernels": "standard"},
+        {"debug": {"intra_op_threads": 3}},
+        {"debug": {"kernels": "standard"}},
     ],
 )
 def test_a_graph_left_to_torch_is_traced_under_another_config(monkeypatch, change):
@@ -137,7 +137,7 @@ def test_a_graph_left_to_torch_is_traced_for_other_inputs_and_modes(monkeypatch)
 
 def test_a_graph_with_a_part_on_onnxruntime_or_a_failure_is_traced_again(monkeypatch):
     module, x = mlp(), torch.randn(4, 8)
-    for options in ({"placement": "always"}, {"providers": ["CPUExecutionProvider"]}):
+    for options in ({"placement": "always"}, {"debug": {"providers": ["CPUExecutionProvider"]}}):
         first, second = ORTBackend(options), ORTBackend(options)
         with monkeypatch.context() as patch:
             if "providers" in options:
@@ -160,9 +160,9 @@ def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
     other_shape = ORTBackend(options)
     train(other_shape, mlp(), torch.randn(6, 8))
     assert len(cache_folder.entries(tmp_path)) == 2 * count
-    other_threads = ORTBackend({**options, "intra_op_threads": 2})
+    other_threads = ORTBackend({**options, "debug": {"intra_op_threads": 2}})
     train(other_threads, mlp(), torch.randn(4, 8))
-    kept_in_torch = ORTBackend({**options, "torch_ops": ["aten.gelu"]})
+    kept_in_torch = ORTBackend({**options, "debug": {"torch_ops": ["aten.gelu"]}})
     train(kept_in_torch, mlp(), torch.randn(4, 8))
     for backend in (other_shape, other_threads, kept_in_torch):
         # the backward graph is the same one whoever runs the forward graph's gelu
@@ -189,7 +189,9 @@ def test_what_a_time_depends_on_names_its_entry(monkeypatch, function, other):
     assert kept.name("a graph", ("ort", "a build")) != name
 
 
-@pytest.mark.parametrize("option", [{"kernels": "standard"}, {"intra_op_threads": 3}, {"cuda_graphs": True}])
+@pytest.mark.parametrize(
+    "option", [{"debug": {"kernels": "standard"}}, {"debug": {"intra_op_threads": 3}}, {"cuda_graphs": True}]
+)
 def test_options_that_change_a_session_name_its_entry(option):
     names = {Cache(config).name("a graph", ("ort",)) for config in (ORTConfig(), ORTConfig(**option))}
     names |= {Cache(ORTConfig()).name("another graph", ("ort",)), Cache(ORTConfig()).name("a graph", ("another",))}

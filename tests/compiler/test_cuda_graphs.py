@@ -40,7 +40,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, recordings_win: None) -> list[Reco
 
 
 def backend_of(**settings: Any) -> ORTBackend:
-    return ORTBackend(ORTConfig(placement="always", cuda_graphs=True, cache_dir=None, intra_op_threads=1, **settings))
+    return ORTBackend(
+        ORTConfig(placement="always", cuda_graphs=True, cache_dir=None, **settings, debug={"intra_op_threads": 1})
+    )
 
 
 class Block(nn.Module):

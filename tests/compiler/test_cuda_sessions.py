@@ -310,9 +310,9 @@ def test_plug_ins_are_providers_too(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     device = SimpleNamespace(ep_name="PlugInExecutionProvider")
     monkeypatch.setattr(kernels, "ep_devices", lambda: {"PlugInExecutionProvider": [device]})
     assert kernels.available_providers()[-1] == "PlugInExecutionProvider"
-    kernels.check_config(ORTConfig(providers=("CPUExecutionProvider",)))
+    kernels.check_config(ORTConfig(debug={"providers": ("CPUExecutionProvider",)}))
     with pytest.raises(ValueError, match="PlugInExecutionProvider"):
-        kernels.check_config(ORTConfig(providers=("OtherExecutionProvider",)))
+        kernels.check_config(ORTConfig(debug={"providers": ("OtherExecutionProvider",)}))
     added: list[Any] = []
     monkeypatch.setattr("onnxruntime.InferenceSession", lambda *args, **kwargs: args)
     options = SimpleNamespace(add_provider_for_devices=lambda *args: added.append(args))

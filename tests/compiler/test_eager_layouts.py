@@ -96,7 +96,7 @@ OTHERS = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_results_lie_as_in_eager(name: str, dynamic: bool) -> None:
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1}))
     compiled = torch.compile(OTHERS[name], backend=backend, dynamic=dynamic)
     for pair in (PAIRS[0], PAIRS[5]):
         expected = OTHERS[name](*pair)
@@ -115,7 +115,7 @@ def test_unpooling_keeps_channels_last(layout: torch.memory_format) -> None:
             return F.max_unpool2d(pooled * 2, places, 2)
 
     x = torch.randn(2, 3, 4, 6).contiguous(memory_format=layout)
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1}))
     expected, results = Net()(x), [torch.compile(Net(), backend=backend)(x) for _ in range(2)]
     assert expected.is_contiguous(memory_format=layout)
     for result in results:  # of the first run, and of code that is generated after it

@@ -87,7 +87,9 @@ def prefer(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_it_runs_what_it_supports(dynamic: bool) -> None:
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "dynamic": dynamic, "min_region_nodes": 1})
+    backend = ORTBackend(
+        {"placement": "always", "cache_dir": None, "dynamic": dynamic, "debug": {"min_region_nodes": 1}}
+    )
     regions = compare(backend, torch.randn(4, 6))
     assert [region.executor for region in regions] == ["ort", "numpy", "ort"]
     assert [region.name for region in regions] == ["ort_1", "numpy_2", "ort_3"]
@@ -99,7 +101,7 @@ def test_it_runs_what_it_supports(dynamic: bool) -> None:
 
 def test_timing_decides_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch, "numpy")
-    first, second = (ORTBackend({"min_region_nodes": 1}) for _ in range(2))
+    first, second = (ORTBackend({"debug": {"min_region_nodes": 1}}) for _ in range(2))
     x = torch.randn(4, 6)
     compare(first, x)
     monkeypatch.setattr(timing, "measure", lambda *args: pytest.fail("timed in spite of the cache"))
@@ -115,7 +117,7 @@ def test_timing_decides_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_next_executor_takes_what_it_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch, "ort")
-    backend = ORTBackend({"cache_dir": None, "min_region_nodes": 1})
+    backend = ORTBackend({"cache_dir": None, "debug": {"min_region_nodes": 1}})
     regions = compare(backend, torch.randn(4, 6))
     assert [region.executor for region in regions] == ["ort"]
     assert regions[0].ops["aten.sin.default"] == 1
@@ -127,7 +129,7 @@ def test_torch_takes_over_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ArithmeticError("no sines today")
 
     monkeypatch.setitem(FUNCTIONS, aten.sin.default, fail)
-    options = {"placement": "always", "cache_dir": None, "min_region_nodes": 1}
+    options = {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1}}
     backend = ORTBackend(options)
     regions = compare(backend, torch.randn(4, 6))
     assert [region.executor for region in regions] == ["ort", "torch", "ort"]
@@ -143,7 +145,7 @@ def test_torch_takes_what_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> No
         raise RegionRejected(ReasonType.SESSION_FAILED, "not built")
 
     monkeypatch.setattr(NumpyExecutor, "build", refuse)
-    options = {"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": ["aten.neg"]}
+    options = {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "torch_ops": ["aten.neg"]}}
     backend = ORTBackend(options)
     regions = compare(backend, torch.randn(4, 6))
     assert [(region.executor, *region.ops) for region in regions if "aten.neg.default" in region.ops] == [
@@ -154,7 +156,11 @@ def test_torch_takes_what_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_the_user_keeps_in_torch_is_no_ones() -> None:
-    options = {"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": ["aten.sin", "aten.neg"]}
+    options = {
+        "placement": "always",
+        "cache_dir": None,
+        "debug": {"min_region_nodes": 1, "torch_ops": ["aten.sin", "aten.neg"]},
+    }
     regions = compare(ORTBackend(options), torch.randn(4, 6))
     assert [region.executor for region in regions] == ["ort", "torch", "ort"]
     assert {reason.type for reason in regions[1].node_reasons.values()} == {ReasonType.USER}
@@ -164,7 +170,7 @@ def test_views_that_it_cannot_repeat_are_taken_in_torch() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.sin(torch.sin(x + 1).t()).t() * 2
 
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "min_region_nodes": 1})
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1}})
     x = torch.randn(4, 6)
     torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
     (graph,) = backend.report.graphs

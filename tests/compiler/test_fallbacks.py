@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from ort_settings import config_of
 from torch import nn
 
 from lightning_ort import ORTConfig
@@ -44,7 +45,7 @@ def train(module, call, change=None, steps=4):
 
 
 def compiled(module, **options):
-    backend = ORTBackend(ORTConfig(cache_dir=None, **{"placement": "always", **options}))
+    backend = ORTBackend(config_of(cache_dir=None, **{"placement": "always", **options}))
     return torch.compile(module, backend=backend), backend
 
 
@@ -283,7 +284,7 @@ def test_a_graph_on_which_only_a_detached_value_depends(step_graph):
     def please(nets, fakes):
         return nets[1](fakes).square().mean()
 
-    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", step_graph=step_graph))
+    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", debug={"step_graph": step_graph}))
     results = []
     for ours in (False, True):
         torch.manual_seed(0)

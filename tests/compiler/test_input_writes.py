@@ -130,7 +130,7 @@ def train(module: nn.Module, call: Callable[..., Any]) -> dict[str, Tensor]:
 
 def assert_as_eager(module: nn.Module, step_graph: str) -> ORTBackend:
     eager = copy.deepcopy(module)
-    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", step_graph=step_graph))  # type: ignore[arg-type]
+    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", debug={"step_graph": step_graph}))  # type: ignore[arg-type]
     torch.testing.assert_close(train(module, torch.compile(module, backend=backend)), train(eager, eager))
     assert not backend.report.fallbacks
     return backend
@@ -167,7 +167,7 @@ def test_autograd_does_not_notice_writes_to_data() -> None:
         buffer.data.mul_(0.5)
         return x.sin().exp()
 
-    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", step_graph="split"))
+    backend = ORTBackend(ORTConfig(cache_dir=None, placement="always", debug={"step_graph": "split"}))
     gradients = []
     for ours in (False, True):
         torch.manual_seed(0)

@@ -58,7 +58,7 @@ class Training:
         torch.manual_seed(0)
         self.eager = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6), nn.LayerNorm(6))
         self.module = copy.deepcopy(self.eager)
-        config = ORTConfig(placement="always", step_graph="joint", cache_dir=None)
+        config = ORTConfig(placement="always", cache_dir=None, debug={"step_graph": "joint"})
         self.backend = ORTBackend(config, lambda: CompileRequest(writes_gradients=lambda: True))
         self.accumulate = accumulate
         self._compiled = torch.compile(lambda x: F.mse_loss(self.module(x), x), backend=self.backend)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from ort_settings import config_of
 from torch import nn
 
 from lightning_ort import ORTConfig
@@ -68,8 +69,10 @@ def test_layers_of_a_transposed_tensor(module, make, placement, dynamic):
     in_torch = [f"aten.{op}" for op in ("native_batch_norm_backward", "native_layer_norm_backward", "elu_backward")]
     in_torch += ["aten._log_softmax_backward_data", "aten.native_group_norm_backward", "aten.mse_loss_backward"]
     in_torch += ["aten.smooth_l1_loss_backward", "aten.huber_loss_backward"]
-    options = {"placement": "always", "torch_ops": in_torch} if placement == "torch" else {"placement": placement}
-    backend = ORTBackend(ORTConfig(cache_dir=None, fallback="raise", **options))
+    options = (
+        {"placement": "always", "debug": {"torch_ops": in_torch}} if placement == "torch" else {"placement": placement}
+    )
+    backend = ORTBackend(config_of(cache_dir=None, fallback="raise", **options))
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -91,7 +94,7 @@ def test_a_result_is_brought_to_the_traced_layout_once(monkeypatch):
     monkeypatch.setattr(TorchRegion, "__init__", lambda self, region: (original(self, region), regions.append(self))[0])
     torch.manual_seed(0)
     net = Transposed(TRANSPOSED["layer_norm"])
-    config = ORTConfig(placement="always", cache_dir=None, torch_ops=("aten.native_layer_norm_backward",))
+    config = ORTConfig(placement="always", cache_dir=None, debug={"torch_ops": ("aten.native_layer_norm_backward",)})
     backend = ORTBackend(config)
     for _ in range(2):
         torch.compile(net, backend=backend)(torch.randn(4, 5, 8)).sum().backward()
@@ -145,7 +148,9 @@ def complex_gradient(x, v, w):
 @pytest.mark.parametrize("f", [jvp_of_a_product, spectrum, negative_view, complex_gradient])
 def test_lazy_tensors(f, kernels):
     leaves = [torch.randn(6, 6) for _ in range(3)]
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, kernels=kernels))
+    backend = ORTBackend(
+        ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1, "kernels": kernels})
+    )
     results = []
     for call in (f, torch.compile(f, backend=backend)):
         for _ in range(2):
@@ -163,7 +168,7 @@ def test_lazy_inputs_and_gradients(dynamic):
     def f(x):
         return (x * 2).exp()
 
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1}))
     call = torch.compile(f, backend=backend, dynamic=dynamic)
     z = torch.randn(8, dtype=torch.complex64)
     plain, negative = z.imag.clone(), z.conj().imag
@@ -184,7 +189,7 @@ def test_function_transforms_of_a_compiled_function(transform):
     def f(x):
         return (x * 2).exp().sum()
 
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1}))
     x = torch.randn(5, 3)
     torch.testing.assert_close(transform(torch.compile(f, backend=backend))(x), transform(f)(x))
 
@@ -192,7 +197,7 @@ def test_function_transforms_of_a_compiled_function(transform):
 def test_threads_share_a_compiled_module():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
-    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, intra_op_threads=1))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"intra_op_threads": 1}))
     call = torch.compile(net, backend=backend)
     inputs = [torch.randn(8, 16) for _ in range(3)]
     parameters = list(net.parameters())

@@ -101,7 +101,7 @@ def test_autocast_attention_casts_its_input_once():
     torch.manual_seed(0)
     module, x = Attention(), torch.randn(2, 8, 16)
     reference = copy.deepcopy(module)
-    backend = ORTBackend({"placement": "always", "min_region_nodes": 1})
+    backend = ORTBackend({"placement": "always", "debug": {"min_region_nodes": 1}})
     results = []
     for run, owner in ((torch.compile(module, backend=backend), module), (reference, reference)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -230,7 +230,9 @@ def saved_layouts(monkeypatch, function, *args, torch_ops=()):
         )
 
     monkeypatch.setattr(joint_passes, "save_contiguous", note)
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": torch_ops})
+    backend = ORTBackend(
+        {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "torch_ops": torch_ops}}
+    )
     expected = torch.autograd.grad(function(*args).sum(), args)
     for _ in range(2):
         got = torch.autograd.grad(torch.compile(function, backend=backend)(*args).sum(), args)
@@ -272,7 +274,9 @@ def test_group_norm_of_channels_last_images(torch_ops):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.GroupNorm(4, 8))
     net = net.to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "min_region_nodes": 1, "torch_ops": torch_ops})
+    backend = ORTBackend(
+        {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "torch_ops": torch_ops}}
+    )
     gradients = []
     for call in (net, torch.compile(net, backend=backend)):
         y = (call(x + 1) * 2).exp()

@@ -65,7 +65,7 @@ def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(runtime.openmp, "pause_openmp", lambda: calls.append(1))
         for given, rests in ((x, 1), (small, 0)):
             calls.clear()
-            backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, intra_op_threads=3))
+            backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"intra_op_threads": 3}))
             got = torch.compile(lambda x: (x @ x).relu() @ x, backend=backend)(given)
             torch.testing.assert_close(got, (given @ given).relu() @ given, rtol=1e-4, atol=1e-2)
             assert backend.report.ort_runs == 1
@@ -81,7 +81,7 @@ def _collect() -> None:
 
 def test_a_forked_process_destroys_no_session_of_its_parent() -> None:
     x = torch.randn(64, 64)
-    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, intra_op_threads=3))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"intra_op_threads": 3}))
     torch.compile(lambda x: (x @ x).relu() @ x, backend=backend)(x)
     assert backend.report.ort_runs == 1
     openmp.pause_openmp()

@@ -22,7 +22,7 @@ from lightning_ort.compiler.reproducer import Reproducer
 
 
 def regions_of(module: nn.Module, x: torch.Tensor, **options: bool) -> tuple[list[RegionReport], ORTBackend, object]:
-    backend = ORTBackend({"placement": "always", "cache_dir": None, "torch_ops": ["aten.cumsum"]})
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "debug": {"torch_ops": ["aten.cumsum"]}})
     compiled = torch.compile(module, backend=backend, **options)
     compiled(x).cumsum(0).sum().backward()
     return [region for graph in backend.report.graphs for region in graph.regions], backend, compiled

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from ort_settings import config_of
 from torch import nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.request import CompileRequest
 
-OPTIONS = {"placement": "always", "cache_dir": None, "step_graph": "joint"}
+OPTIONS = {"placement": "always", "cache_dir": None, "debug": {"step_graph": "joint"}}
 
 
 class Net(nn.Module):
@@ -45,7 +46,7 @@ class Pair:
         self.module = copy.deepcopy(self.eager)
         self.misfits = []
         request = CompileRequest(writes_gradients=lambda: direct, split=self.misfits.append)
-        self.backend = ORTBackend(ORTConfig(**{**OPTIONS, **options}), lambda: request)
+        self.backend = ORTBackend(config_of(**{**OPTIONS, **options}), lambda: request)
         self._one_graph = one_graph
         self._step = step
         self._compiled = torch.compile(step, backend=self.backend)
@@ -451,7 +452,7 @@ def test_steps_that_need_two_graphs(step, module):
 
 
 def test_the_setting():
-    for options in ({"step_graph": "split"}, {"step_graph": "auto"}, {"recompute": 1}):
+    for options in ({"debug": {"step_graph": "split"}}, {"debug": {"step_graph": "auto"}}, {"recompute": 1}):
         Pair(one_graph=False, **options).run()
     with pytest.raises(ValueError, match="step_graph='whole'"):
-        ORTConfig(step_graph="whole")
+        ORTConfig(debug={"step_graph": "whole"})

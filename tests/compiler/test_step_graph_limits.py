@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ort_settings import config_of
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
@@ -17,13 +18,13 @@ from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.fallbacks import PassMonitor
 from lightning_ort.compiler.request import CompileRequest
 
-OPTIONS: dict[str, Any] = {"placement": "always", "cache_dir": None, "step_graph": "joint"}
+OPTIONS: dict[str, Any] = {"placement": "always", "cache_dir": None, "debug": {"step_graph": "joint"}}
 MISFITS: list[str] = []
 REQUEST = CompileRequest(split=MISFITS.append)
 
 
 def compiled_of(step: Any, **options: Any) -> tuple[Any, ORTBackend]:
-    backend = ORTBackend(ORTConfig(**{**OPTIONS, **options}), lambda: REQUEST)
+    backend = ORTBackend(config_of(**{**OPTIONS, **options}), lambda: REQUEST)
     return torch.compile(step, backend=backend), backend
 
 

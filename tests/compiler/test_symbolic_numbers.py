@@ -46,7 +46,7 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _compiled(function: Callable[..., torch.Tensor], **options: bool) -> tuple[Callable[..., torch.Tensor], ORTBackend]:
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, fallback="raise"))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, fallback="raise", debug={"min_region_nodes": 1}))
     return torch.compile(function, backend=backend, **options), backend
 
 
@@ -111,7 +111,9 @@ EMPTIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("standard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EMPTIED)
 def test_size_becomes_0(name: str, kernels: str) -> None:
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, kernels=kernels))
+    backend = ORTBackend(
+        ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1, "kernels": kernels})
+    )
     compiled = torch.compile(EMPTIED[name], backend=backend, dynamic=True)
     for rows in (7, 9, 2):
         x = torch.randn(rows, 5)
@@ -128,7 +130,7 @@ def test_size_becomes_0_in_a_graph_that_takes_it() -> None:
         torch._check(number <= x.shape[0])
         return (x.narrow(0, 0, number) * 2).softmax(0).sum(1)
 
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug={"min_region_nodes": 1}))
     compiled = torch.compile(first, backend=backend)
     x = torch.randn(7, 5)
     for number, runs in ((3, 2), (5, 2), (0, 0), (4, 2)):
@@ -174,7 +176,7 @@ def test_number_depends_on_data(name: str, placement: Any, monkeypatch: pytest.M
     def step(x: torch.Tensor) -> torch.Tensor:
         return TAKEN[name](x.tanh().exp() + x)
 
-    backend = ORTBackend(ORTConfig(placement=placement, min_region_nodes=1, cache_dir=None))
+    backend = ORTBackend(ORTConfig(placement=placement, cache_dir=None, debug={"min_region_nodes": 1}))
     compiled = torch.compile(step, backend=backend)
     for rows in (7, 5, 6):
         x = torch.randn(rows, 5)

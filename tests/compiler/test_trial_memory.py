@@ -48,7 +48,7 @@ def test_trials_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
         after_trial.append(resident())
 
     monkeypatch.setattr(OrtExecutor, "release_memory", release)
-    backend = ORTBackend(ORTConfig(placement="measured", torch_ops=(), intra_op_threads=1))
+    backend = ORTBackend(ORTConfig(placement="measured", debug={"torch_ops": (), "intra_op_threads": 1}))
     with torch.no_grad():
         got = torch.compile(squares, backend=backend)(x, w)
     torch.testing.assert_close(got, squares(x, w), rtol=1e-5, atol=0)

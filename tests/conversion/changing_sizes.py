@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ort_settings import config_of
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport
-from lightning_ort.config import ORTConfig
 from tests.conversion.harness import as_tuple, assert_alike, copies, run
 
 
@@ -87,8 +87,8 @@ def _eager_runs(fn: Callable[..., Any], inputs: Sequence[Any]) -> bool:
 
 def compile_for(fn: Callable[..., Any], first: int, **config: Any) -> tuple[Callable[..., Any], ORTBackend]:
     """Compile a function that returns a tuple as dynamo does once the size that was ``first`` has changed."""
-    plain = {"placement": "always", "min_region_nodes": 1, "intra_op_threads": 1, "cache_dir": None}
-    backend = ORTBackend(ORTConfig(**{**plain, **config}))
+    plain = {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "intra_op_threads": 1}}
+    backend = ORTBackend(config_of(**{**plain, **config}))
     compiled = torch.compile(fn, backend=backend)
 
     def call(*given: Any) -> Any:

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from ort_settings import config_of
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport, Reason
-from lightning_ort.config import ORTConfig
 
 # rtol, atol: against float64, so these are errors, not differences of two errors
 TOLERANCES = {torch.float32: (2e-5, 1e-5), torch.float64: (1e-9, 1e-11)}
@@ -33,8 +33,8 @@ def compile_function(
 ) -> tuple[Callable[..., Any], CompileReport]:
     """Compile a function that returns a tuple as dynamo would hand it over, without the time that dynamo takes."""
     # nothing is kept: to the cache, all of these opaque functions are one
-    plain = {"placement": "always", "min_region_nodes": 1, "intra_op_threads": 1, "cache_dir": None}
-    backend = ORTBackend(ORTConfig(**{**plain, **config}))
+    plain = {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "intra_op_threads": 1}}
+    backend = ORTBackend(config_of(**{**plain, **config}))
     graph = as_graph(fn, len(inputs), num_outputs)
     if backend.config.step_graph != "joint":
         return backend(graph, list(inputs)), backend.report

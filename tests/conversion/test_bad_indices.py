@@ -87,7 +87,7 @@ RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges_of_indices(name: str) -> None:
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, fallback="raise"))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, fallback="raise", debug={"min_region_nodes": 1}))
     compiled = torch.compile(RANGES[name], backend=backend, dynamic=True)
     for shape in ((4, 3), (5, 7)):
         x = torch.randn(shape)
@@ -127,7 +127,7 @@ def test_gradient_of_a_bad_label_is_never_taken() -> None:
 
 
 def test_along_a_dimension_that_varies() -> None:
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1, cache_dir=None, fallback="raise"))
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, fallback="raise", debug={"min_region_nodes": 1}))
     compiled = torch.compile(lambda x, i: (x * 2).index_select(0, i) + 1, backend=backend, dynamic=True)
     for rows in (5, 7):
         x = torch.randn(rows, 3)

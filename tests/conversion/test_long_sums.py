@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from ort_settings import config_of
 from torch import Tensor
 
-from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 
@@ -16,7 +16,7 @@ def mean_of_squares(x: Tensor) -> Tensor:
 
 
 def compiled(function: Any, x: Tensor, **config: Any) -> tuple[Tensor, ORTBackend]:
-    backend = ORTBackend(ORTConfig(placement="always", **config))
+    backend = ORTBackend(config_of(placement="always", **config))
     return torch.compile(function, backend=backend, dynamic=config.get("dynamic"))(x), backend
 
 

@@ -38,7 +38,7 @@ def test_many_summands_are_added_up_in_torch(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, rows = torch.randn(4096, WIDTH, generator=generator), torch.randn(50, WIDTH, generator=generator)
     places = torch.randint(0, 50, (4096,), generator=generator)
-    backend = ORTBackend(ORTConfig(placement="always", intra_op_threads=2, min_region_nodes=1))
+    backend = ORTBackend(ORTConfig(placement="always", debug={"intra_op_threads": 2, "min_region_nodes": 1}))
     got = gradients(name, x, rows, places, backend)
     for value, expected in zip(got, gradients(name, x, rows, places, None), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
@@ -55,7 +55,7 @@ def test_a_few_are_added_up_in_one_thread(name: str) -> None:
     count = 256 if name != "aten.unfold_backward.default" else 85
     x, rows = torch.randn(count, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)
     places = torch.randint(0, 3, (count,), generator=generator)
-    backend = ORTBackend(ORTConfig(placement="always", intra_op_threads=2, min_region_nodes=1))
+    backend = ORTBackend(ORTConfig(placement="always", debug={"intra_op_threads": 2, "min_region_nodes": 1}))
     first = gradients(name, x, rows, places, backend)
     for value, expected in zip(first, gradients(name, x, rows, places, None), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
@@ -68,7 +68,7 @@ def test_a_symbolic_number_of_summands_is_added_up_in_torch() -> None:
     def add(x: Tensor, places: Tensor) -> Tensor:
         return torch.zeros(3, WIDTH).index_add(0, places, x * 2)
 
-    backend = ORTBackend(ORTConfig(placement="always", min_region_nodes=1))
+    backend = ORTBackend(ORTConfig(placement="always", debug={"min_region_nodes": 1}))
     compiled = torch.compile(add, backend=backend, dynamic=True)
     x, places = torch.randn(7, WIDTH), torch.randint(0, 3, (7,))
     torch.testing.assert_close(compiled(x, places), add(x, places))

@@ -49,7 +49,7 @@ class Wide(LightningModule):
 def train(level: Any, make_trainer: Callable[..., Any]) -> Wide:
     module = Wide()
     # the torch kernels are in question, not those of ONNX Runtime
-    strategy = ORTStrategy(config={"capture": "off"})
+    strategy = ORTStrategy(config={"engine": "torch"})
     make_trainer(strategy=strategy, plugins=[ORTMatmulPrecision(level)], max_epochs=1).fit(module)
     assert torch.get_float32_matmul_precision() == "highest"
     assert module.levels == [level]

@@ -97,7 +97,7 @@ def test_clips_with_fused_optimizers(
     stock, ours = Net(), Net(fused=fused)
     plugin = MixedPrecision(precision, "cpu")
     make_trainer(plugins=[plugin], max_epochs=1, limit_val_batches=0, **arguments).fit(stock)
-    off = ORTStrategy(config={"capture": "off"})
+    off = ORTStrategy(config={"engine": "torch"})
     trainer = train(ours, ORTMixedPrecision(precision), make_trainer, off, limit_val_batches=0, **arguments)
     assert trainer.optimizers[0].param_groups[0]["fused"] is True  # the user's, or the strategy's
     assert ours.norms == pytest.approx(stock.norms, rel=1e-5)  # unscaled once
@@ -108,7 +108,7 @@ def test_clips_with_fused_optimizers(
 
 def test_overflow_leaves_out_the_step(make_trainer: Callable[..., Any]) -> None:
     module = Net(overflows=lambda step: step == 3)
-    trainer = train(module, ORTMixedPrecision("16-mixed"), make_trainer, ORTStrategy(config={"capture": "off"}))
+    trainer = train(module, ORTMixedPrecision("16-mixed"), make_trainer, ORTStrategy(config={"engine": "torch"}))
     assert trainer.precision_plugin.overflows == 1
     assert module.states[3] == module.states[2]
     assert module.scales[3] == module.scales[2] / 2
@@ -120,7 +120,7 @@ def test_overflow_leaves_out_the_step(make_trainer: Callable[..., Any]) -> None:
 
 def test_overflows_are_counted_in_each_fit(make_trainer: Callable[..., Any]) -> None:
     plugin = ORTMixedPrecision("16-mixed", max_overflows=2)
-    config = {"capture": "off"}
+    config = {"engine": "torch"}
     train(Net(overflows=lambda step: step == 19), plugin, make_trainer, ORTStrategy(config=config))
     assert plugin.overflows == 1
     trainer = train(Net(overflows=lambda step: step in (0, 2)), plugin, make_trainer, ORTStrategy(config=config))
@@ -132,13 +132,16 @@ def test_endless_overflow_is_an_error(make_trainer: Callable[..., Any]) -> None:
     module = Net(overflows=lambda step: True)
     with pytest.raises(RuntimeError, match="5 optimizer steps in a row"):
         train(
-            module, ORTMixedPrecision("16-mixed", max_overflows=5), make_trainer, ORTStrategy(config={"capture": "off"})
+            module,
+            ORTMixedPrecision("16-mixed", max_overflows=5),
+            make_trainer,
+            ORTStrategy(config={"engine": "torch"}),
         )
     assert len(module.losses) == 4
 
 
 def test_scale_goes_on_from_a_checkpoint(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    strategy = ORTStrategy(config={"capture": "off"})
+    strategy = ORTStrategy(config={"engine": "torch"})
     trainer = train(Net(overflows=lambda step: step == 3), ORTMixedPrecision("16-mixed"), make_trainer, strategy)
     trainer.save_checkpoint(tmp_path / "scaled.ckpt")
     scale = trainer.precision_plugin.scaler.get_scale()

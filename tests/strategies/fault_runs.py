@@ -76,7 +76,7 @@ def train(
         **kwargs,
     }
     trainer = Trainer(
-        strategy=strategy(config={"capture": "off"}),  # how a step computes has no part in this
+        strategy=strategy(config={"engine": "torch"}),  # how a step computes has no part in this
         accelerator="cpu",
         devices=2,
         use_distributed_sampler=False,

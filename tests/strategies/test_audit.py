@@ -178,7 +178,7 @@ class Usual(Small):
 def test_a_step_that_does_the_same_stays_captured(
     make_trainer: Callable[..., Any], settings: dict[str, Any], step_graph: Any
 ) -> None:
-    config = ORTConfig(placement="always", step_graph=step_graph)
+    config = ORTConfig(placement="always", debug={"step_graph": step_graph})
     report = fit(make_trainer, Usual(), config, max_epochs=4, **settings)
     assert report.fallbacks == []
     assert report.run.audits >= 4

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ort_settings import config_of
 from small_modules import Appends, Small, loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason,
 
 
 def always(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config={"placement": "always", **config})
+    return ORTStrategy(config=config_of(placement="always", **config))
 
 
 def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> CompileReport:
@@ -98,7 +99,7 @@ def test_modules_mode_leaves_the_step_alone(make_trainer: Callable[..., Any]) ->
 
 
 def test_capture_off(make_trainer: Callable[..., Any]) -> None:
-    report = fit(Small(), always(capture="off"), make_trainer)
+    report = fit(Small(), always(engine="torch"), make_trainer)
     assert report.graphs == []
     assert [note.reason.type for note in report.notes] == [ReasonType.CAPTURE_OFF]
 

@@ -80,7 +80,7 @@ def test_native_zero_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Calla
     trainer = make_trainer(max_epochs=3, limit_val_batches=0)
     trainer.fit(module, ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses[-1] < stock[0]["losses"][0]
-    strategy = ORTNativeZeRO1Strategy(config={"capture": "off"}, start_method=START)
+    strategy = ORTNativeZeRO1Strategy(config={"engine": "torch"}, start_method=START)
     checkpoint = tmp_path / "single.ckpt"
     resumed = fit(Recorded(tmp_path, "resumed"), strategy, make_trainer, max_epochs=4, ckpt_path=checkpoint)
     assert all(facts["fused"] is True for facts in resumed)

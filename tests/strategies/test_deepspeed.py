@@ -20,7 +20,7 @@ from lightning_ort.strategies.deepspeed.states import read_directory
 pytest.importorskip("deepspeed")
 
 ALWAYS = {"placement": "always"}
-OFF = {"capture": "off"}
+OFF = {"engine": "torch"}
 
 
 def zero1(config: dict[str, Any] = OFF, **kwargs: Any) -> ORTZeRO1Strategy:
@@ -202,7 +202,7 @@ class Evaluated(Recorded):
 
 
 def test_validate_keeps_the_users_hooks(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    strategy = zero1({"placement": "always", "capture": "modules"})
+    strategy = zero1({"placement": "always", "debug": {"capture": "modules"}})
     make_trainer(strategy=strategy, devices=1, limit_val_batches=2).validate(Evaluated(tmp_path, ""), verbose=False)
     assert (tmp_path / "counted").exists()
 

@@ -63,7 +63,7 @@ def test_each_rank_has_its_share(strategy: Any, devices: int, make_trainer: Call
     whole = fit(Even(tmp_path, "whole"), DDPStrategy(start_method=START), make_trainer, **arguments)
     ours = fit(
         Even(tmp_path, "ours"),
-        strategy(config={"capture": "off"}, start_method=START),
+        strategy(config={"engine": "torch"}, start_method=START),
         make_trainer,
         devices=devices,
         **arguments,

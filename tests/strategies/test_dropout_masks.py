@@ -93,19 +93,19 @@ def is_replaced() -> bool:
 
 
 @needs_kernel
-@pytest.mark.parametrize("capture", ["off", "auto"])
-def test_a_run_draws_what_stock_draws(capture: str, kernel: MaskKernel, make_trainer: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("engine", ["torch", "ort"])
+def test_a_run_draws_what_stock_draws(engine: str, kernel: MaskKernel, make_trainer: Callable[..., Any]) -> None:
     stock, _ = fit(make_trainer, "auto")
-    config = {"capture": capture, **({"placement": "always"} if capture == "auto" else {})}
+    config = {"engine": engine, **({"placement": "always"} if engine == "ort" else {})}
     ours, trainer = fit(make_trainer, ORTStrategy(config=config))
     assert kernel.is_ready
     assert kernel.drawn >= 6 * 16 * 32 * 128
-    assert ours.losses == pytest.approx(stock.losses, rel=0 if capture == "off" else 1e-5)
+    assert ours.losses == pytest.approx(stock.losses, rel=0 if engine == "torch" else 1e-5)
     assert all(map(torch.equal, ours.after, stock.after))
     report = trainer.strategy.report
     assert report.dropout_masks == "drawn by a compiled function"
     assert "dropout masks: drawn by a compiled function" in report.to_text()
-    assert (report.ort_runs > 0) == (capture == "auto")
+    assert (report.ort_runs > 0) == (engine == "ort")
     assert not is_replaced()
 
 
@@ -142,7 +142,7 @@ def test_left_in_place_after_no_run(make_trainer: Callable[..., Any]) -> None:
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
-        fit(make_trainer, ORTStrategy(config={"capture": "off"}), Fails)
+        fit(make_trainer, ORTStrategy(config={"engine": "torch"}), Fails)
     assert not is_replaced()
 
 
@@ -155,7 +155,7 @@ def test_small_masks_are_left_to_torch(kernel: MaskKernel, make_trainer: Callabl
             seen.append(is_replaced())
 
     stock, _ = fit(make_trainer, "auto", Tiny)
-    ours, trainer = fit(make_trainer, ORTStrategy(config={"capture": "off"}), Watched)
+    ours, trainer = fit(make_trainer, ORTStrategy(config={"engine": "torch"}), Watched)
     assert ours.losses == stock.losses
     assert seen[0]
     assert not seen[-1]
@@ -169,7 +169,7 @@ def test_without_a_compiler(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     stock, _ = fit(make_trainer, "auto")
-    ours, trainer = fit(make_trainer, ORTStrategy(config={"capture": "off"}))
+    ours, trainer = fit(make_trainer, ORTStrategy(config={"engine": "torch"}))
     assert ours.losses == stock.losses
     problem = "no C compiler: no-such-compiler is not on the PATH"
     assert trainer.strategy.report.dropout_masks == f"drawn by PyTorch: {problem}"
@@ -177,7 +177,7 @@ def test_without_a_compiler(
 
 @needs_kernel
 def test_kept_for_the_next_process(kernel: MaskKernel, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    fit(make_trainer, ORTStrategy(config={"capture": "off", "cache_dir": str(tmp_path)}))
+    fit(make_trainer, ORTStrategy(config={"engine": "torch", "cache_dir": str(tmp_path)}))
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
 
 

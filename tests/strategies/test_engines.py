@@ -295,7 +295,7 @@ def test_fits_of_recordings(
     recorded = lambda module, name, first: [Way("inductor-graphs", first.part)]  # noqa: E731
     monkeypatch.setattr(captured_step, "challengers", recorded)
     paces(**{"torch": 2.0, "inductor-graphs": 1.0})  # it wins
-    strategy = ORTStrategy(config={"engine": "auto", "capture": capture}, optim="keep")
+    strategy = ORTStrategy(config={"engine": "auto", "debug": {"capture": capture}}, optim="keep")
     make_trainer(strategy=strategy, max_epochs=12, limit_val_batches=0).fit(module)
     assert strategy.report.steps[0].engine == "inductor-graphs", strategy.report.to_text()
     assert not strategy.report.fallbacks

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx
+from ort_settings import config_of
 from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
@@ -30,7 +31,7 @@ class Long(Small):
 def fit(make_trainer: Callable[..., Any], module: Any = None, strategy: Any = None, **config: Any) -> Any:
     """Return the module and the report of a fit."""
     module = module or Long()
-    strategy = strategy or ORTStrategy(config={"start": "amortized", **config})
+    strategy = strategy or ORTStrategy(config=config_of(start="amortized", **config))
     make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module)
     return module, getattr(strategy, "report", None)
 
@@ -358,7 +359,9 @@ def test_inductor_gets_what_was_configured(
     paces(torch=2.0, ort=3.0, inductor=1.0)
     stock, module = SlowModule(), SlowModule()
     fit(make_trainer, stock, "auto")
-    strategy = ORTStrategy(config={"engine": "auto", "capture": capture, "dropout_masks": masks, "start": "now"})
+    strategy = ORTStrategy(
+        config={"engine": "auto", "dropout_masks": masks, "start": "now", "debug": {"capture": capture}}
+    )
     report = fit(make_trainer, module, strategy)[1]
     (step,) = report.steps
     assert step.ms.keys() == {"ort", "torch", "inductor"}

@@ -15,7 +15,7 @@ from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.environment import CONFIG, OPTIM
 
 
-@pytest.mark.parametrize("text", ['{"placement": "always", "capture": "off"}', "placement: always\ncapture: off"])
+@pytest.mark.parametrize("text", ['{"placement": "always", "engine": "torch"}', "placement: always\nengine: torch"])
 @pytest.mark.parametrize("ending", [None, ".json", ".yaml", ".YML"])
 def test_config(text: str, ending: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if ending is not None:
@@ -23,7 +23,7 @@ def test_config(text: str, ending: str | None, monkeypatch: pytest.MonkeyPatch, 
         path.write_text(text)
         text = str(path)
     monkeypatch.setenv(CONFIG, text)
-    assert ORTStrategy().ort_config == ORTConfig(placement="always", capture="off")
+    assert ORTStrategy().ort_config == ORTConfig(placement="always", engine="torch")
 
 
 def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,22 +34,26 @@ def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_passed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONFIG, json.dumps({"capture": "modules", "min_region_nodes": 5}))
-    assert ORTStrategy(config=ORTConfig(capture="step")).ort_config == ORTConfig(capture="step", min_region_nodes=5)
+    monkeypatch.setenv(CONFIG, json.dumps({"debug": {"capture": "modules", "min_region_nodes": 5}}))
+    assert ORTStrategy(config=ORTConfig(debug={"capture": "step"})).ort_config == ORTConfig(
+        debug={"capture": "step", "min_region_nodes": 5}
+    )
     # a default counts as passed in a mapping, and not in an ORTConfig
-    assert ORTStrategy(config={"capture": "auto"}).ort_config == ORTConfig(min_region_nodes=5)
-    assert ORTStrategy(config=ORTConfig(capture="auto")).ort_config == ORTConfig(capture="modules", min_region_nodes=5)
+    monkeypatch.setenv(CONFIG, json.dumps({"placement": "always", "recompute": 1}))
+    assert ORTStrategy(config={"placement": "measured"}).ort_config == ORTConfig(recompute=1)
+    assert ORTStrategy(config=ORTConfig(placement="measured")).ort_config == ORTConfig(placement="always", recompute=1)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ('{"placment": "always"}', f"{CONFIG}: ORTConfig has no field 'placment': did you mean 'placement'"),
-        ("capture: all", f"{CONFIG}: ORTConfig.capture='all'.: choose one of 'auto'"),
+        ("engine: all", f"{CONFIG}: ORTConfig.engine='all'.: choose one of 'auto'"),
         ("always", f"{CONFIG}: 'always' has no fields. Set {CONFIG} to JSON or YAML"),
         ("{", f"{CONFIG}: this is no YAML"),
         ("/no/such/file.yaml", f"{CONFIG}, the file '/no/such/file.yaml', cannot be read"),
-        ('{"min_region_nodes": "x"}', f"{CONFIG}: ORTConfig.min_region_nodes='x'.: pass an integer"),
+        ('{"debug": {"min_region_nodes": "x"}}', f"{CONFIG}: .*min_region_nodes='x'.: pass an integer"),
+        ("capture: modules", f"{CONFIG}: ORTConfig has no field 'capture': .*debug={{'capture': 'modules'}}"),
     ],
 )
 def test_wrong_config(value: str, message: str, monkeypatch: pytest.MonkeyPatch, make_trainer: Any) -> None:

@@ -267,7 +267,7 @@ class HiddenPenalty(Small):
 @pytest.mark.parametrize("first", [0, 3])
 def test_hidden_gradient_of_a_gradient(capture: str, first: int, tmp_path: Path) -> None:
     losses = []
-    strategy = ORTStrategy(config={"placement": "always", "capture": capture})
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"capture": capture}})
     for chosen in ("auto", strategy):
         module = HiddenPenalty()
         module.first = first
@@ -282,7 +282,7 @@ def test_hidden_gradient_of_a_gradient(capture: str, first: int, tmp_path: Path)
 
 
 def test_another_module_is_not_refused_for_the_last_one(tmp_path: Path) -> None:
-    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"capture": "modules"}})
     settings = {**QUIET, "strategy": strategy, "default_root_dir": tmp_path}
     Trainer(**{**settings, "max_steps": 1}).fit(HiddenPenalty())  # what its step found out is for the next one
     module, stock = Small(), Small()
@@ -309,7 +309,7 @@ def test_a_late_gradient_of_a_gradient_is_an_error_that_says_what_to_do(
             return loss
 
     monkeypatch.setattr(backend, "PASSES", 1)
-    strategy = ORTStrategy(config={"placement": "always", "capture": "modules"})
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"capture": "modules"}})
     trainer = Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path, "max_epochs": 2})
     with pytest.raises(RuntimeError, match=r"gradient of a gradient.*capture='off'"):
         trainer.fit(Late())
@@ -355,7 +355,7 @@ def test_values_that_are_kept_with_their_gradients(
 ) -> None:
     """Compiled backward passes go on to those of the steps before, which are over."""
     monkeypatch.setattr(KeepsLoss, "where", where)
-    strategy = ORTStrategy(config={"placement": "always", "step_graph": step_graph})
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"step_graph": step_graph}})
     modules = []
     for used in ("auto", strategy):
         modules.append(KeepsLoss())

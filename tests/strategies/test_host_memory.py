@@ -81,7 +81,7 @@ def test_pages_are_kept_while_a_run_lasts(make_trainer):
 def test_malloc_is_left_alone(make_trainer):
     by_default = faults_of_a_large_block()
     module = Hungry(by_default)
-    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}, host_memory="default"), max_epochs=1)
+    trainer = make_trainer(strategy=ORTStrategy(config={"engine": "torch"}, host_memory="default"), max_epochs=1)
     trainer.fit(module)
     assert module.keeps is False
     assert trainer.strategy.report.host_memory == "default"
@@ -93,7 +93,7 @@ def test_malloc_is_left_alone(make_trainer):
 def test_what_the_user_configured_stays(make_trainer, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     module = Hungry(faults_of_a_large_block())
-    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
+    trainer = make_trainer(strategy=ORTStrategy(config={"engine": "torch"}), max_epochs=1)
     trainer.fit(module)
     assert module.keeps is False
     assert trainer.strategy.report.host_memory == f"default: malloc is configured by {variable}"
@@ -101,7 +101,7 @@ def test_what_the_user_configured_stays(make_trainer, monkeypatch, variable, val
 
 def test_another_malloc(make_trainer, monkeypatch):
     monkeypatch.setattr(malloc, "glibc", lambda: None)
-    trainer = make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1)
+    trainer = make_trainer(strategy=ORTStrategy(config={"engine": "torch"}), max_epochs=1)
     trainer.fit(Small())
     assert trainer.strategy.report.host_memory == "default: the malloc in use is not glibc's"
 
@@ -128,7 +128,7 @@ def test_restored_after_an_error(make_trainer):
 
     by_default = faults_of_a_large_block()
     with pytest.raises(RuntimeError, match="mine"):
-        make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1).fit(Fails())
+        make_trainer(strategy=ORTStrategy(config={"engine": "torch"}), max_epochs=1).fit(Fails())
     assert faults_of_a_large_block() > by_default / 2
 
 

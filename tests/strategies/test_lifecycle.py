@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from ort_settings import config_of
 from small_modules import Small, loader
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ MODULE_HOOKS += ["setup", "teardown", "configure_model", "configure_gradient_cli
 
 
 def always(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config={"placement": "always", **config})
+    return ORTStrategy(config=config_of(placement="always", **config))
 
 
 def assert_plain(module: nn.Module, like: nn.Module) -> None:

@@ -47,7 +47,7 @@ def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs
 
 def joint() -> ORTStrategy:
     """The strategy with each step as one graph on ONNX Runtime."""
-    return ORTStrategy(config={"placement": "always", "step_graph": "joint"})
+    return ORTStrategy(config={"placement": "always", "debug": {"step_graph": "joint"}})
 
 
 @pytest.mark.parametrize(

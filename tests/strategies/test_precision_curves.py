@@ -29,7 +29,7 @@ def test_curves_agree(model: type[Base], precision: Any, make_trainer: Callable[
     make_trainer(strategy="auto", plugins=[plugin], **settings).fit(stock)
     # single float32 nodes between the half precision ones, too: else there is little left for ONNX Runtime
     strategy = ORTStrategy(
-        config={"placement": "always", "min_region_nodes": 1}, optim="keep"
+        config={"placement": "always", "debug": {"min_region_nodes": 1}}, optim="keep"
     )  # fused ones round elsewhere
     ours = model()
     make_trainer(strategy=strategy, plugins=[ORTMixedPrecision(precision)], **settings).fit(ours)

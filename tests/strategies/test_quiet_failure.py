@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_utilities.core.imports import RequirementCache
+from ort_settings import config_of
 from small_modules import Small, batches
 from torch import Tensor
 
@@ -75,7 +76,7 @@ class ScriptedChild(Small):
 
 
 def fit(module: Small, make_trainer: Callable[..., Any], **config: Any) -> CompileReport:
-    strategy = ORTStrategy(config={"placement": "always", **config})
+    strategy = ORTStrategy(config=config_of(placement="always", **config))
     make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module)
     return strategy.report
 

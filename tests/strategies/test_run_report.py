@@ -60,7 +60,7 @@ def test_file_that_cannot_be_written(
     make_trainer: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Since the run began; what cannot be from the start is an error."""
-    strategy = ORTStrategy(config={"capture": "off", "report": tmp_path / "file" / "run.json"})
+    strategy = ORTStrategy(config={"engine": "torch", "report": tmp_path / "file" / "run.json"})
     (tmp_path / "file").write_text("")
     make_trainer(strategy=strategy, max_epochs=1).fit(Small())
     assert "could not be written" in caplog.text
@@ -118,7 +118,7 @@ def test_steps_per_second_are_of_this_run(
     clock = iter(range(0, 100, 10))
     monkeypatch.setattr(run_report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     logger = CSVLogger(tmp_path)
-    strategy = ORTStrategy(config={"capture": "off", "report": "log"})
+    strategy = ORTStrategy(config={"engine": "torch", "report": "log"})
     trainer = make_trainer(strategy=strategy, max_epochs=1, logger=logger)
     batches = len(Small().train_dataloader())
     for epochs in (1, 3):  # the second fit goes on where the first one ended
@@ -129,9 +129,9 @@ def test_steps_per_second_are_of_this_run(
 
 def test_nobody_asked_for_figures(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    make_trainer(strategy=ORTStrategy(config={"capture": "off"}), max_epochs=1, logger=logger, log_every_n_steps=1).fit(
-        Small()
-    )
+    make_trainer(
+        strategy=ORTStrategy(config={"engine": "torch"}), max_epochs=1, logger=logger, log_every_n_steps=1
+    ).fit(Small())
     assert (Path(logger.log_dir) / "metrics.csv").exists()
     assert figures(logger) == []
 

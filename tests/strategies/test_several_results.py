@@ -58,7 +58,9 @@ class Several(Small):
 def check(make_trainer: Callable[..., Any], **attributes: Any) -> tuple[Several, Any]:
     """Train as stock Lightning does; return the module and the report."""
     modules = [type("Several", (Several,), attributes)() for _ in range(2)]
-    strategy = ORTStrategy(config={"placement": "always", "step_graph": attributes.get("step_graph", "auto")})
+    strategy = ORTStrategy(
+        config={"placement": "always", "debug": {"step_graph": attributes.get("step_graph", "auto")}}
+    )
     for module, used in zip(modules, ("auto", strategy), strict=True):
         torch.manual_seed(0)
         make_trainer(strategy=used, max_epochs=3, limit_val_batches=0).fit(module)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Timer
+from ort_settings import config_of
 from small_modules import Appends, Small, loader
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ STEPS = 40
 
 
 def amortized(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config={"start": "amortized", "engine": "ort", **config})
+    return ORTStrategy(config=config_of(start="amortized", engine="ort", **config))
 
 
 class Dropped(Small):
@@ -186,7 +187,11 @@ def test_the_default_holds_where_regions_are_timed(
     report = fit(Small(), ORTStrategy(), make_trainer).strategy.report
     assert (report.graphs == []) == (default == "amortized")
     # what needs graphs gets them at once
-    for config in ({"placement": "always"}, {"check_against_eager": True}, {"save_onnx_dir": str(tmp_path / "onnx")}):
+    for config in (
+        {"placement": "always"},
+        {"debug": {"check_against_eager": True}},
+        {"debug": {"save_onnx_dir": str(tmp_path / "onnx")}},
+    ):
         report = fit(Small(), ORTStrategy(config=config), make_trainer).strategy.report
         assert report.graphs
 

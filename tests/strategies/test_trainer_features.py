@@ -322,7 +322,7 @@ def test_trials_of_a_search_free_what_they_compiled(module_class: type[Small], c
     """As Optuna does: in each trial a new Trainer and a new module of the same class."""
     modules, sessions, graphs = [], [], []
     for _ in range(4):
-        module, strategy = module_class(), ORTStrategy(config={"placement": "always", "capture": capture})
+        module, strategy = module_class(), ORTStrategy(config={"placement": "always", "debug": {"capture": capture}})
         Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path, "limit_val_batches": 1.0}).fit(module)
         assert strategy.report.ort_runs > 0
         assert not strategy.report.fallbacks

@@ -59,10 +59,10 @@ def test_one_node_is_measured() -> None:
 
 
 def test_settings_of_the_users_own_ort_strategy_stay() -> None:
-    mine = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"config": {"kernels": "standard"}}}
+    mine = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"config": {"debug": {"kernels": "standard"}}}}
     made = trainer(Candidate(engine="auto"), {"trainer": {"strategy": mine}})["strategy"]
-    assert made["init_args"]["config"] == {"kernels": "standard", "engine": "auto"}
-    assert mine["init_args"]["config"] == {"kernels": "standard"}
+    assert made["init_args"]["config"] == {"engine": "auto", "debug": {"kernels": "standard"}}
+    assert mine["init_args"]["config"] == {"debug": {"kernels": "standard"}}
 
 
 def test_precision() -> None:

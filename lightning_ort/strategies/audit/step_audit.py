@@ -341,7 +341,7 @@ class _Audit:
         return (
             f"captured, in {batch}epoch {trainer.current_epoch}, {'; '.join(texts[:MAX_SHOWN])}{more}. It stays in"
             " PyTorch from now on; its captured steps before may have differed too. To begin again without capture,"
-            " pass ORTConfig(capture='off') to the strategy"
+            " pass ORTConfig(engine='torch') to the strategy"
         )
 
     def close(self) -> None:

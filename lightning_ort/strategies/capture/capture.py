@@ -40,7 +40,7 @@ class Capture:
 
     def setup(self, strategy: "Strategy") -> None:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""
-        if self.config.capture == "off":
+        if self.config.engine == "torch":
             self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))]
             return
         if (variable := dynamo.switched_off_by()) is not None:

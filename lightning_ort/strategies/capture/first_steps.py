@@ -11,7 +11,7 @@ OWN_GRADIENT = "it calls `torch.autograd.grad`, and graphs of torch.compile have
 LATE_SECOND_GRADIENT = (
     "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
     " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
-    " gradients before. Pass ORTConfig(capture='off') to the strategy, or put @torch.compiler.disable in front of the"
+    " gradients before. Pass ORTConfig(engine='torch') to the strategy, or put @torch.compiler.disable in front of the"
     " method that computes what is differentiated twice."
 )
 

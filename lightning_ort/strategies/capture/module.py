@@ -98,7 +98,7 @@ class CapturedModule:
     def _choose_part(self) -> Part | None:
         compiled = compiled_by_user(self.module)
         if compiled is None:
-            return "modules" if self.config.capture == "modules" else "step"
+            return "modules" if self.config.debug.capture == "modules" else "step"
         if compiled == "":
             name = type(self.module).__name__
             self.record_choice("module", ReasonType.ALREADY_COMPILED, f"{name} is not captured")

@@ -380,7 +380,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._recompiling += [step] if outcome.recompiles else []
         in_a_row = sum(step - number == back for back, number in enumerate(reversed(self._recompiling)))
         situation = failures.Situation(
-            module.config.capture == "auto", in_a_row, len(self._recompiling), module.closure_seen
+            module.config.debug.capture == "auto", in_a_row, len(self._recompiling), module.closure_seen
         )
         if (failure := failures.after_compiling(way, outcome, situation)) is not None:
             self._fail(way, failure)

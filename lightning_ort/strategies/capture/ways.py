@@ -46,7 +46,9 @@ INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Run
 
 def is_amortized(config: ORTConfig) -> bool:
     """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
-    wants_graphs = config.placement == "always" or config.check_against_eager or config.save_onnx_dir is not None
+    wants_graphs = (
+        config.placement == "always" or config.debug.check_against_eager or config.debug.save_onnx_dir is not None
+    )
     start = config.start or ("now" if wants_graphs else DEFAULT_START)
     return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 

@@ -36,7 +36,7 @@ class OrtExecutor(Executor):
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self.providers = config.providers or kernels.providers_for(device) or ()
+        self.providers = config.debug.providers or kernels.providers_for(device) or ()
 
     @classmethod
     @override
@@ -46,7 +46,7 @@ class OrtExecutor(Executor):
     @functools.cached_property
     def kernels(self) -> kernels.Kernels:
         """What the installed onnxruntime has for the device."""
-        return kernels.Kernels(self.config.kernels, self.providers, self.device)
+        return kernels.Kernels(self.config.debug.kernels, self.providers, self.device)
 
     @property
     @override
@@ -90,8 +90,8 @@ class OrtExecutor(Executor):
         return variants
 
     def _thread_counts(self, region: Region) -> list[int]:
-        if self.config.intra_op_threads is not None:
-            return [self.config.intra_op_threads]
+        if self.config.debug.intra_op_threads is not None:
+            return [self.config.debug.intra_op_threads]
         available = torch.get_num_threads()
         if available == 1 or self.device.type != "cpu":  # there a thread launches kernels, and computes little
             return [1]
@@ -110,8 +110,8 @@ class OrtExecutor(Executor):
 
     @override
     def save(self, artifact: bytes, name: str) -> None:
-        if self.config.save_onnx_dir is not None:
-            session.save(artifact, self.config.save_onnx_dir, name)
+        if self.config.debug.save_onnx_dir is not None:
+            session.save(artifact, self.config.debug.save_onnx_dir, name)
 
     @override
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:

@@ -96,10 +96,10 @@ def installed(distribution: str) -> str | None:
 def check_config(config: ORTConfig) -> None:
     """Raise ``ValueError`` if the installed onnxruntime lacks a provider or the kernels that the config names."""
     available = available_providers()
-    for provider in config.providers or ():
+    for provider in config.debug.providers or ():
         if provider not in available:
             raise ValueError(f"providers: {provider} is not in this onnxruntime; available are {', '.join(available)}.")
-    Kernels(config.kernels, config.providers or (CPU,), current_device(config.providers or (CPU,)))
+    Kernels(config.debug.kernels, config.debug.providers or (CPU,), current_device(config.debug.providers or (CPU,)))
 
 
 def available_providers() -> list[str]:
