@@ -67,13 +67,13 @@ def torchs_loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # whatever the default is: no test is long enough for compiling to pay; those of the amortized start ask for it
-    monkeypatch.setattr("lightning_ort.strategies.capture.ways.DEFAULT_START", "now")
+    monkeypatch.setattr("lightning_ort.strategies.race.ways.DEFAULT_START", "now")
 
 
 @pytest.fixture(autouse=True)
 def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     # the modules of tests take less than a millisecond a step, or none at all by a clock of their own
-    monkeypatch.setattr("lightning_ort.strategies.capture.race.MIN_SECONDS", 0)
+    monkeypatch.setattr("lightning_ort.strategies.race.race.MIN_SECONDS", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +126,8 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., None]:
     """Races go by a script: the seconds of a step on each engine, and of one that compiles."""
-    from lightning_ort.strategies.capture import ways
-    from lightning_ort.strategies.capture.turn import Turn
+    from lightning_ort.strategies.race import ways
+    from lightning_ort.strategies.race.turn import Turn
 
     tell, seconds = Turn.tell, dict[str, float]()
 

@@ -364,6 +364,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], A
     monkeypatch.chdir(tmp_path)
 
     def put(value: Any) -> Any:
+        if type(value) is dict:
+            return {key: put(item) for key, item in value.items()}
         if not isinstance(value, str):
             return value
         return value.replace(FILE, str(tmp_path / "file")).replace(FOLDER, str(tmp_path / "folder"))

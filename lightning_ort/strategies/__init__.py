@@ -1,7 +1,8 @@
 """The strategies; :mod:`lightning_ort.lightning` and :mod:`lightning_ort.pytorch_lightning` have their classes.
 
 - :mod:`~lightning_ort.strategies.mixin`: what every strategy does
-- :mod:`~lightning_ort.strategies.capture.steps`: the steps of a LightningModule, compiled
+- :mod:`~lightning_ort.strategies.race`: which way a step of a LightningModule runs
+- :mod:`~lightning_ort.strategies.capture`: the steps, captured
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.host_memory`: freed memory stays in the process for the next step
 - :mod:`~lightning_ort.strategies.dropout_masks`: masks of dropout are drawn faster

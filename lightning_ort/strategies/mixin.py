@@ -3,7 +3,7 @@
 The mixin overrides hooks of Lightning's strategies and calls its parts there. No part knows of the others:
 
 - :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
-- :class:`~lightning_ort.strategies.capture.steps.Capture`: the steps of the module, compiled
+- :class:`~lightning_ort.strategies.capture.capture.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers

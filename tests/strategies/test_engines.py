@@ -16,11 +16,11 @@ from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import step as captured_step
-from lightning_ort.strategies.capture import ways
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Way
-from lightning_ort.strategies.capture.ways import Ways, challengers, setting_for
 from lightning_ort.strategies.environment import read_environment
+from lightning_ort.strategies.race import ways
+from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.race.ways import Ways, challengers, setting_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

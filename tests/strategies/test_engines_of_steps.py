@@ -17,7 +17,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.capture import race, ways
+from lightning_ort.strategies.race import race, ways
 
 STEPS = 120  # more than two duels take
 SLOW = 0.05  # seconds, many times what a step of the module takes

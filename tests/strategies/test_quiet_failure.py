@@ -171,7 +171,7 @@ class Kinds(Small):
 def test_recompiles_count_in_all(
     capture: str, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_ort.strategies.capture.failures.MAX_RECOMPILING_STEPS_IN_ALL", 3)
+    monkeypatch.setattr("lightning_ort.strategies.race.failures.MAX_RECOMPILING_STEPS_IN_ALL", 3)
     plain, module = Kinds(), Kinds()
     make_trainer(max_epochs=1, limit_val_batches=0).fit(plain)
     report = fit(module, make_trainer, capture=capture)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.strategies.capture.race import (
+from lightning_ort.strategies.race.race import (
     FIRST,
     GRACE,
     MOST,

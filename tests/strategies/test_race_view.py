@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
-from lightning_ort.strategies.capture import race_view
-from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Way
-from lightning_ort.strategies.capture.race_view import RaceView
+from lightning_ort.strategies.race import view as race_view
+from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.race.view import RaceView
 
 ALWAYS = {"placement": "always"}
 ORT, INDUCTOR = Way("ort"), Way("inductor")

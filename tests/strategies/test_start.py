@@ -17,9 +17,9 @@ from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
-from lightning_ort.strategies.capture import ways
-from lightning_ort.strategies.capture.outlook import Outlook, at_window_start, outlook_of
-from lightning_ort.strategies.capture.race import FIRST
+from lightning_ort.strategies.race import ways
+from lightning_ort.strategies.race.outlook import Outlook, at_window_start, outlook_of
+from lightning_ort.strategies.race.race import FIRST
 
 STEPS = 40
 

@@ -34,7 +34,7 @@ from lightning_ort.strategies.audit.snapshot import (
     random_numbers,
     snapshot,
 )
-from lightning_ort.strategies.capture.outlook import TRAINING
+from lightning_ort.strategies.race.outlook import TRAINING
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule

@@ -27,11 +27,16 @@ class Capture:
 
     def __init__(self, config: ORTConfig) -> None:
         self.config = config
-        self.report = CompileReport()  # the backend's, once there is one
+        self._report = CompileReport()  # until there is a backend, which has its own
         self.backend: ORTBackend | None = None  # until the first setup, and if capture is off
         self._module: CapturedModule | None = None
         self._steps: dict[str, CapturedStep] = {}
         self._active = False
+
+    @property
+    def report(self) -> CompileReport:
+        """What was compiled."""
+        return self._report if self.backend is None else self.backend.report
 
     @property
     def cache(self) -> Cache:
@@ -52,8 +57,7 @@ class Capture:
 
             for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
             self.backend = ORTBackend(for_regions, self._request)
-            self.backend.report.optimizers = self.report.optimizers
-            self.report = self.backend.report
+            self.backend.report.optimizers = self._report.optimizers
         if not self.backend.available:
             return
         module = strategy.lightning_module

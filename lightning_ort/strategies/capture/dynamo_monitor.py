@@ -54,9 +54,9 @@ class DynamoMonitor:
         self.by_hand = False  # whether steps call for backward passes themselves
         self.numbers = True  # whether graphs may hold numbers that are made from tensors
         self._graph_breaks: list[tuple[str, Sequence[tuple[str, int]]]] = []  # of this call: reason and frames
-        self._breaks_before: int | None = None  # while dynamo compiles: how many there were in the process
         self._settings: Any = None
-        self._quiet: AbstractContextManager[None] | None = None  # while dynamo compiles
+        # while dynamo compiles: in what context, and how many graph breaks there were in the process
+        self._compiling: tuple[AbstractContextManager[None], int] | None = None
         self._last_compilation: Any = None
         self._holds_lock = False
 
@@ -93,7 +93,7 @@ class DynamoMonitor:
     def end(self) -> None:
         """Stop observing, and restore dynamo's settings."""
         _thread.monitor = None
-        if self._quiet is not None:  # dynamo was reset while it compiled, and has not said that it is over
+        if self._compiling is not None:  # dynamo was reset meanwhile, and has not said that it is over
             self._end_quiet()
         if self._settings is not None:
             self._settings.close()
@@ -104,7 +104,7 @@ class DynamoMonitor:
 
     def calls_autograd_grad(self) -> bool:
         """Return whether a graph of this call, compiled now or before, ended at ``torch.autograd.grad``."""
-        current = [] if self._breaks_before is None else dynamo.graph_breaks()[self._breaks_before :]
+        current = [] if self._compiling is None else dynamo.graph_breaks()[self._compiling[1] :]
         failures = dynamo.failures_since(self._last_compilation, self.other_threads)
         reasons = [*(reason for reason, _ in self._graph_breaks), *current, *failures]
         return any(map(dynamo.is_at_autograd_grad, reasons))
@@ -149,9 +149,8 @@ class DynamoMonitor:
 
     def on_compile_start(self) -> None:
         """Prepare for a frame that dynamo compiles in this call."""
-        self._breaks_before = len(dynamo.graph_breaks())
-        self._quiet = dynamo_messages.without_internal_warnings()
-        self._quiet.__enter__()
+        self._compiling = dynamo_messages.without_internal_warnings(), len(dynamo.graph_breaks())
+        self._compiling[0].__enter__()
         if self._settings is None:
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
@@ -168,15 +167,15 @@ class DynamoMonitor:
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""
-        self._end_quiet()
-        if self._breaks_before is not None:
-            self._graph_breaks += dynamo.break_frames(self._breaks_before)
-            self._breaks_before = None
+        if self._compiling is not None:
+            before = self._compiling[1]
+            self._end_quiet()
+            self._graph_breaks += dynamo.break_frames(before)
 
     def _end_quiet(self) -> None:
-        if self._quiet is not None:
-            self._quiet.__exit__(None, None, None)
-            self._quiet = None
+        if self._compiling is not None:
+            self._compiling[0].__exit__(None, None, None)
+            self._compiling = None
 
 
 class _Thread(threading.local):

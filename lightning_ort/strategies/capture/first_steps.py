@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning_ort.compat.autograd import GradientCalls, next_number
 from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
+from lightning_ort.strategies.race.failures import OWN_GRADIENT
 
 WATCHED = 16  # steps: what happens in later ones only is found out when it is captured
-OWN_GRADIENT = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
 LATE_SECOND_GRADIENT = (
     "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
     " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
@@ -31,7 +31,7 @@ class FirstSteps:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.seen = self.operations = 0
         self._step = step
-        self._takes = self._differentiates = False
+        self._calls: set[str] = set()  # reasons why graphs differ
 
     @property
     def is_over(self) -> bool:
@@ -49,11 +49,13 @@ class FirstSteps:
         with GradientCalls() as calls:
             output = self._step(*args, **kwargs)
         self.operations = max(self.operations, next_number() - before)
-        self._takes, self._differentiates = self._takes or calls.own, self._differentiates or calls.second
+        if calls.own:
+            self._calls.add(OWN_GRADIENT)
+        if calls.second:
+            self._calls.add(SECOND_GRADIENT)
         return output
 
     def takes_gradients(self, whole_step: bool) -> str | None:
         """Return why it cannot be captured, as a whole or by its child modules, if it takes gradients itself."""
-        if self._takes and whole_step:
-            return OWN_GRADIENT
-        return SECOND_GRADIENT if self._differentiates else None
+        reasons = (OWN_GRADIENT, SECOND_GRADIENT) if whole_step else (SECOND_GRADIENT,)
+        return next((reason for reason in reasons if reason in self._calls), None)

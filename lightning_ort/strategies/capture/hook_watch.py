@@ -14,12 +14,12 @@ class HookWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._made: int | None = None
-        self._known: set[int] = set()
+        self._seen: tuple[int, set[int]] = (-1, set())  # how many there had ever been, and which the module had
 
     def found_new(self) -> bool:
         """Return whether there are hooks that were not there at the last call."""
-        if (made := hooks_made()) == self._made:
+        before, known = self._seen
+        if (made := hooks_made()) == before:
             return False
-        before, self._made, self._known = self._known, made, hooks_of(self._module)
-        return not self._known <= before
+        self._seen = made, hooks_of(self._module)
+        return not self._seen[1] <= known

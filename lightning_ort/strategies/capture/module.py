@@ -20,11 +20,11 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
-from lightning_ort.strategies.capture.outlook import TRAINING, Outlook, at_window_start, outlook_of
-from lightning_ort.strategies.capture.race import Engine, Race
-from lightning_ort.strategies.capture.race_view import is_announced
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
-from lightning_ort.strategies.capture.ways import is_amortized, setting_for
+from lightning_ort.strategies.race.outlook import TRAINING, Outlook, at_window_start, outlook_of
+from lightning_ort.strategies.race.race import Engine, Race
+from lightning_ort.strategies.race.view import is_announced
+from lightning_ort.strategies.race.ways import is_amortized, setting_for
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

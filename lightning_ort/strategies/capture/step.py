@@ -1,14 +1,14 @@
 """One step of a LightningModule, run in the way that its race says: :class:`CapturedStep`.
 
 The strategy's ``training_step`` (and validation, test, predict) runs as Lightning wrote it. Meanwhile a
-:class:`CapturedStep` replaces the module's own step. It asks the race (:mod:`~lightning_ort.strategies.capture.race`)
+:class:`CapturedStep` replaces the module's own step. It asks the race (:mod:`~lightning_ort.strategies.race.race`)
 which way the step runs. For a captured one it
 
 1. installs the shims of Lightning's helpers (:mod:`~lightning_ort.strategies.capture.shims`),
 2. calls the compiled step, or the step itself with its child modules compiled,
 3. removes the shims and gives Lightning what was logged,
 4. if dynamo compiled anything (:mod:`~lightning_ort.strategies.capture.dynamo_monitor`), looks up what that leads to
-   (:mod:`~lightning_ort.strategies.capture.failures`).
+   (:mod:`~lightning_ort.strategies.race.failures`).
 
 Before the next step it tells the race how this one went. It decides nothing. Nothing stays on the module between calls.
 """
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -37,18 +37,18 @@ from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memor
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.audit.step_audit import StepAudit
-from lightning_ort.strategies.capture import failures
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.outlook import TRAINING
-from lightning_ort.strategies.capture.race import FIRST, NO_LIMIT, UNCHANGED, Failure, Race, Way
-from lightning_ort.strategies.capture.race_view import STAYS, RaceView, is_announced
 from lightning_ort.strategies.capture.shims import MISSING, Shims, reads_logged, restore_attribute
-from lightning_ort.strategies.capture.turn import Turn
-from lightning_ort.strategies.capture.ways import Ways, challengers
+from lightning_ort.strategies.race import failures
+from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, UNCHANGED, Failure, Race, Way
+from lightning_ort.strategies.race.turn import Turn
+from lightning_ort.strategies.race.view import STAYS, RaceView, is_announced
+from lightning_ort.strategies.race.ways import Ways, challengers
 
 QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
 NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
@@ -62,10 +62,8 @@ class CapturedStep(AbstractContextManager[None]):
 
     def __init__(self, module: CapturedModule, name: str) -> None:
         self._module, self._name = module, name
-        self._step: Any = None  # the user's, bound
-        self._first: FirstSteps  # the same
-        self._replacement: Any = None
-        self._before: Any = MISSING
+        self._user = _UserStep(None, FirstSteps(lambda: None), None)  # of nobody yet
+        self._before: Any = MISSING  # what the module had under its name
         self._race: Race | None = None  # from the first call on, if there is something to try
         self._ways: Ways
         self._turn = Turn()
@@ -113,33 +111,34 @@ class CapturedStep(AbstractContextManager[None]):
     @override
     def __enter__(self) -> None:
         step = getattr(self._module.module, self._name)
-        if step != self._step:  # bound methods are equal if function and object are the same
-            self._prepare(step)
+        if step != self._user.call:  # bound methods are equal if function and object are the same
+            self._user = self._prepare(step)
         attributes = vars(self._module.module)
         self._before = attributes.get(self._name, MISSING)
-        attributes[self._name] = self._replacement
+        attributes[self._name] = self._user.replacement
 
     @override
     def __exit__(self, *exc_info: object) -> None:
         """Restore the module's step, if it was not called."""
         attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._replacement:
+        if attributes.get(self._name) is self._user.replacement:
             restore_attribute(attributes, self._name, self._before)
 
-    def _prepare(self, step: Callable[..., Any]) -> None:
+    def _prepare(self, step: Callable[..., Any]) -> "_UserStep":
         """Begin with a new step."""
-        self._step, self._first = step, FirstSteps(step)
         self._release(self._compiled)
-        self._race, self._failures, self._turn = None, [], Turn()
-
-        self._replacement = functools.wraps(step)(functools.partial(self._run))  # Lightning reads a step's signature
+        self._failures.clear()
+        self._race, self._turn = None, Turn()
+        user = _UserStep(step, FirstSteps(step), functools.partial(self._run))
+        functools.update_wrapper(user.replacement, step)  # Lightning reads its signature
+        return user
 
     # Which way
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
         attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._replacement:
+        if attributes.get(self._name) is self._user.replacement:
             restore_attribute(attributes, self._name, self._before)
         turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
@@ -147,7 +146,7 @@ class CapturedStep(AbstractContextManager[None]):
         elif self._ask((args, kwargs), has_new_hooks):
             turn = self._turn
         else:
-            return self._step(*args, **kwargs)
+            return self._user.call(*args, **kwargs)
         turn.steps += 1
         if not turn.is_timed:
             return self._run_on(turn.way, *args, **kwargs)
@@ -185,9 +184,9 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _first_way(self) -> Way | None:
         """How the step is captured at first, if it can be."""
-        module, function, part = self._module, getattr(self._step, "__func__", self._step), self._module.part
+        module, function, part = self._module, getattr(self._user.call, "__func__", self._user.call), self._module.part
         if part == "step":
-            if dynamo.is_wrapped(self._step):
+            if dynamo.is_wrapped(self._user.call):
                 module.record_choice(self._name, ReasonType.ALREADY_COMPILED, STAYS)
                 return None
             if not isinstance(function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
@@ -208,7 +207,7 @@ class CapturedStep(AbstractContextManager[None]):
         module = self._module
         if module.is_amortized:
             return FIRST
-        if self._step is not None and self._first.seen:
+        if self._user.first.seen:
             return 0
         left = module.steps_left(self._name, 0)
         return int(left is None or left > 1 or module.takes_gradients)
@@ -261,14 +260,14 @@ class CapturedStep(AbstractContextManager[None]):
         if way.engine == inductor.GRAPHS:
             if not module.may_record(self._name):
                 self._fail(way, failures.of_inductor("gradients are accumulated now"))
-                return self._step(*args, **kwargs)
+                return self._user.call(*args, **kwargs)
             inductor.begin_recorded_step()
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
         module.running = self
         call, shims = turn.captured = turn.captured or self._captured(way)
         turn.call_start, turn.began_at = time.perf_counter(), next_number()
-        if self._audit.begin(call=self._step, args=args, kwargs=kwargs, logs=way.part == "step"):
+        if self._audit.begin(call=self._user.call, args=args, kwargs=kwargs, logs=way.part == "step"):
             turn.counts = False
         try:
             try:
@@ -296,9 +295,9 @@ class CapturedStep(AbstractContextManager[None]):
         return output
 
     def _run_unchanged(self, *args: Any, **kwargs: Any) -> Any:
-        first, module = self._first, self._module
+        first, module = self._user.first, self._module
         if first.is_over:
-            return self._step(*args, **kwargs)
+            return self._user.call(*args, **kwargs)
         output = first(*args, **kwargs)
         module.operations[self._name] = first.operations
         if not first.is_over and (text := first.takes_gradients(module.part == "step")) is not None:
@@ -309,9 +308,9 @@ class CapturedStep(AbstractContextManager[None]):
     def _captured(self, way: Way) -> tuple[Callable[..., Any], Shims]:
         """Return what to call, and what to install before."""
         if way.part == "modules":
-            return self._step, self._module.module_shims(way.engine)
+            return self._user.call, self._module.module_shims(way.engine)
         if way not in self._compiled:
-            self._compiled[way] = self._module.compile(self._step, way.engine)
+            self._compiled[way] = self._module.compile(self._user.call, way.engine)
         return self._compiled[way], self._module.shims
 
     def _stance(self, way: Way) -> AbstractContextManager[Any]:
@@ -356,7 +355,9 @@ class CapturedStep(AbstractContextManager[None]):
     def _count_compiled(self) -> Outcome:
         """Report what was compiled in a call."""
         module = self._module
-        outcome = module.monitor.outcome(getattr(getattr(self._step, "__func__", self._step), "__code__", None))
+        outcome = module.monitor.outcome(
+            getattr(getattr(self._user.call, "__func__", self._user.call), "__code__", None)
+        )
         report = module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
@@ -456,6 +457,14 @@ class CapturedStep(AbstractContextManager[None]):
             module.backend.fall_back(self._name, reason)
         else:
             module.record_choice(self._name, kind, reason.text)
+
+
+class _UserStep(NamedTuple):
+    """The step that a user wrote, bound; who watches its first calls; and what replaces it."""
+
+    call: Any
+    first: FirstSteps
+    replacement: Any
 
 
 def _obstacle(module: CapturedModule) -> str:

@@ -13,8 +13,8 @@ from lightning_ort._text import duration, plain
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType, StepReport
 from lightning_ort.compiler.run_part import LABELS
-from lightning_ort.strategies.capture.outlook import TRAINING
-from lightning_ort.strategies.capture.race import UNCHANGED, Event, Race, Waiting, Way
+from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Waiting, Way
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ort.strategies.capture.race import UNCHANGED, Race, Way
+from lightning_ort.strategies.race.race import UNCHANGED, Race, Way
 
 
 class Turn:

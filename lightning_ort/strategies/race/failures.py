@@ -5,14 +5,18 @@ Others only say what has failed: the backend, for a graph that differs from eage
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.strategies.capture.dynamo_monitor import Outcome
-from lightning_ort.strategies.capture.first_steps import OWN_GRADIENT
-from lightning_ort.strategies.capture.race import Failure, Way
+from lightning_ort.strategies.race.race import Failure, Way
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.capture.dynamo_monitor import Outcome
+
+OWN_GRADIENT = "it calls `torch.autograd.grad`, and graphs of torch.compile have one gradient"
 
 # A counter compiles as a constant, as a second constant and then as a symbol. More steps in a row that recompile mean
 # that something differs in each step, until dynamo gives up.
@@ -56,7 +60,7 @@ class Situation:
     closure: bool = False
 
 
-def after_compiling(way: Way, outcome: Outcome, situation: Situation) -> Failure | None:
+def after_compiling(way: Way, outcome: "Outcome", situation: Situation) -> Failure | None:
     """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
     if way.engine in inductor.ENGINES:
         return _of_inductor(way, outcome)
@@ -133,7 +137,7 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
     return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")
 
 
-def _of_inductor(way: Way, outcome: Outcome) -> Failure | None:
+def _of_inductor(way: Way, outcome: "Outcome") -> Failure | None:
     cause = outcome.error and (dynamo.backend_error(outcome.error) or outcome.error)
     if cause is not None or outcome.limit is not None:
         return of_inductor(dynamo.explanation(str(cause or outcome.limit)))

@@ -8,7 +8,7 @@ from then on. A champion other than the unchanged step has to meet that one agai
 
 Nothing here knows of torch, Lightning, clocks or files: whoever runs the steps asks :meth:`Race.next` and says
 :meth:`Race.done`. All that has happened is in :attr:`Race.events`; what people read is made from these
-(:mod:`~lightning_ort.strategies.capture.race_view`).
+(:mod:`~lightning_ort.strategies.race.view`).
 """
 
 import math

@@ -22,8 +22,8 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_START, ORTConfig
 from lightning_ort.config import Engine as Setting
-from lightning_ort.strategies.capture.outlook import TRAINING
-from lightning_ort.strategies.capture.race import STOP, UNCHANGED, Event, Expected, Way
+from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.race import STOP, UNCHANGED, Event, Expected, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule

@@ -1,0 +1,9 @@
+"""Which way a step runs.
+
+- :mod:`.race`: the state machine that decides it
+- :mod:`.ways`: which ways there are, in which order, and what is expected of each
+- :mod:`.failures`: what happens when a way cannot go on
+- :mod:`.outlook`: how much of a run is to come
+- :mod:`.turn`: the steps between two questions to the race
+- :mod:`.view`: what people read of a race
+"""
