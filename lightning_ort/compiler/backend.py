@@ -54,6 +54,7 @@ class ORTBackend:
 
     """
 
+    compilation: ClassVar[type[Compilation]] = Compilation  # what compiles a graph
     _num_compiled: ClassVar[int] = 0  # graphs, by all backends of the process
 
     def __init__(
@@ -91,7 +92,7 @@ class ORTBackend:
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
-            return Compilation(self, self._request(), number, gm, example_inputs).run()
+            return self.compilation(self, self._request(), number, gm, example_inputs).run()
         finally:
             if collects:
                 gc.enable()

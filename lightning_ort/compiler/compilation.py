@@ -46,6 +46,9 @@ class Compilation:
         gm: The graph.
         inputs: Examples of its inputs.
 
+    Attributes:
+        monitor: Tells which errors come from compiled passes.
+
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Compilation:
         self._config, self._report, self._cache = backend.config, backend.report, backend.cache
         self._prefix, self._number = f"{request.label}/" if request.label else "", number
         self._where = self._named("graph")
-        self._monitor = PassMonitor(len(inputs))
+        self.monitor = PassMonitor(len(inputs))
         self._graphs: list[GraphReport] = []
 
     def _named(self, kind: str) -> str:
@@ -125,17 +128,17 @@ class Compilation:
     def _aot_autograd(self, source: GraphSource | None) -> Callable[..., Any]:
         def compile_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if source is not None and (step := self._make_step(source)) is not None:
-                source.run = self._compile("step", step, inputs)
+                source.run = self.compile_graph("step", step, inputs)
                 return boxed(forward.forward)
-            return self._compile("forward", forward, inputs)
+            return self.compile_graph("forward", forward, inputs)
 
         def compile_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if source is not None and source.run is not None:
                 return boxed(backward.forward)
-            return self._compile("backward", backward, inputs)
+            return self.compile_graph("backward", backward, inputs)
 
         def see_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-            self._monitor.see_joint(joint, num_fwd_outputs)
+            self.monitor.see_joint(joint, num_fwd_outputs)
             if source is not None:
                 source.keep_joint(joint, num_fwd_outputs)
 
@@ -144,7 +147,7 @@ class Compilation:
         return aot_backend(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
-            inference_compiler=functools.partial(self._compile, "inference"),
+            inference_compiler=functools.partial(self.compile_graph, "inference"),
             partition_fn=functools.partial(lowering.split_joint, **options),
             decompositions=lowering.decompositions(whole),
         )
@@ -159,10 +162,10 @@ class Compilation:
             self._backend.fall_back(f"{self._request.label}/step", reason)
             return None
 
-    def _compile(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def compile_graph(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower it, place its regions, assemble them."""
         start = time.perf_counter()
-        self._monitor.see_facts()
+        self.monitor.see_facts()
         allow_retain_graph()
         graph = GraphReport(self._named(kind))
         self._graphs.append(graph)
@@ -184,11 +187,11 @@ class Compilation:
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start
         _log_compiled(graph, self._request.logs_graphs)
-        return self._monitor.watch(run)
+        return self.monitor.watch(run)
 
     def _guarded(self, run: Callable[..., Any], source: GraphSource | None) -> GuardedGraph:
         """Return what runs the compiled graph, or eager where it cannot."""
-        gm, monitor, request = self._gm, self._monitor, self._request
+        gm, monitor, request = self._gm, self.monitor, self._request
 
         def eager(*args: Any) -> Any:
             _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data

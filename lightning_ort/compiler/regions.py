@@ -54,9 +54,15 @@ class Candidates:
                 candidates.reasons[node] = reasons[0]
         return candidates
 
+    def owner(self, node: fx.Node) -> fx.Node:
+        """Return the node whose executor is that of a node: access to a tuple stays with the op that makes the tuple."""
+        op = node.args[0] if node.target is operator.getitem else node
+        return op if op in self.executors else node  # type: ignore[return-value]
+
     def demote(self, region: "Region", reason: Reason, nodes: Sequence[fx.Node] = ()) -> None:
         """Take the region's executor from the candidates of its nodes, or of some of them."""
-        for node in nodes or region.nodes:
+        for each in nodes or region.nodes:
+            node = self.owner(each)
             self.executors[node] = [name for name in self.executors[node] if name != region.executor]
             self.reasons[node] = reason
 
@@ -158,10 +164,7 @@ def partition(
 
 
 def _first(node: fx.Node, candidates: Candidates) -> str:
-    """The executor of a node; access to a tuple stays with the op that makes the tuple."""
-    op = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(op, fx.Node)
-    return candidates.executors[op if op in candidates.executors else node][0]
+    return candidates.executors[candidates.owner(node)][0]
 
 
 def _assign(candidates: Candidates, unassigned_views: set[fx.Node]) -> list[Region]:

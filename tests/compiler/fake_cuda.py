@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
+from ort_settings import config_of
 from packaging.version import Version
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_ort.compat.torch import boxed, fake_mode_of
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels
 
 CUDA = torch.device("cuda", 0)
@@ -194,18 +196,24 @@ def move_to_cuda(gm: fx.GraphModule) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-class CudaBackend(ORTBackend):
+class CudaCompilation(Compilation):
     """Compiles each graph as if its tensors were on the GPU, and runs it on the CPU in torch."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__({"placement": "always", "cache_dir": None, **settings})
-
-    def _compile(self, gm: fx.GraphModule, inputs: Any, name: str, monitor: Any) -> Callable[..., Any]:
+    def compile_graph(self, kind: str, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         as_traced = copy.deepcopy(gm)
         move_to_cuda(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        super()._compile(gm, [node.meta["val"] for node in placeholders], name, monitor)
-        return monitor.watch(boxed(as_traced.forward))
+        super().compile_graph(kind, gm, [node.meta["val"] for node in placeholders])
+        return self.monitor.watch(boxed(as_traced.forward))
+
+
+class CudaBackend(ORTBackend):
+    """A backend of these."""
+
+    compilation = CudaCompilation
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(config_of(**{"placement": "always", "cache_dir": None, **settings}))
 
 
 def run_op(function: Any, *inputs: torch.Tensor, **settings: Any) -> Any:
