@@ -93,7 +93,7 @@ bench: $(INSTALLED)
 # make projects VENV=../main/.venv -o ../main/.venv/.installed
 PROJECTS := $(patsubst benchmarks/projects/requirements/%.txt,.projects/%/.installed,$(wildcard benchmarks/projects/requirements/*.txt))
 projects: $(PROJECTS)
-	$(BIN)/python benchmarks/projects/run.py --json benchmarks/results/projects.json --page docs/projects.md $(PROJECTS_ARGS)
+	$(BIN)/python benchmarks/projects/run.py --json benchmarks/results/projects.json --page docs/test_reports/projects.md $(PROJECTS_ARGS)
 
 .projects/%/.installed: benchmarks/projects/requirements/%.txt $(INSTALLED)
 	$(BIN)/python -m venv --without-pip .projects/$*

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_ort.config import ORTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 
 
 def broken_links(page: Path) -> list[str]:
