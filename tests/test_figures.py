@@ -66,7 +66,7 @@ BETWEEN_SAME = max(
 CLAIMS: dict[str, list[tuple[str, ...]]] = {
     "README.md": [
         ("fused optimizer (alone {}", overall(FUSED)),
-        ("expect {}, {} and {} in these rows", *ON_INTEL),
+        ("expect {}, {} and {} in the first three rows", *ON_INTEL),
         ("by itself gives {}: up to {} (a small GPT)", OWN, BEST),
         ("the step from {} to {} is noise", OFF, ORT),
     ],
