@@ -226,6 +226,7 @@ def test_a_wrong_block_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ('export LIGHTNING_ORT_CONFIG=\'{"placment": "always"}\'', ValueError, "did you mean 'placement'"),
         ("LIGHTNING_ORT_CONFG='{}' python train.py", AssertionError, "does not read it"),
         ("LIGHTNING_ORT_OPTIM=keep python no_such_script.py", pytest.fail.Exception, "no way to check this line"),
+        ('pip install "lightning-ort[cpu]"', AssertionError, "write it as the quick start"),
     ):
         with monkeypatch.context() as shell, pytest.raises(error, match=message):
             run_command(line, shell)
