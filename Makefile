@@ -70,6 +70,7 @@ digits: $(INSTALLED)
 EXAMPLES := $(wildcard examples/*/*.yaml)
 examples: $(VENV)/.examples_installed
 	$(BIN)/python examples/compare.py $(filter-out %/hyperparameters/config.yaml,$(EXAMPLES)) $(EXAMPLES_ARGS)
+	$(BIN)/python examples/hello.py --steps 20
 	$(BIN)/python examples/hyperparameters/main.py --config examples/hyperparameters/config.yaml --trials 3 --epochs 5
 	$(BIN)/python examples/digits/digits.py --epochs 2
 	$(BIN)/python examples/language_model/train.py --steps 20 --validation-batches 2
@@ -93,7 +94,7 @@ bench: $(INSTALLED)
 # make projects VENV=../main/.venv -o ../main/.venv/.installed
 PROJECTS := $(patsubst benchmarks/projects/requirements/%.txt,.projects/%/.installed,$(wildcard benchmarks/projects/requirements/*.txt))
 projects: $(PROJECTS)
-	$(BIN)/python benchmarks/projects/run.py --json benchmarks/results/projects.json --page docs/projects.md $(PROJECTS_ARGS)
+	$(BIN)/python benchmarks/projects/run.py --json benchmarks/results/projects.json --page docs/test_reports/projects.md $(PROJECTS_ARGS)
 
 .projects/%/.installed: benchmarks/projects/requirements/%.txt $(INSTALLED)
 	$(BIN)/python -m venv --without-pip .projects/$*
@@ -106,7 +107,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# the charts of README.md and docs/index.md, from the newest result files
+# the chart and the tables of speeds in README.md and docs, from the newest result files
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/front_page.py
 

@@ -1,7 +1,8 @@
-"""The test suite with other versions, a session for each row of docs/status.md: ``nox --session python312``.
+"""The test suite with other versions: ``nox --session python312``.
 
-Run by hand: PyPI's torch is the build with CUDA, several gigabytes with its libraries. Arguments after ``--`` are
-pytest's. ``make test`` runs the suite with the versions of constraints.txt.
+A session for each row of docs/test_reports/versions.md. Run by hand: PyPI's torch is the build with CUDA, several
+gigabytes with its libraries. Arguments after ``--`` are pytest's. ``make test`` runs the suite with the versions of
+constraints.txt.
 """
 
 from functools import partial

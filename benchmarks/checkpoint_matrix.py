@@ -1,4 +1,4 @@
-"""Every strategy loads what every strategy saved, at other numbers of processes: prints the table of the documentation.
+"""Every strategy loads what every strategy saved, at other numbers of processes: prints a table of all pairs.
 
 For each pair: a checkpoint is saved after five steps (under the ort strategies, on ONNX Runtime), loaded, and saved
 again at once, which has to be the same, parameters and optimizer states bit for bit; then five more steps have to lose

@@ -1,7 +1,15 @@
-"""Project the step of a data parallel run to more GPUs than are here: prints the tables of ``docs/scaling.md``.
+"""Project the step of a data parallel run to more GPUs than are here; ``benchmarks/results`` has what it prints.
 
-Nothing is measured. The formulas stand in that page; what goes in are the bytes that ``distributed.py`` counted for
-each parameter, and published speeds. ``python benchmarks/scaling.py``
+Nothing is measured. What goes in are the bytes that ``distributed.py`` counted for each parameter, and published
+speeds. For one process of N, P parameters of b bytes, and a ring algorithm (NCCL and gloo use one for large messages):
+
+- half an all-reduce, that is a reduce-scatter, an all-gather or a pipelined broadcast:
+  ``t = (N - 1) / N * b * P / speed + buckets * ceil(log2(N)) * latency``
+- computation: ``2 * P * tokens / (peak * utilization)`` forward, twice as much backward
+- ``ort_ddp`` waits ``max(2 * t - backward, 2 * t / buckets)``, ``ort_zero1_native`` ``t`` more, ``ort_zero1`` ``3 * t``
+- efficiency: ``(forward + backward) / (forward + backward + waits)``, without the time of the optimizer itself
+- memory for weights, gradients and optimizer: ``P * (2 * b + 12)`` under DDP, ``P * (2 * b + 12 / N)`` under ZeRO, with
+  float32 weights and AdamW's two states for a module in bfloat16
 """
 
 import math

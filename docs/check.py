@@ -1,4 +1,4 @@
-"""Check the documentation: each relative link and anchor leads somewhere; the option table lists ORTConfig's fields."""
+"""Check the documentation: relative links and anchors, the table of settings, and how long it is."""
 
 import dataclasses
 import re
@@ -8,7 +8,10 @@ from pathlib import Path
 from lightning_ort.config import ORTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), ROOT / "benchmarks/README.md"]
+# words, as `wc -w` counts them
+LONGEST_README = 650
+LONGEST_DOCUMENTATION = 14_000  # without docs/test_reports
 
 
 def broken_links(page: Path) -> list[str]:
@@ -46,9 +49,21 @@ def wrong_options() -> list[str]:
     ]
 
 
+def too_long() -> list[str]:
+    """Return a message for README.md, and for the pages in docs, if they have too many words."""
+    limits = {LONGEST_README: [ROOT / "README.md"], LONGEST_DOCUMENTATION: sorted(ROOT.glob("docs/*.md"))}
+    found = []
+    for limit, pages in limits.items():
+        words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+        if words > limit:
+            name = "README.md" if len(pages) == 1 else "the pages in docs"
+            found.append(f"{name}: {words:,} words, {limit:,} at most")
+    return found
+
+
 def main() -> None:
     """Print what is wrong and exit with an error if anything is."""
-    problems = [message for page in PAGES for message in broken_links(page)] + wrong_options()
+    problems = [message for page in PAGES for message in broken_links(page)] + wrong_options() + too_long()
     print("\n".join(problems) or f"{len(PAGES)} pages checked")
     sys.exit(bool(problems))
 

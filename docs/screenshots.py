@@ -1,6 +1,6 @@
 """Make the pictures of the documentation again: ``make screenshots``.
 
-Pages at two widths and in two themes (a report, and the first and the benchmark page of the documentation), the console
+Pages at two widths and in two themes (a report, and the first pages of the documentation), the console
 from the start of a fit to the verdict, and the plot of ``lightning-ort bench``. Chromium takes the pictures of pages:
 ``CHROMIUM`` names it, or it is on the ``PATH``. Look at them before you commit them.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 HEIGHTS = {1280: 1750, 390: 2900}
 # page of the site -> name of its pictures
-PAGES = {"index.html": "index", "benchmarks/index.html": "benchmarks"}
+PAGES = {"index.html": "index", "readme/index.html": "readme"}
 BENCH = ("benchmarks/zoo.py:SmallGPT", "--variants", "stock", "off", "ort", "--rounds", "5", "--accelerator", "cpu")
 COLUMNS = 100
 TRAIN = """

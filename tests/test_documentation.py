@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show is run: Python, YAML for LightningCLI, and commands of a shell.
+"""What README.md, CONTRIBUTING.md and docs/*.md show is run: Python, YAML for LightningCLI, and commands of a shell.
 
 The blocks of a page share a namespace, in their order, and a folder. A block that cannot run here says why, in a
 comment right above it: ``<!-- not run: reason -->``.
@@ -25,7 +25,7 @@ from lightning_ort.cli import main
 from lightning_ort.compiler.report import CompileReport, ReasonType
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(
     r"(?P<above>[^\n]*)\n(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
 )
@@ -119,7 +119,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
     """Run a block; a Trainer that it has made and not used trains the module, on the strategy that it asks for."""
     before = names.get("trainer")
     source = "\n" * (block.line - 1) + block.code  # a traceback names the page's own line
-    source = source.replace("max_steps=8000", "max_steps=12")  # the README's hello takes minutes
+    source = re.sub(r"max_steps=\d{3,}", "max_steps=12", source)  # so many take minutes
     exec(compile(source, block.page, "exec"), names)
     trainer = names.get("trainer")
     if trainer is before or trainer.num_devices > 1:  # several processes start this script anew
@@ -165,7 +165,7 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case [assignment, "python", "train.py"] if ASSIGNMENT.fullmatch(assignment):  # a script of the reader's
             with monkeypatch.context() as for_this_line:
                 train_with_variable(assignment, for_this_line)
-        case [] | ["cd" | "git" | ".ci/run", *_]:
+        case [] | ["git" | ".ci/run", *_]:
             pass
         case ["lightning-ort", *_]:
             monkeypatch.setattr("sys.argv", words)
@@ -178,6 +178,8 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             extras = re.findall(r"^(\w+) = \[", optional.partition("\n[")[0], re.MULTILINE)
             named = {name for word in rest for names in re.findall(r"\[(.+)\]", word) for name in names.split(",")}
             assert named <= set(extras), f"no such extra: {line}"
+            ours = [word for word in rest if "lightning-ort" in word or word.startswith(".")]
+            assert all(re.fullmatch(r"\.\[cpu(,\w+)*\]", word) for word in ours), f"write it as the quick start: {line}"
         case ["python", script, *_]:
             assert (ROOT / script).is_file(), f"no such script: {line}"
         case _:
@@ -224,6 +226,7 @@ def test_a_wrong_block_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ('export LIGHTNING_ORT_CONFIG=\'{"placment": "always"}\'', ValueError, "did you mean 'placement'"),
         ("LIGHTNING_ORT_CONFG='{}' python train.py", AssertionError, "does not read it"),
         ("LIGHTNING_ORT_OPTIM=keep python no_such_script.py", pytest.fail.Exception, "no way to check this line"),
+        ('pip install "lightning-ort[cpu]"', AssertionError, "write it as the quick start"),
     ):
         with monkeypatch.context() as shell, pytest.raises(error, match=message):
             run_command(line, shell)

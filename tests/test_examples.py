@@ -94,6 +94,11 @@ def _source() -> Any:
     return _load("language_model/data.py").StandardLibrarySource()
 
 
+def test_hello_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    _load("hello.py").main(steps=4)
+    assert "training_step/step_0" in capsys.readouterr().out  # tests compile at once
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTED)
 def test_trained_module_is_exported(name: str, make_trainer: Callable[..., Trainer], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules of docs/contributing.md that a machine can check: size, layers, no import cycle, private names in `compat/`."""
+"""Rules of CONTRIBUTING.md that a machine can check: size, layers, no import cycle, private names in `compat/`."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""The page docs/projects.md, from the results of run.py."""
+"""The page docs/test_reports/projects.md, from the results of run.py."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ HEAD = """# Other people's models
 
 {count} models of other projects, trained on a CPU by stock Lightning and by `strategy="ort"`, on the same made-up data
 and from the same seeds. `make projects` writes this page; the models are in
-[`benchmarks/projects`](../benchmarks/projects). Each fit is a process of its own with empty caches, so its seconds
+[`benchmarks/projects`](../../benchmarks/projects). Each fit is a process of its own with empty caches, so its seconds
 contain all compiling. {measured}
 
 - **stock, ort:** seconds of the whole `fit`, the median where there were several.
 - **kept:** what the training step runs on at the end. *Nothing compiled*: with
-  [`start="amortized"`](how_it_works.md#when-compiling-starts) the run was too short for compiling to pay.
-- **start-up:** seconds that compiling and trying took, as the [report](report.md) has them.
+  [`start="amortized"`](../how_it_works.md#when-compiling-starts) the run was too short for compiling to pay.
+- **start-up:** seconds that compiling and trying took, as the [report](../report.md) has them.
 - **breaks, recompiles:** how often a graph ended early, and how often a frame was compiled again.
 - **losses:** the largest relative difference between the two, over the losses of all steps and the metrics at the end.
   Where it is over 1e-4 in short and medium fits, the distances of both from the same fit in float64 stand beside it:

@@ -1,4 +1,4 @@
-"""The table of docs/train_anywhere.md: 100 steps of six modules in PyTorch, in onnxruntime alone, and in WebAssembly.
+"""100 steps of six modules in PyTorch, in onnxruntime alone, and in WebAssembly: docs/test_reports/train_anywhere.md.
 
 python run.py --output results.json [--python PYTHON] [--minilm FOLDER] [--modules NAME ...] [--steps 100]
 

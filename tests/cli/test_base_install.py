@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from lightning_ort import CompileReport
 
@@ -54,3 +55,24 @@ def test_packages_of_the_commands_are_base_requirements() -> None:
     base = text[text.index("\ndependencies = [") : text.index("[project.optional-dependencies]")]
     for name in ("jsonargparse[signatures]", "jinja2", "rich"):
         assert f'"{name}>=' in base
+
+
+@pytest.mark.parametrize(
+    ("python", "system", "machine", "build"),
+    [
+        ("3.10", "linux", "x86_64", "onnxruntime-training-cpu"),
+        ("3.12", "linux", "x86_64", "onnxruntime-training-cpu"),
+        ("3.13", "linux", "x86_64", "onnxruntime"),
+        ("3.12", "linux", "aarch64", "onnxruntime"),
+        ("3.12", "darwin", "arm64", "onnxruntime-training-cpu"),
+        ("3.13", "darwin", "arm64", "onnxruntime"),
+        ("3.11", "win32", "AMD64", "onnxruntime-training-cpu"),
+        ("3.11", "win32", "ARM64", "onnxruntime"),
+    ],
+)
+def test_extra_cpu_takes_one_build_that_has_wheels(python: str, system: str, machine: str, build: str) -> None:
+    """Which wheels onnxruntime-training-cpu 1.19.2, its last release, has on PyPI."""
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\ncpu = [\n")[2].partition("]\n")[0]
+    requirements = [Requirement(line.strip().rstrip(",").strip('"')) for line in lines.splitlines()]
+    here = {"python_version": python, "sys_platform": system, "platform_machine": machine}
+    assert [each.name for each in requirements if each.marker.evaluate(here)] == [build]

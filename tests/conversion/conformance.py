@@ -1,4 +1,4 @@
-"""Write docs/supported_ops.md: who runs each core ATen op, found out by running it.
+"""Write docs/test_reports/supported_ops.md: who runs each core ATen op, found out by running it.
 
 Every overload that torch tags as core is compiled through the backend with ``placement="always"``, called forward and
 backward, and compared with eager; the report then tells who ran it. An op that lowering takes apart counts by who ran
@@ -24,7 +24,7 @@ from tests.conversion import harness
 from tests.conversion.core_op_samples import SAMPLES, Call
 from tests.conversion.samples import Sample, build
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_ops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "test_reports" / "supported_ops.md"
 HALVES = (torch.float16, torch.bfloat16)
 OTHER_DTYPES = (torch.float64, torch.int64, torch.int32, torch.bool, *HALVES)
 TOLERANCES = {**harness.TOLERANCES, torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}

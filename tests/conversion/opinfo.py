@@ -1,4 +1,4 @@
-"""Write docs/opinfo.md: what torch's own test database says of the ops that ONNX Runtime runs.
+"""Write docs/test_reports/opinfo.md: what torch's own test database says of the ops that ONNX Runtime runs.
 
 Every sample of every op of the database is compiled with ``placement="always"``, run forward and backward, and compared
 with eager; some of each op's samples besides with special values, in other memory layouts, in other dtypes, in place
@@ -25,7 +25,7 @@ from tests.conversion.opinfo_known import explained
 from tests.conversion.opinfo_run import CHANGING_SIZES, Key, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "opinfo.md"
+PAGE = ROOT / "docs" / "test_reports" / "opinfo.md"
 FAILURES = (Status.MISMATCH, Status.CRASH, Status.TIMEOUT)
 # ONNX Runtime had nothing to do, or there is no result to compare
 _NOT_COMPARED = (Status.IN_TORCH, Status.NOT_TRACED, Status.EAGER_CRASH)

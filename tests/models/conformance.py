@@ -1,4 +1,4 @@
-"""Write docs/supported_models.md: who runs each model of tests/models/zoo.py, found out by training it.
+"""Write docs/test_reports/supported_models.md: who runs each model of tests/models/zoo.py, found out by training it.
 
 Every model is trained twice from one seed, with the stock strategy and with ``ORTStrategy(config={"placement":
 "always"})``, and losses and parameters are compared; the report tells who ran what. Run as ``make conformance``, or for
@@ -27,7 +27,7 @@ from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.report import CompileReport, Reason
 from tests.models.zoo import MODELS, Batch, Made, Model
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "test_reports" / "supported_models.md"
 STEPS = 5
 LOSS_TOLERANCE = 1e-3
 CHANGE_TOLERANCE = 1e-2
@@ -58,7 +58,7 @@ for which torch has the better kernel.
   transformers' hooks in the first step, runs in torch and is not counted. *recompiles*: how often a function was
   compiled again.
 - *in torch*: what stayed in torch, with the number of nodes, and why. *better in torch* is a deliberate choice, see
-  [how it works](how_it_works.md).
+  [how it works](../how_it_works.md).
 
 | model | library | loss | parameters | change | on ORT | regions | breaks | recompiles | in torch |
 |---|---|---|---|---|---|---|---|---|---|

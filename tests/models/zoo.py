@@ -1,4 +1,4 @@
-"""The models of docs/supported_models.md: each made of a config with random weights, small, and returning its loss.
+"""The models of docs/test_reports/supported_models.md: small, from a config with random weights, and returning a loss.
 
 A model's function returns the network and a function that draws one batch, the network's keyword arguments. Dropout and
 whatever else is random in training is left on, as each config has it.

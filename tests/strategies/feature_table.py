@@ -1,4 +1,4 @@
-"""Write docs/lightning_features.md: how each feature of Lightning runs under ``ort``, found out by running it.
+"""Write docs/test_reports/lightning_features.md: how each feature of Lightning runs under ``ort``, found by running it.
 
 Every feature of the tests, and every way of writing a step, is run under the stock strategy and under ``ort`` with
 ``placement="always"``; the results are compared, and the report tells the rest. Run as ``make conformance``.
@@ -21,7 +21,7 @@ from lightning_ort.compiler.report import CompileReport
 for _theme in ("gradient", "module", "step", "layer", "trainer", "callback"):  # the order of the page
     importlib.import_module(f"test_{_theme}_features")
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning_features.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "test_reports" / "lightning_features.md"
 TEXTS: dict[How, str] = {"step": "on ONNX Runtime", "modules": "on ONNX Runtime, child modules", "torch": "in torch"}
 
 HEAD = """\
