@@ -1,7 +1,7 @@
 """Whole fits of minutes, start-up included: where inductor has time to pay.
 
 ``python benchmarks/whole_fits.py [MODULE:STEPS ...] [--variants stock off ort again]``. Each fit is its own process.
-``off`` is ``ort`` with ``capture="off"``: its fused optimizer and retained memory alone; ``ort`` is the default
+``off`` is ``ort`` with ``engine="torch"``: its fused optimizer and retained memory alone; ``ort`` is the default
 settings with empty caches, ``again`` the same with what ``ort`` has left in them. Variants run one after the other, in
 the order given: the figures of a machine that does something else meanwhile are worth nothing.
 """

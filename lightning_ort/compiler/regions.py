@@ -55,7 +55,7 @@ class Candidates:
         return candidates
 
     def owner(self, node: fx.Node) -> fx.Node:
-        """Return the node whose executor is that of a node: access to a tuple stays with the op that makes the tuple."""
+        """Return the node whose executor a node has: access to a tuple stays with the op that makes the tuple."""
         op = node.args[0] if node.target is operator.getitem else node
         return op if op in self.executors else node  # type: ignore[return-value]
 
