@@ -33,9 +33,11 @@ HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameter
 # what dynamo compiles
 
 
-def compile_callbacks() -> tuple[list[Callable[[CallbackArgs], None]], list[Callable[[CallbackArgs], None]]]:
-    """Return what dynamo calls before and after each compilation; its reset empties both lists (torch 2.13)."""
-    return callback_handler.start_callbacks, callback_handler.end_callbacks
+# what dynamo calls before and after each compilation; its reset empties both lists (torch 2.13)
+COMPILE_CALLBACKS: tuple[list[Callable[[CallbackArgs], None]], list[Callable[[CallbackArgs], None]]] = (
+    callback_handler.start_callbacks,
+    callback_handler.end_callbacks,
+)
 
 
 def compile_id(args: CallbackArgs) -> str | None:

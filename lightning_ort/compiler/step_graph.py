@@ -209,27 +209,24 @@ class StepGraph:
         elif tangent is None:
             return [None] * len(self._targets)
         else:
-            gradients = self._take(one)
+            if one.gradients is None:
+                raise RuntimeError(_TWICE)
+            gradients = one.gradients
+            if keeps_graph():
+                gradients = [gradient.clone() for gradient in gradients]
+            else:  # it gives them away
+                one.gradients = None
             # on another device, to compare would wait for it
             if tangent.device.type != "cpu" or float(tangent) != one.expected[0]:
                 torch._foreach_mul_(gradients, tangent / one.expected[1])
                 self._expect(tangent)
-            if not keeps_graph():
+            if one.gradients is None:
                 one.args, one.state = (), None  # a loss that is kept, as people do, keeps no batch
             if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
                 return [None] * len(gradients)
             found = [*gradients]
         if torch.is_grad_enabled():
             found = GradientsOnce.apply(len(found), *found, *one.parameters, tangent)
-        return found
-
-    def _take(self, one: _Pass) -> list[torch.Tensor]:
-        """The gradients of a run, which it gives away if its graph is not kept."""
-        if one.gradients is None:
-            raise RuntimeError(_TWICE)
-        if keeps_graph():
-            return [gradient.clone() for gradient in one.gradients]
-        found, one.gradients = one.gradients, None
         return found
 
     def _expect(self, tangent: torch.Tensor) -> None:

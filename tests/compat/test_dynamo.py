@@ -52,7 +52,7 @@ def isolated(function: Callable[..., Any], backend: Any = "eager", **kwargs: Any
 
 def test_compile_callbacks() -> None:
     ids: list[str | None] = []
-    starts, ends = dynamo.compile_callbacks()
+    starts, ends = dynamo.COMPILE_CALLBACKS
     for callbacks in (starts, ends):
         callbacks.append(lambda args: ids.append(dynamo.compile_id(args)))
     isolated(double)(torch.ones(2))
@@ -62,7 +62,7 @@ def test_compile_callbacks() -> None:
     torch._dynamo.reset()
     assert not starts
     assert not ends
-    assert dynamo.compile_callbacks() == (starts, ends)
+    assert dynamo.COMPILE_CALLBACKS == (starts, ends)
 
 
 def test_a_callback_may_be_about_something_else_than_a_frame() -> None:
@@ -90,7 +90,7 @@ def test_another_backend_for_the_same_code_is_no_recompile() -> None:
 
 def test_compilations_are_known_by_their_ids() -> None:
     ids: list[Any] = []
-    dynamo.compile_callbacks()[0].append(lambda args: ids.append(dynamo.compile_id(args)))
+    dynamo.COMPILE_CALLBACKS[0].append(lambda args: ids.append(dynamo.compile_id(args)))
     compiled, marker = isolated(double, dynamic=False), dynamo.last_compilation()
     for size in (2, 3):
         compiled(torch.ones(size))

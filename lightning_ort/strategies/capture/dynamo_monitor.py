@@ -64,7 +64,7 @@ class DynamoMonitor:
         """Register with dynamo; a second call changes nothing."""
         with _monitors_lock:
             _monitors.add(self)
-            for callbacks, ours in zip(dynamo.compile_callbacks(), _CALLBACKS, strict=True):
+            for callbacks, ours in zip(dynamo.COMPILE_CALLBACKS, _CALLBACKS, strict=True):
                 if ours not in callbacks:
                     callbacks.append(ours)
             _filter_loggers()
@@ -75,7 +75,7 @@ class DynamoMonitor:
             _monitors.discard(self)
             if _monitors:
                 return
-            for callbacks, ours in zip(dynamo.compile_callbacks(), _CALLBACKS, strict=True):
+            for callbacks, ours in zip(dynamo.COMPILE_CALLBACKS, _CALLBACKS, strict=True):
                 if ours in callbacks:
                     callbacks.remove(ours)
             for logger in dynamo_messages.internal_loggers():
@@ -83,7 +83,7 @@ class DynamoMonitor:
 
     def begin(self) -> None:
         """Observe this thread from now on."""
-        if _on_compile_start not in dynamo.compile_callbacks()[0]:  # a reset of dynamo removes all callbacks
+        if _on_compile_start not in dynamo.COMPILE_CALLBACKS[0]:  # a reset of dynamo removes all callbacks
             self.install()
         if len(_monitors) > 1:
             _call_lock.acquire()

@@ -139,7 +139,10 @@ class CapturedStep(AbstractContextManager[None]):
         """Run instead of the module's step."""
         attributes = vars(self._module.module)
         if attributes.get(self._name) is self._user.replacement:
-            restore_attribute(attributes, self._name, self._before)
+            if self._before is MISSING:
+                del attributes[self._name]
+            else:
+                attributes[self._name] = self._before
         turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
             turn.quiet -= 1
