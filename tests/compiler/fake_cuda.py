@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import onnx
 import onnxruntime
@@ -20,7 +21,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_ort.compat.torch import boxed, fake_mode_of
+from lightning_ort.compiler import backend
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import cuda_graphs, kernels
 
 CUDA = torch.device("cuda", 0)
@@ -194,18 +197,26 @@ def move_to_cuda(gm: fx.GraphModule) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-class CudaBackend(ORTBackend):
+class CudaCompilation(Compilation):
     """Compiles each graph as if its tensors were on the GPU, and runs it on the CPU in torch."""
+
+    def _compile(self, kind: str, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        as_traced = copy.deepcopy(gm)
+        move_to_cuda(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        super()._compile(kind, gm, [node.meta["val"] for node in placeholders])
+        return self._monitor.watch(boxed(as_traced.forward))
+
+
+class CudaBackend(ORTBackend):
+    """Compiles as :class:`CudaCompilation` does."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__({"placement": "always", "cache_dir": None, **settings})
 
-    def _compile(self, gm: fx.GraphModule, inputs: Any, name: str, monitor: Any) -> Callable[..., Any]:
-        as_traced = copy.deepcopy(gm)
-        move_to_cuda(gm)
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        super()._compile(gm, [node.meta["val"] for node in placeholders], name, monitor)
-        return monitor.watch(boxed(as_traced.forward))
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        with mock.patch.object(backend, "Compilation", CudaCompilation):
+            return super().__call__(gm, example_inputs, **kwargs)
 
 
 def run_op(function: Any, *inputs: torch.Tensor, **settings: Any) -> Any:
