@@ -3,14 +3,13 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
 
 from lightning_ort._arguments import (
     check_choice,
     check_integer,
-    check_keywords,
     check_path,
     check_share,
     check_writable,
@@ -74,8 +73,6 @@ class ORTConfig:
         intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
-        cuda_graphs: On a GPU, also time each region of fixed sizes recorded as a CUDA graph, and keep that if it is
-            faster. It copies the region's inputs and outputs, and needs extra memory for them.
         dropout_masks: In steps that inductor compiles, ``"exact"`` draws the masks that eager would, ``"fast"`` lets
             inductor draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
@@ -106,7 +103,6 @@ class ORTConfig:
     providers: tuple[str, ...] | None = None
     intra_op_threads: int | None = None
     check_against_eager: bool = False
-    cuda_graphs: bool = False
     dropout_masks: DropoutMasks = "exact"
     cache_dir: str | None = "auto"
     save_onnx_dir: str | None = None
@@ -171,7 +167,7 @@ class ORTConfig:
         fields = [field.name for field in dataclasses.fields(cls)]
         for key in value:
             if key not in fields:
-                raise ValueError(f"ORTConfig has no field {key!r}: {closest(key, fields, 'fields')}")
+                raise ValueError(f"ORTConfig has no field {key!r}: {_hint(key, fields)}")
         return cls(**value)
 
 
@@ -188,8 +184,16 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "audit": get_args(Audit),
     "dynamic": (None, True, False),
     "check_against_eager": (True, False),
-    "cuda_graphs": (True, False),
 }
+# settings of earlier versions: what to do instead
+_REMOVED = {
+    "cuda_graphs": "it is gone; on a GPU each step is tried as recordings of inductor by default, so leave it out.",
+}
+
+
+def _hint(name: object, fields: Collection[str]) -> str:
+    """Return what to do about a name that is not a field."""
+    return _REMOVED.get(str(name)) or closest(name, fields, "fields")
 
 
 def _check_op(name: str) -> None:
@@ -226,7 +230,9 @@ def _with_keywords_checked(kind: type[ORTConfig]) -> None:
     def checked(self: ORTConfig, *args: Any, **kwargs: Any) -> None:
         if args:
             raise TypeError(f"ORTConfig takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
-        check_keywords("ORTConfig", kwargs, fields, "field")
+        for name in kwargs:
+            if name not in fields:
+                raise TypeError(f"ORTConfig has no field {name!r}: {_hint(name, fields)}")
         init(self, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign]

@@ -48,7 +48,6 @@ CHOICES = {
     "capture": "'auto', 'step', 'modules', 'off'",
     "dynamic": "None, True, False",
     "check_against_eager": "True, False",
-    "cuda_graphs": "True, False",
 }
 OP = "Pass names such as 'aten.gelu.default'"
 Case = tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]

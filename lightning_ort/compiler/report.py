@@ -75,7 +75,6 @@ class ReasonType(enum.Enum):
     EARLIER_STEP = "a value with gradients was kept from an earlier step"
     WRITES_TO_INPUT = "it writes to an input as only eager does"
     NOT_TIMED = "could not be timed"
-    NOT_RECORDED = "not recorded as a CUDA graph"
     ADVICE = "unused"
 
     @property
@@ -128,7 +127,6 @@ class RegionReport:
         threads: Intra-op threads of the session.
         runs: How often the executor ran it; torch's own runs are not counted.
         cached: Whether its model and timing come from an earlier run.
-        cuda_graph: Whether it is recorded as a CUDA graph.
 
     """
 
@@ -142,7 +140,6 @@ class RegionReport:
     threads: int | None = None
     runs: int = 0
     cached: bool = False
-    cuda_graph: bool = False
     reproducer: "Reproducer | None" = field(default=None, repr=False, compare=False, metadata={"json": False})
 
     def save_reproducer(self, folder: str | PathLike[str]) -> Path:

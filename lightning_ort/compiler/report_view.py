@@ -69,7 +69,7 @@ def folded(graph: "GraphReport") -> list[EqualRegions]:
     for region in graph.regions:
         if region.num_nodes:
             kind = region.reason.type if region.reason else None
-            key = (region.executor, kind, region.num_nodes, tuple(sorted(region.ops.items())), region.cuda_graph)
+            key = (region.executor, kind, region.num_nodes, tuple(sorted(region.ops.items())))
             groups.setdefault(key, []).append(region)
     return [EqualRegions(regions) for regions in groups.values()]
 
