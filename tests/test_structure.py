@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 50
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
-    {"_arguments", "_imports", "_text"},
+    {"_arguments", "_imports", "_memory", "_text"},
     {"compat"},
     {"config"},
     {"compiler"},
@@ -44,6 +44,14 @@ MODULES = {name_of(path): path for path in FILES}
 def layer_of(module: str) -> int:
     part = module.split(".")[1] if "." in module else "__init__"
     return next(index for index, layer in enumerate(LAYERS) if part in layer)
+
+
+def test_layers_are_those_of_the_guide() -> None:
+    guide = (ROOT.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^\d+\. (`[\w/.]+`(?:(?:, | and )`[\w/.]+`)*)", guide.split("## Layers")[1].split("\n## ")[0], re.M
+    )
+    assert [set(re.findall(r"`(\w+)(?:\.py|/)`", line)) for line in lines] == LAYERS
 
 
 def module_level(tree: ast.AST) -> Iterator[ast.AST]:
