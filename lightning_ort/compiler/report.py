@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.plain_types import from_plain, to_plain
-from lightning_ort.compiler.report_text import ms_label, render_text
+from lightning_ort.compiler.report_text import render_text
 from lightning_ort.compiler.report_view import in_use, share
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
@@ -23,7 +23,6 @@ __all__ = [
     "RegionReport",
     "RunReport",
     "StepReport",
-    "ms_label",
 ]
 
 if TYPE_CHECKING:
@@ -251,12 +250,6 @@ class CompileReport:
             return False
         self.notes.append(note)
         return True
-
-    @property
-    def timed_executors(self) -> list[str]:
-        """The executors whose times the report shows: ``ort``, ``torch``, and others that were timed."""
-        timed = (executor for graph in self.graphs for region in graph.regions for executor in region.ms)
-        return list(dict.fromkeys(("ort", "torch", *timed)))
 
     @property
     def ort_runs(self) -> int:
