@@ -19,6 +19,8 @@ from torch import nn
 
 from lightning_ort.compat import dynamo
 
+LOGGERS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("convert_frame", "exc")]
+
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
@@ -29,10 +31,10 @@ def records() -> Iterator[list[logging.LogRecord]]:
         kept.append(record)
         return False
 
-    for logger in dynamo.LOGGERS:
+    for logger in LOGGERS:
         logger.addFilter(keep)
     yield kept
-    for logger in dynamo.LOGGERS:
+    for logger in LOGGERS:
         logger.removeFilter(keep)
 
 
