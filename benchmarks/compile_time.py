@@ -7,24 +7,21 @@ conversion, sessions and placement took of it. ``python benchmarks/compile_time.
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from harness import console, seconds, table_of
 
 from lightning_ort.compiler.backend import ORTBackend
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "language_model"))
 
 
-def seconds(backend_name: str) -> tuple[float, float]:
+def measured(backend_name: str) -> tuple[float, float]:
     """Compile and run one training step; return seconds of the first step less a later one's, and of our own work."""
     from model import GPT
 
@@ -37,12 +34,8 @@ def seconds(backend_name: str) -> tuple[float, float]:
 
     ours = ORTBackend()
     compiled = torch.compile(loss, backend=ours if backend_name == "ort" else backend_name)
-    compiled_times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        compiled().backward()
-        compiled_times.append(time.perf_counter() - start)
-    return compiled_times[0] - compiled_times[-1], sum(graph.seconds for graph in ours.report.graphs)
+    times = [seconds(lambda: compiled().backward()) for _ in range(3)]
+    return times[0] - times[-1], sum(graph.seconds for graph in ours.report.graphs)
 
 
 parser = argparse.ArgumentParser()
@@ -50,12 +43,14 @@ parser.add_argument("--only", choices=["ort", "inductor", "aot_eager"])
 parser.add_argument("--without-inductor", action="store_true", help="it takes ten times as long as the others")
 args = parser.parse_args()
 if args.only:
-    print(*seconds(args.only))
+    print(*measured(args.only))
     sys.exit()
 
-table = Table(title="compile time of the language model example's forward and backward graphs")
-for column in ("backend", "seconds", "ratio to inductor", "own work", "ratio to empty cache"):
-    table.add_column(column, justify="left" if column == "backend" else "right")
+table = table_of(
+    "compile time of the language model example's forward and backward graphs",
+    ["backend"],
+    ["seconds", "ratio to inductor", "own work", "ratio to empty cache"],
+)
 results: dict[str, tuple[float, float]] = {}
 with tempfile.TemporaryDirectory() as folder:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -70,9 +65,4 @@ for name, (whole, own) in results.items():
     to_inductor = f"{whole / results['inductor'][0]:.2f}" if "inductor" in results else "-"
     ours = (f"{own:.2f}", f"{own / results['ort'][1]:.2f}") if name.startswith("ort") else ("", "")
     table.add_row(name, f"{whole:.2f}", to_inductor, *ours)
-console = Console(width=100)
-console.print(
-    f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, Python {platform.python_version()}, "
-    f"{torch.get_num_threads()} threads, {platform.machine()}"
-)
-console.print(table)
+console(100).print(table)

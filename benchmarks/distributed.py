@@ -11,7 +11,6 @@ remains.
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import tempfile
@@ -22,10 +21,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from harness import console, table_of
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,12 +160,10 @@ def main() -> None:
     parameters = 8 * (arguments.width**2 + arguments.width)
     # a ring all-reduce is a reduce-scatter and an all-gather, in which each process sends (N-1)/N of the bytes
     theory = 2 * (count - 1) * 4 * parameters
-    table = Table(title=f"{parameters:,} float32 parameters, AdamW, {count} processes on one machine, medians")
-    for header in (
-        *("strategy", "sent a step, all processes", "of theory", "states a process", "of 8 B/parameter"),
-        *("private memory", "peak RSS", "step", "forward+backward", "optimizer"),
-    ):
-        table.add_column(header, justify="left" if header == "strategy" else "right")
+    numbers = ["sent a step, all processes", "of theory", "states a process", "of 8 B/parameter"]
+    numbers += ["private memory", "peak RSS", "step", "forward+backward", "optimizer"]
+    title = f"{parameters:,} float32 parameters, AdamW, {count} processes on one machine, one thread each, medians"
+    table = table_of(title, ["strategy"], numbers)
     for name, facts in rounds.items():
         median = {key: statistics.median(fact[key] for fact in facts) for key in facts[0]}
         table.add_row(
@@ -180,13 +176,12 @@ def main() -> None:
             f"{median['peak'] / 1e6:.0f} MB",
             *(f"{median[key] * 1e3:.1f} ms" for key in ("step", "forward and backward", "optimizer")),
         )
-    console = Console(width=180)
-    console.print(table)
-    console.print(
+    shown = console(180)
+    shown.print(table)
+    shown.print(
         "theory: 2(N-1) x 4 B x parameters for all processes together. DDP averages gradients within forward+backward,"
         " DeepSpeed within the optimizer's part, which also gathers the parameters under both ZeRO strategies."
     )
-    console.print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.processor()}, 1 thread")
 
 
 if __name__ == "__main__":

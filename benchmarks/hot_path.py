@@ -8,15 +8,11 @@ return tensors that were made once.
 """
 
 import argparse
-import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
-import onnxruntime
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import console, in_turns, table_of
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -25,13 +21,6 @@ from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.guarded_region import GuardedRegion
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Time one call."""
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
 
 
 def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:
@@ -123,23 +112,14 @@ candidates = {
     "  both regions": regions_alone,
     "    both sessions": sessions_alone,
 }
-times: dict[str, list[float]] = {name: [] for name in candidates}
-for _ in range(rounds):
-    for name, call in candidates.items():
-        times[name].append(microseconds(call))
-
-table = Table(title=f"10 x (Linear(64) + ReLU), batch 8, forward + backward, {rounds} interleaved rounds")
-for column in ("what", "median us", "10 % us", "90 % us", "ratio to eager"):
-    table.add_column(column, justify="left" if column == "what" else "right")
+times = {name: [1e6 * value for value in values] for name, values in in_turns(candidates, rounds).items()}
+title = f"10 x (Linear(64) + ReLU), batch 8, forward + backward, {rounds} interleaved rounds"
+table = table_of(title, ["what"], ["median us", "10 % us", "90 % us", "ratio to eager"])
 eager = statistics.median(times["eager"])
 for name, values in times.items():
     deciles = statistics.quantiles(values, n=10)
     median = statistics.median(values)
     table.add_row(name, f"{median:.0f}", f"{deciles[0]:.0f}", f"{deciles[-1]:.0f}", f"{median / eager:.2f}")
-console = Console(width=110)
-console.print(
-    f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
-    f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
-)
-console.print(table)
-console.print(backend.report.to_text(width=110), markup=False, highlight=False)
+shown = console(110)
+shown.print(table)
+shown.print(backend.report.to_text(width=110), markup=False, highlight=False)

@@ -5,16 +5,14 @@ Implementations alternate in rounds in one process; the table shows medians and 
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness import console, in_turns, medians, table_of
 from lightning.pytorch import LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -83,14 +81,10 @@ def trainer_step(name: str, steps: int) -> float:
 
 def show(title: str, times: dict[str, list[float]]) -> None:
     """Print a table of medians."""
-    table = Table(title=title)
-    for column in ("optim", "median ms", "ratio to plain"):
-        table.add_column(column, justify="left" if column == "optim" else "right")
-    plain = statistics.median(times["keep"])
-    for name, values in times.items():
-        median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.3g}", f"{median / plain:.2f}")
-    console.print(table)
+    table, found = table_of(title, ["optim"], ["median ms", "ratio to plain"]), medians(times)
+    for name, median in found.items():
+        table.add_row(name, f"{median * 1e3:.3g}", f"{median / found['keep']:.2f}")
+    shown.print(table)
 
 
 parser = argparse.ArgumentParser()
@@ -99,11 +93,7 @@ parser.add_argument("--rounds", type=int, default=10)
 parser.add_argument("--trainer-steps", type=int, default=200)
 parser.add_argument("--optim", nargs="+", default=list(NAMES))
 args = parser.parse_args()
-console = Console(width=110)
-console.print(
-    f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, Python {platform.python_version()}, "
-    f"{torch.get_num_threads()} threads, {platform.machine()}"
-)
+shown = console(110)
 for millions in args.millions:
     steps: dict[str, Callable[[], None]] = {}
     for name in args.optim:
@@ -113,13 +103,8 @@ for millions in args.millions:
             steps[name]()
         except Exception as error:  # a package or a compiler that is missing
             steps.pop(name, None)
-            console.print(f"{name}: {str(error).strip().splitlines()[0]}")
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
+            shown.print(f"{name}: {str(error).strip().splitlines()[0]}")
+    times = in_turns(steps, args.rounds)
     count = sum(parameter.numel() for parameter in transformer(millions).parameters())
     show(f"optimizer step, {count / 1e6:.1f} million parameters, {args.rounds} interleaved rounds", times)
 if args.trainer_steps:

@@ -6,15 +6,12 @@ graphs and as one alternate in rounds in one process. Slopes are those of least-
 """
 
 import argparse
-import platform
-import statistics
-import time
+import functools
 from collections.abc import Callable
 
 import numpy as np
-import onnxruntime
 import torch
-from rich.console import Console
+from harness import console, in_turns, medians, table_of
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -61,7 +58,12 @@ def measure(module: nn.Module, x: Tensor) -> tuple[list[float], list[int]]:
     def loss(x: Tensor) -> Tensor:
         return module(x).sum()
 
-    times: dict[Callable[[Tensor], Tensor], list[float]] = {loss: []}
+    def step(call: Callable[[Tensor], Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        call(x).backward()
+
+    calls: dict[str, Callable[[], None]] = {"eager": lambda: step(loss)}
     backends = []
     for graphs in ("split", "joint"):
         backend = ORTBackend(
@@ -69,28 +71,21 @@ def measure(module: nn.Module, x: Tensor) -> tuple[list[float], list[int]]:
             lambda: CompileRequest(writes_gradients=lambda: True),  # as for a step of the strategy
         )
         backends.append(backend)
-        times[torch.compile(lambda x, way=graphs: loss(x), backend=backend)] = []  # type: ignore[misc]
-    for number in range(WARM_UP + rounds):
-        for call, values in times.items():
-            for parameter in parameters:
-                parameter.grad = None
-            start = time.perf_counter()
-            call(x).backward()
-            if number >= WARM_UP:
-                values.append((time.perf_counter() - start) * 1e6)
+        compiled = torch.compile(lambda x, way=graphs: loss(x), backend=backend)  # type: ignore[misc]
+        calls[graphs] = functools.partial(step, compiled)
+    found = medians(in_turns(calls, rounds, WARM_UP))
     regions = []
     for backend in backends:
         ran = [region for graph in backend.report.graphs for region in graph.regions if region.executor == "ort"]
         assert all(region.runs == WARM_UP + rounds for region in ran)
         regions.append(len(ran))
-    return [statistics.median(values) for values in times.values()], regions
+    return [1e6 * median for median in found.values()], regions
 
 
-def table_of(title: str, column: str, counts: list[int], make: Callable[[int], nn.Module], x: Tensor) -> Table:
+def counted(title: str, column: str, counts: list[int], make: Callable[[int], nn.Module], x: Tensor) -> Table:
     """Measure for each count."""
-    table = Table(title=title)
-    for name in (column, "regions a step", "eager us", "two graphs us", "one graph us", "two / eager", "one / eager"):
-        table.add_column(name, justify="right")
+    names = ("regions a step", "eager us", "two graphs us", "one graph us", "two / eager", "one / eager")
+    table = table_of(title, [], [column, *names])
     found = []
     for count in counts:
         medians, regions = measure(make(count), x)
@@ -109,10 +104,6 @@ parser.add_argument("--regions", type=int, nargs="+", default=[1, 2, 5, 10, 20, 
 args = parser.parse_args()
 rounds = args.rounds
 torch.manual_seed(0)
-console = Console(width=110)
-console.print(
-    f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
-    f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
-)
-console.print(table_of("parameters, one region for each graph", "parameters", args.parameters, Products, torch.ones(8)))
-console.print(table_of("layers, each a region", "layers", args.regions, Islands, torch.ones(1, 8)))
+shown = console(110)
+shown.print(counted("parameters, one region for each graph", "parameters", args.parameters, Products, torch.ones(8)))
+shown.print(counted("layers, each a region", "layers", args.regions, Islands, torch.ones(1, 8)))

@@ -248,11 +248,10 @@ def main() -> None:
     if args.only:
         print(json.dumps(fit(*args.only)))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from harness import console, table_of
 
     checkouts = [folder.resolve() for folder in args.checkout] + [here]
-    console, clock = Console(width=150), 2 if args.cpu else 1
+    shown, clock = console(150), 2 if args.cpu else 1
     for name in args.models:
         found: dict[tuple[Path, str], list[dict[str, Any]]] = {}
         for _ in range(args.repeats):
@@ -263,9 +262,8 @@ def main() -> None:
         best = {key: min(runs, key=lambda each: each["start"][clock - 1]) for key, runs in found.items()}
         with tempfile.TemporaryDirectory() as folder:
             stock = run(here, name, "stock", folder)
-        table = Table("part", title=f"{name}: seconds{' (CPU)' if args.cpu else ''} and calls")
-        for checkout, cache in best:
-            table.add_column(f"{checkout.name} {cache}", justify="right")
+        title = f"{name}: seconds{' (CPU)' if args.cpu else ''} and calls"
+        table = table_of(title, ["part"], [f"{checkout.name} {cache}" for checkout, cache in best])
         last = best[here, "warm"]
         names = list(dict.fromkeys(part for each in best.values() for part in each["parts"]))
         names.sort(key=lambda part: -max(each["parts"].get(part, [0, 0, 0])[clock] for each in best.values()))
@@ -278,7 +276,7 @@ def main() -> None:
         table.add_row("step, ms", *(f"{1000 * each['step'][0]:.1f}" for each in best.values()))
         table.add_row("step, CPU ms", *(f"{1000 * each['step'][1]:.1f}" for each in best.values()))
         table.add_row("kept; regions", *(f"{each['kept']} {each['regions']}" for each in best.values()))
-        console.print(table, f"stock: {1000 * stock['step'][0]:.1f} ms a step; trials: {last['trials']}")
+        shown.print(table, f"stock: {1000 * stock['step'][0]:.1f} ms a step; trials: {last['trials']}")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,15 @@ All ways take turns in one process. The table shows medians in ms, and each way'
 """
 
 import argparse
-import platform
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import held_out
-import onnxruntime
 import small
 import torch
 import zoo
-from rich.console import Console
-from rich.table import Table
+from harness import console, in_turns, medians, table_of
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
@@ -54,14 +50,8 @@ def measure(make: Callable[[], Any], placement: str, rounds: int) -> tuple[dict[
         one = (
             f"{backend.report.ort_node_fraction:.0%}" if any("step" in graph.name for graph in graphs) else "two graphs"
         )
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(rounds + WARM_UP):
-        for way, step in steps.items():
-            start = time.perf_counter()
-            run(step, parameters)
-            if number >= WARM_UP:
-                times[way].append(time.perf_counter() - start)
-    return {way: statistics.median(values) for way, values in times.items()}, one
+    turns = {way: functools.partial(run, step, parameters) for way, step in steps.items()}
+    return medians(in_turns(turns, rounds, WARM_UP)), one
 
 
 def run(step: Callable[[], Tensor], parameters: list[nn.Parameter]) -> None:
@@ -80,20 +70,14 @@ def main() -> None:
     args = parser.parse_args()
     RetainedMemory("retain").setup(torch.device("cpu"))  # as the strategies do
     title = f"forward and backward pass, ms, {args.rounds} rounds in turns, placement={args.placement!r}"
-    table = Table(title=title)
-    for column in ("module", "eager", "two graphs", "one graph", "two / eager", "one / eager", "nodes on ORT"):
-        table.add_column(column, justify="left" if column == "module" else "right")
+    columns = ("eager", "two graphs", "one graph", "two / eager", "one / eager", "nodes on ORT")
+    table = table_of(title, ["module"], columns)
     for name in args.modules:
         ms, share = measure(MODULES[name], args.placement, args.rounds)
         eager, *others = ms.values()
         ratios = [f"{other / eager:.2f}" for other in others]
         table.add_row(name, *(f"{value * 1e3:.3g}" for value in ms.values()), *ratios, share)
-    console = Console(width=110)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}  torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
-        f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {platform.machine()}"
-    )
-    console.print(table)
+    console(110).print(table)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.table import Table
+from harness import console, table_of
 
 import lightning_ort
 from lightning_ort.cli.bench_worker import Job, Variant, Worker
 from lightning_ort.tuning.losses import departure
-from lightning_ort.tuning.machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples" / name) for name in ("language_model", "minilm", "digits")]
@@ -92,21 +90,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    console = Console(width=170)
-    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    table = Table("module", "chosen", title=f"lightning-ort tune, {args.time:.0f} s each")
-    for column in ("in the search", "checked afterwards", "(rounds)", "loss differs"):
-        table.add_column(column, justify="right")
-    for column in ("gradients", "states", "activations", "peak"):
-        table.add_column(f"{column}, predicted / measured", justify="right")
+    shown = console(170)
+    numbers = ["in the search", "checked afterwards", "(rounds)", "loss differs"]
+    numbers += [f"{part}, predicted / measured" for part in ("gradients", "states", "activations", "peak")]
+    table = table_of(f"lightning-ort tune, {args.time:.0f} s each", ["module", "chosen"], numbers)
     for name in args.modules:
         model, data = map(imported, MODULES[name])
         result = lightning_ort.tune(model, data, time=args.time, accelerator="cpu")
-        console.print(result.table(), result.explanation())
+        shown.print(result.table(), result.explanation())
         median, low, high, differs = checked(name, result, args.rounds, args.steps)
         speeds = [f"{result.speed_up:.2f}x", f"{median:.2f}x", f"{low:.2f}-{high:.2f}"]
         table.add_row(name, result.best["candidate"], *speeds, differs, *memory_of(result))
-    console.print(table)
+    shown.print(table)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from harness import console, table_of
 
 DEFAULT = ("ResNet:20000", "Llama:8000")  # five to seven minutes each on two cores
 
@@ -82,9 +81,8 @@ def main() -> None:
         ((name, steps),) = pairs
         args.output.write_text(json.dumps(fit(name, args.variants[0], steps)), encoding="utf-8")
         return
-    table = Table(
-        "module", "variant", "steps", "fit s", "start-up s", "ms a step", "peak MB", "last loss", "the step was timed"
-    )
+    columns = ("module", "variant", "steps", "fit s", "start-up s", "ms a step", "peak MB", "last loss")
+    table = table_of("whole fits", [*columns, "the step was timed"], [])
     for name, steps in pairs:
         with tempfile.TemporaryDirectory() as caches:
             for variant in args.variants:
@@ -95,7 +93,7 @@ def main() -> None:
                 table.add_row(
                     name, variant, str(steps), *numbers, f"{found['peak']:.0f}", f"{found['loss']:.1e}", timed
                 )
-    Console(width=140).print(table)
+    console(140).print(table)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,6 @@ class ORTConfig:
         audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
             log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. It takes
             a CPU and Linux. ``"off"`` does not.
-        cuda_graphs: On a GPU, also time each region of fixed sizes recorded as a CUDA graph, and keep that if it is
-            faster. It copies the region's inputs and outputs, and needs extra memory for them.
         dropout_masks: In steps that inductor compiles, ``"exact"`` draws the masks that eager would, ``"fast"`` lets
             inductor draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
@@ -146,7 +144,6 @@ class ORTConfig:
     dynamic: bool | None = None
     recompute: Recompute = 0
     audit: Audit | Literal[False] = "auto"  # False is what YAML makes of `off`
-    cuda_graphs: bool = False
     dropout_masks: DropoutMasks = "exact"
     cache_dir: str | None = "auto"
     report: str | None = None
@@ -212,7 +209,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "audit": get_args(Audit),
     "dynamic": (None, True, False),
-    "cuda_graphs": (True, False),
 }
 _DEBUG_CHOICES: dict[str, tuple[Any, ...]] = {
     "capture": get_args(Capture),
@@ -224,6 +220,8 @@ _DEBUG_CHOICES: dict[str, tuple[Any, ...]] = {
 
 def _hint(name: object, value: Any, fields: list[str]) -> str:
     """Return what to do instead of passing a field that does not exist, or no longer."""
+    if name == "cuda_graphs":
+        return "it is gone; on a GPU each step is tried as recordings of inductor by default, so leave it out."
     if name == "capture" and value in ("off", False):
         return "pass engine='torch', which compiles nothing."
     if name in [each.name for each in dataclasses.fields(DebugSettings)]:

@@ -144,17 +144,3 @@ def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., N
         seconds.update({"compiling": 0.0, **engines})
 
     return script
-
-
-@pytest.fixture
-def recordings_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region recorded as a CUDA graph is always the fastest, where it can be recorded."""
-    from lightning_ort.compiler import timing
-
-    measure = timing.measure
-
-    def prefer(executor: str, calls: Any, *args: Any) -> Any:
-        fastest = max(calls, key=lambda variant: variant.cuda_graph)
-        return dataclasses.replace(measure(executor, calls, *args), variant=fastest)
-
-    monkeypatch.setattr(timing, "measure", prefer)

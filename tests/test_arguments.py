@@ -45,7 +45,6 @@ CHOICES = {
     "fallback": "'warn', 'raise'",
     "recompute": "0, 1, 2",
     "dynamic": "None, True, False",
-    "cuda_graphs": "True, False",
 }
 DEBUG_CHOICES = {
     "kernels": "'auto', 'training', 'standard'",

@@ -46,6 +46,14 @@ def layer_of(module: str) -> int:
     return next(index for index, layer in enumerate(LAYERS) if part in layer)
 
 
+def test_layers_are_those_of_the_guide() -> None:
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^\d+\. (`[\w/.]+`(?:(?:, | and )`[\w/.]+`)*)", guide.split("## Layers")[1].split("\n## ")[0], re.M
+    )
+    assert [set(re.findall(r"`(\w+)(?:\.py|/)`", line)) for line in lines] == LAYERS
+
+
 def module_level(tree: ast.AST) -> Iterator[ast.AST]:
     """The statements that run when a module is imported: not those of functions, nor those for type checkers."""
     for child in ast.iter_child_nodes(tree):

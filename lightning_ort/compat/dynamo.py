@@ -104,8 +104,6 @@ def is_at_autograd_grad(graph_break: str) -> bool:
 
 # what dynamo says
 
-LOGGERS = (logging.getLogger(convert_frame.__name__), logging.getLogger(exc.__name__))
-
 _UNTRACEABLE = re.compile(r"^Backend compiler exception\n.* failed with (.+?)\. Adding a graph break", re.DOTALL)
 
 

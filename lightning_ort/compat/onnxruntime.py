@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packaging.version import Version
 
 if TYPE_CHECKING:
     import onnx
@@ -78,13 +77,6 @@ def share_cpu_memory(*, in_arena: bool) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def installed_version() -> Version:
-    """Return the version of onnxruntime, without what a build adds to it."""
-    import onnxruntime
-
-    return Version(Version(onnxruntime.__version__).base_version)
 
 
 def binds_bfloat16() -> bool:

@@ -5,7 +5,6 @@ Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch 
 
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +29,6 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
-from torch.utils.data._utils.pin_memory import _pin_memory_loop
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
@@ -125,11 +123,6 @@ def without_collectives() -> Iterator[None]:
         yield
     finally:
         torch.distributed.GroupMember.WORLD = before
-
-
-def pins_memory() -> bool:
-    """Whether a thread of a DataLoader copies batches to pinned memory (torch 2.13)."""
-    return any(getattr(thread, "_target", None) is _pin_memory_loop for thread in threading.enumerate())
 
 
 # Tensors

@@ -16,6 +16,6 @@
 6. :mod:`.report`: what ran where, why not elsewhere, and how fast
 
 Used by several: :mod:`.nodes` and :mod:`.layouts` (facts about nodes and tensors), :mod:`.output_shapes` (symbolic
-sizes as functions of a region's inputs), :mod:`.mask_prefetcher` and :mod:`.mask_kernel` (dropout masks),
+sizes as functions of a region's inputs), :mod:`.masks` and :mod:`.mask_kernel` (dropout masks),
 :mod:`.openmp` (torch's threads).
 """

@@ -76,7 +76,7 @@ class OpAutotuner:
         def leave_out(variant: str, error: Exception) -> None:
             log.debug("%s as %s: %s", node.target, variant, error)
 
-        build_variant = max(self.executor.variants(region), key=lambda kind: (not kind.cuda_graph, kind.threads))
+        build_variant = max(self.executor.variants(region), key=lambda kind: kind.threads)
         for variant in variants:
             node.meta[VARIANT] = variant
             try:

@@ -10,8 +10,7 @@
 The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
 the nodes of a graph its ``torch_ops``; for ``graphs`` what else decides where they run; for all but the nodes of a
-graph the processor, the GPUs with their driver and TF32, torch's thread count, ``intra_op_threads`` and
-``cuda_graphs``.
+graph the processor, the GPUs with their driver and TF32, torch's thread count and ``intra_op_threads``.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -132,7 +131,7 @@ class Cache:
         """Return the name of the entry of a graph's region or op."""
         config = self._config
         machine = (processor(), str(torch.get_num_threads()), float32_matmul_precision(), *graphics())
-        options = (config.debug.kernels, str(config.debug.intra_op_threads), str(config.cuda_graphs))
+        options = (config.debug.kernels, str(config.debug.intra_op_threads))
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 
     def load(self, name: str) -> Entry | None:
@@ -240,7 +239,6 @@ def _to_timing(kept: Any) -> Timing:
     _to_times(timing.ms)
     if not 1 <= _exactly(int, timing.variant.threads) <= MAX_THREADS:
         raise ValueError(f"{timing.variant.threads} threads")
-    _exactly(bool, timing.variant.cuda_graph)
     return timing
 
 

@@ -202,10 +202,9 @@ class Compilation:
             request.split(why)
 
         if source is None or source.run is None:
-            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways. Recordings
-            # read parameters in place, which the guard of these passes hides
+            # of a whole step Lightning takes the gradient; of other graphs the user may, in several ways
             is_last = is_last_graph(gm)
-            passes: float = 1 if (request.one_graph and is_last) or self._config.cuda_graphs else PASSES
+            passes: float = 1 if request.one_graph and is_last else PASSES
             separate = request.label != "" and is_last and has_separate_gradients(gm)
             if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
                 passes = math.inf

@@ -149,8 +149,6 @@ class Placer:
                 unsupported.append(reason)
                 answers[executor.name] = dict.fromkeys(nodes, Support(False, reason))
                 continue
-            for option, reason in executor.ineffective_options().items():
-                self.record_choice(option, reason)
             ask = functools.partial(self._ask, executor, nodes)
             answers[executor.name] = self.cache.support(gm, executor.cache_key, ask) | untimed
         if len(unsupported) == len(executors):
@@ -292,10 +290,7 @@ class RegionBuilder:
         torch_forward = self._region.module.forward if measured else None
         try:
             for variant in self._variants:
-                try:
-                    calls[variant] = build(variant)
-                except Exception as error:
-                    self._leave_out(variant, error)
+                calls[variant] = build(variant)
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
             times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
@@ -312,15 +307,13 @@ class RegionBuilder:
             raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
     def _leave_out(self, candidate: Variant | str, error: Exception, args: Sequence[Any] | None = None) -> None:
-        """Go on without a candidate that fails, if it is torch or a CUDA graph; otherwise raise.
+        """Go on without torch if that fails; raise what any other candidate fails with.
 
         ``args`` are the made-up inputs that it fails on, if it could be built.
         """
-        if isinstance(candidate, Variant) and candidate.cuda_graph:
-            rejection = RegionRejected(ReasonType.NOT_RECORDED, error)
-        elif is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise error
-        elif candidate == TORCH:
+        if candidate == TORCH:
             rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
         elif args is not None and timing.is_due_to_samples(error, self._region.module.forward, args):
             raise RegionRejected(ReasonType.NOT_TIMED, error) from error

@@ -102,10 +102,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a region: with a number of intra-op threads, and recorded as a CUDA graph or not."""
+    """One way to run a region: with a number of intra-op threads."""
 
     threads: int = 1
-    cuda_graph: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.plain_types import from_plain, to_plain
-from lightning_ort.compiler.report_text import ms_label, render_text
+from lightning_ort.compiler.report_text import render_text
 from lightning_ort.compiler.report_view import in_use, share
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
@@ -23,7 +23,6 @@ __all__ = [
     "RegionReport",
     "RunReport",
     "StepReport",
-    "ms_label",
 ]
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ class ReasonType(enum.Enum):
     EARLIER_STEP = "a value with gradients was kept from an earlier step"
     WRITES_TO_INPUT = "it writes to an input as only eager does"
     NOT_TIMED = "could not be timed"
-    NOT_RECORDED = "not recorded as a CUDA graph"
     ADVICE = "unused"
 
     @property
@@ -128,7 +126,6 @@ class RegionReport:
         threads: Intra-op threads of the session.
         runs: How often the executor ran it; torch's own runs are not counted.
         cached: Whether its model and timing come from an earlier run.
-        cuda_graph: Whether it is recorded as a CUDA graph.
 
     """
 
@@ -142,7 +139,6 @@ class RegionReport:
     threads: int | None = None
     runs: int = 0
     cached: bool = False
-    cuda_graph: bool = False
     reproducer: "Reproducer | None" = field(default=None, repr=False, compare=False, metadata={"json": False})
 
     def save_reproducer(self, folder: str | PathLike[str]) -> Path:
@@ -254,12 +250,6 @@ class CompileReport:
             return False
         self.notes.append(note)
         return True
-
-    @property
-    def timed_executors(self) -> list[str]:
-        """The executors whose times the report shows: ``ort``, ``torch``, and others that were timed."""
-        timed = (executor for graph in self.graphs for region in graph.regions for executor in region.ms)
-        return list(dict.fromkeys(("ort", "torch", *timed)))
 
     @property
     def ort_runs(self) -> int:

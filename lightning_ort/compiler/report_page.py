@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._text import duration
-from lightning_ort.compiler.report_text import ms_label
 from lightning_ort.compiler.report_view import (
+    ReportView,
     engines,
-    folded,
     in_use,
+    named_ops,
     short_ops,
     speedup,
     startup_parts,
@@ -31,16 +31,11 @@ def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" 
         ranks: The reports of all ranks in order, if there are several.
 
     """
-    timed = [
-        executor
-        for executor in report.timed_executors
-        if any(executor in region.ms for graph in report.graphs for region in graph.regions)
-    ]
     return _template("report.html.jinja").render(
         report=report,
+        view=ReportView.of(report),
         name=name,
         labels=LABELS,
-        ms_labels={executor: ms_label(executor) for executor in timed},
         steps=_steps(report),
         engines=engines(report),
         totals=_totals(report),
@@ -49,7 +44,6 @@ def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" 
         ranks=_ranks(ranks),
         optimizers=_optimizers(report),
         entries=_entries,
-        folded=folded,
         summary=_summary,
     )
 
@@ -200,11 +194,8 @@ def _timeline(report: "CompileReport") -> dict[str, Any] | None:
 
 
 def _summary(region: "RegionReport") -> str:
-    ops = short_ops(region.ops)
-    named = ", ".join(
-        f"{op} \N{MULTIPLICATION SIGN} {count}" if count > 1 else op for op, count in list(ops.items())[:_SUMMARY]
-    )
-    more = len(ops) - _SUMMARY
+    named = ", ".join(named_ops(region.ops, _SUMMARY, "\N{MULTIPLICATION SIGN} "))
+    more = len(short_ops(region.ops)) - _SUMMARY
     return f"{named} and {more} more" if more > 0 else named or "why"
 
 

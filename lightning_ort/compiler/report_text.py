@@ -1,10 +1,10 @@
 """The report as text: the verdict first, then the steps, the totals and a table of the regions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_ort._text import PlainTable, plain, rendered
-from lightning_ort.compiler.report_view import EqualRegions, counted, folded, share_text, short_ops
+from lightning_ort.compiler.report_view import EqualRegions, ReportView, counted, named_ops, share_text
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.report import CompileReport
@@ -14,11 +14,6 @@ _NARROWEST = 20  # the column of operations, in characters
 _GAP = "  "
 
 
-def ms_label(executor: str) -> str:
-    """The heading for the times of an executor."""
-    return f"{'ORT' if executor == 'ort' else executor} ms"
-
-
 def render_text(report: "CompileReport", width: int) -> str:
     """Return the report as text of a width."""
     totals = (
@@ -26,27 +21,23 @@ def render_text(report: "CompileReport", width: int) -> str:
         f" {report.compile_seconds:.1f} s, {counted(report.graph_breaks, 'graph break')},"
         f" {counted(report.recompiles, 'recompile')}, {counted(len(report.fallbacks), 'fallback')}"
     )
+    view = ReportView.of(report)
     above = [*([report.run.verdict] if report.run.verdict else []), *map(str, report.steps), totals]
     below = [
         *(f"fallback: {fallback}" for fallback in report.fallbacks),
         *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
-        *([f"host memory: {report.host_memory}"] if report.host_memory else []),
-        *([f"session memory: {report.run.session_memory}"] if report.run.session_memory else []),
-        *([f"dropout masks: {report.dropout_masks}"] if report.dropout_masks else []),
-        *([f"audits: {report.run.audit_text}"] if report.run.audits else []),
+        *(f"{name}: {text}" for name, text in view.facts.items()),
         *(f"note: {note}" for note in report.notes),
     ]
-    table = _table(report, width) if report.graphs else []
+    table = _table(view, width) if report.graphs else []
     return rendered(*above, *table, *below, width=width)
 
 
-def _table(report: "CompileReport", width: int) -> list[PlainTable | str]:
+def _table(view: ReportView, width: int) -> list[PlainTable | str]:
     """Return the headings, and for each graph its name and a table of its regions with the widths of the headings."""
-    entries = [(graph.name, folded(graph)) for graph in report.graphs]
-    regions = [entry for _, found in entries for entry in found]
-    timed = [name for name in report.timed_executors if any(name in entry.ms for entry in regions)]
-    numbers = ("nodes", "runs", *map(ms_label, timed))
-    shown = [[*_numbers(entry, timed)] for entry in regions]
+    regions = [entry for _, rows in view.graphs for entry in rows]
+    numbers = ("nodes", "runs", *view.timed.values())
+    shown = [[*_numbers(entry, view.timed)] for entry in regions]
     widths = [
         max([len("region"), *(len(plain(entry.name, "utf-8")) for entry in regions)]),
         *(max(len(name), *(len(row[index]) for row in shown), 0) for index, name in enumerate(numbers)),
@@ -54,9 +45,9 @@ def _table(report: "CompileReport", width: int) -> list[PlainTable | str]:
     left = max(_NARROWEST, width - sum(widths) - len(_GAP) * (len(widths) + 1))
     parts: list[PlainTable | str] = ["lightning-ort: what ran where"]
     parts.append(_rows([["region", *numbers, "operations; in PyTorch also why"]], widths))
-    for graph, found in entries:
-        rows = [[entry.name, *_numbers(entry, timed), _what(entry, left)] for entry in found]
-        parts += [graph, *([_rows(rows, widths)] if rows else [])]
+    for graph, found in view.graphs:
+        rows = [[entry.name, *_numbers(entry, view.timed), _what(entry, left)] for entry in found]
+        parts += [graph.name, *([_rows(rows, widths)] if rows else [])]
     return parts
 
 
@@ -74,7 +65,7 @@ def _rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> PlainTable:
     return table
 
 
-def _numbers(entry: EqualRegions, executors: Sequence[str]) -> Iterator[str]:
+def _numbers(entry: EqualRegions, executors: Iterable[str]) -> Iterator[str]:
     yield str(entry.first.num_nodes)
     yield str(entry.runs)
     for executor in executors:
@@ -83,7 +74,7 @@ def _numbers(entry: EqualRegions, executors: Sequence[str]) -> Iterator[str]:
 
 def _what(entry: EqualRegions, width: int) -> str:
     """Return the operations of regions, and why they run in torch, in lines that end between words."""
-    ops = [f"{op} x{count}" if count > 1 else op for op, count in list(short_ops(entry.first.ops).items())[:_MOST_OPS]]
+    ops = named_ops(entry.first.ops, _MOST_OPS, "x")
     words = [f"{op}," for op in ops[:-1]] + ops[-1:]
     if entry.reason is not None:
         words = [*str(entry.reason).split(" "), *([f"({words[0]}", *words[1:-1], f"{words[-1]})"] if words[1:] else [])]

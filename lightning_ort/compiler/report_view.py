@@ -1,4 +1,4 @@
-"""What the text and the page of a report show, computed from its dataclasses."""
+"""What the text and the page of a report show, computed from its dataclasses: :class:`ReportView`, and figures."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -69,9 +69,50 @@ def folded(graph: "GraphReport") -> list[EqualRegions]:
     for region in graph.regions:
         if region.num_nodes:
             kind = region.reason.type if region.reason else None
-            key = (region.executor, kind, region.num_nodes, tuple(sorted(region.ops.items())), region.cuda_graph)
+            key = (region.executor, kind, region.num_nodes, tuple(sorted(region.ops.items())))
             groups.setdefault(key, []).append(region)
     return [EqualRegions(regions) for regions in groups.values()]
+
+
+@dataclass(frozen=True)
+class ReportView:
+    """What every form of a report shows.
+
+    Args:
+        graphs: Each with its rows.
+        timed: The executors whose times are shown, and the headings of these.
+        facts: Lines about a run, by what they are about.
+
+    """
+
+    graphs: "Sequence[tuple[GraphReport, Sequence[EqualRegions]]]"
+    timed: dict[str, str]
+    facts: dict[str, str]
+
+    @classmethod
+    def of(cls, report: "CompileReport") -> "ReportView":
+        """Return what is shown of a report."""
+        graphs = [(graph, folded(graph)) for graph in report.graphs]
+        timed = dict.fromkeys(executor for _, rows in graphs for entry in rows for executor in entry.ms)
+        shown = [executor for executor in dict.fromkeys(("ort", "torch", *timed)) if executor in timed]
+        run = report.run
+        facts = {
+            "host memory": run.host_memory,
+            "session memory": run.session_memory,
+            "dropout masks": run.dropout_masks,
+            "audits": run.audit_text if run.audits else "",
+        }
+        return cls(
+            graphs,
+            {executor: f"{'ORT' if executor == 'ort' else executor} ms" for executor in shown},
+            {name: text for name, text in facts.items() if text},
+        )
+
+
+def named_ops(ops: dict[str, int], most: int, times: str) -> list[str]:
+    """Return the most frequent operations, with how often each occurs."""
+    found = list(short_ops(ops).items())[:most]
+    return [f"{op} {times}{count}" if count > 1 else op for op, count in found]
 
 
 def engines(report: "CompileReport") -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from lightning_ort.compat.torch import hint_of
-from lightning_ort.compiler import reproduce
+from lightning_ort.compiler import reproducer_script
 
 _DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace knows
 
@@ -66,7 +66,7 @@ class Reproducer:
         if self.model is not None:
             (folder / "region.onnx").write_bytes(self.model)
             model = 'Path(__file__).with_name("region.onnx")'
-        runner = Path(reproduce.__file__).read_text(encoding="utf-8")
+        runner = Path(reproducer_script.__file__).read_text(encoding="utf-8")
         script = folder / "reproduce.py"
         script.write_text(f"{runner}\n{self.code}\nreproduce(forward, INPUTS, {model})\n", encoding="utf-8")
         return script

@@ -3,10 +3,9 @@
 import inspect
 import json
 import logging
-import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from lightning_ort._arguments import check_choice, check_number, check_path, che
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__
 from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
+from lightning_ort.compiler.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession
@@ -144,49 +144,17 @@ def export_onnx(
     )
 
 
-def largest_difference(got: Tensor, expected: Tensor) -> float:
-    """Return how far a result is from the expected one.
-
-    Of floats it is the largest difference, as a share of the largest magnitude where that is above 1. Of integers and
-    booleans it is the share of elements that differ. It is infinite where the shape, the dtype or the places of
-    infinities and NaN are not the same.
-    """
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return math.inf
-    if expected.numel() == 0:
-        return 0.0
-    if not expected.is_floating_point():
-        return float((got != expected).double().mean())
-    finite = expected.isfinite()
-    if not torch.allclose(got[~finite], expected[~finite], equal_nan=True) or not bool(got[finite].isfinite().all()):
-        return math.inf
-    got, expected = got[finite].double(), expected[finite].double()
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1)) if len(got) else 0.0
-
-
 @contextmanager
-def _as_served(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and leave nothing of what happens in here."""
+def left_alone(module: nn.Module, quiet: Iterable[str]) -> Iterator[None]:
+    """Leave a module's modes and buffers as they were, and let these loggers tell of errors alone."""
     modes = [(child, child.training) for child in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    # each export would tell that torchvision is not installed, or which initializers stay apart
-    loggers = [logging.getLogger(name) for name in ("torch.onnx._internal.exporter._registration", "onnx_ir")]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    loggers = [logging.getLogger(name) for name in quiet]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(list(devices)),
-            torch.compiler.set_stance("force_eager"),  # torch.export traces what has been compiled as it was
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
-            warnings.filterwarnings("ignore", module=r"torch\.onnx")  # inputs share the name of their batch
-            warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
-            module.eval()
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -195,6 +163,25 @@ def _as_served(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
+
+
+@contextmanager
+def _as_served(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and leave nothing of what happens in here."""
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with (
+        # each export would tell that torchvision is not installed, or which initializers stay apart
+        left_alone(module, ("torch.onnx._internal.exporter._registration", "onnx_ir")),
+        torch.no_grad(),
+        torch.random.fork_rng(list(devices)),
+        torch.compiler.set_stance("force_eager"),  # torch.export traces what has been compiled as it was
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
+        warnings.filterwarnings("ignore", module=r"torch\.onnx")  # inputs share the name of their batch
+        warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
+        module.eval()
+        yield
 
 
 def _batch_size(bound: inspect.BoundArguments) -> int:

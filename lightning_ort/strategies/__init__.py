@@ -7,7 +7,7 @@
 - :mod:`~lightning_ort.strategies.host_memory`: freed memory stays in the process for the next step
 - :mod:`~lightning_ort.strategies.dropout_masks`: masks of dropout are drawn faster
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
-- :mod:`~lightning_ort.strategies.run_report`: the report at the end of a run: log, file, the Trainer's loggers
+- :mod:`~lightning_ort.strategies.report_delivery`: the report at the end of a run: log, file, the Trainer's loggers
 - :mod:`~lightning_ort.strategies.auto_device`: one device that the Trainer chooses, for ``ort``
 - :mod:`~lightning_ort.strategies.parallel`: what strategies with several processes do, for ``ort_ddp``
 - :mod:`~lightning_ort.strategies.distributed`: its parts

@@ -14,7 +14,7 @@ import torch
 from lightning_ort.compat.torch import replace_kernel
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MIN_ELEMENTS, mask_kernel
-from lightning_ort.compiler.mask_prefetcher import draw_by_kernel, matches_torch
+from lightning_ort.compiler.masks import draw_by_kernel, matches_torch
 
 _OP = "aten::bernoulli_.float"
 # A call from C++ into Python takes some microseconds. Where this many have come and most were small, that is all there

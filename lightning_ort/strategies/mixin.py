@@ -2,7 +2,7 @@
 
 The mixin overrides hooks of Lightning's strategies and calls its parts there. No part knows of the others:
 
-- :class:`~lightning_ort.strategies.run_report.RunReport`: the report at the end of a run
+- :class:`~lightning_ort.strategies.report_delivery.ReportDelivery`: the report at the end of a run
 - :class:`~lightning_ort.strategies.capture.capture.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
@@ -34,7 +34,7 @@ from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.optimizers import OptimizerSettings, choose_swap, parse_optim, swap_optimizers
-from lightning_ort.strategies.run_report import RunReport
+from lightning_ort.strategies.report_delivery import ReportDelivery
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -86,7 +86,7 @@ class ORTMixin(_Strategy):
         self._swap = parse_optim(optim)
         self._capture = Capture(self.ort_config)
         self._masks = DropoutMasks()
-        self._run_report = RunReport(self.ort_config.report)
+        self._delivery = ReportDelivery(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
 
     @classmethod
@@ -115,7 +115,7 @@ class ORTMixin(_Strategy):
         hide_leaf_spec_deprecation()
         super().setup(trainer)
         self._capture.setup(self)
-        self._run_report.setup(trainer, self.report)
+        self._delivery.setup(trainer, self.report)
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
@@ -128,7 +128,7 @@ class ORTMixin(_Strategy):
         self.report.dropout_masks = self._masks.text
         self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
-        self._run_report.teardown(self.report)
+        self._delivery.teardown(self.report)
         super().teardown()
 
     @override
@@ -141,7 +141,7 @@ class ORTMixin(_Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._run_report.on_train_start()
+        self._delivery.on_train_start()
         module = self.lightning_module
         assert module is not None
         for text in advice_for(module.trainer, module, self.root_device, self.ort_config):
@@ -200,7 +200,7 @@ class ORTMixin(_Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        parts = ("_memory", "_masks", "_capture", "_run_report")  # a copy of the strategy has its own
+        parts = ("_memory", "_masks", "_capture", "_delivery")  # a copy of the strategy has its own
         return {**state, **{name: copy.copy(state[name]) for name in parts}}
 
 

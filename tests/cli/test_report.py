@@ -166,6 +166,20 @@ def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
     assert "goes on" not in validation
 
 
+def test_page_and_text_say_the_same_of_a_run() -> None:
+    said = RunReport(session_memory="3 MB", dropout_masks="drawn by PyTorch: no C compiler", audits=1)
+    report = CompileReport(run=said)
+    page = squeezed(Page(render(report, "report.json")).text)
+    for name, text in (
+        ("session memory", said.session_memory),
+        ("dropout masks", said.dropout_masks),
+        ("audits", said.audit_text),
+    ):
+        assert f"{name.capitalize()}: {text}" in page
+        assert f"{name}: {text}" in report.to_text(200)
+    assert "ost memory" not in page
+
+
 def test_a_run_that_compiled_nothing() -> None:
     page = Page(render(CompileReport(), "report.json"))
     assert "None: nothing was compiled." in page.text

@@ -19,6 +19,8 @@ from torch import nn
 
 from lightning_ort.compat import dynamo
 
+LOGGERS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("convert_frame", "exc")]
+
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
@@ -29,10 +31,10 @@ def records() -> Iterator[list[logging.LogRecord]]:
         kept.append(record)
         return False
 
-    for logger in dynamo.LOGGERS:
+    for logger in LOGGERS:
         logger.addFilter(keep)
     yield kept
-    for logger in dynamo.LOGGERS:
+    for logger in LOGGERS:
         logger.removeFilter(keep)
 
 
@@ -62,7 +64,7 @@ def test_compile_callbacks() -> None:
     torch._dynamo.reset()
     assert not starts
     assert not ends
-    assert dynamo.COMPILE_CALLBACKS == (starts, ends)
+    assert (starts, ends) == dynamo.COMPILE_CALLBACKS
 
 
 def test_a_callback_may_be_about_something_else_than_a_frame() -> None:

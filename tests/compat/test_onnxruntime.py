@@ -104,10 +104,6 @@ def test_mark_preprocessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         assert len([record for record in caplog.records if "pre-processing" in record.getMessage()]) == warnings
 
 
-def test_installed_version() -> None:
-    assert onnxruntime.__version__.startswith(str(compat.installed_version()))
-
-
 def test_binds_bfloat16() -> None:
     """It is what a binding does with ONNX's number for the dtype."""
     session = session_of()

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -321,26 +319,6 @@ def test_default_store(tmp_path: Any) -> None:
 
 def test_cpu_has_fast_bfloat16() -> None:
     assert isinstance(compat.cpu_has_fast_bfloat16(), bool)
-
-
-def test_pins_memory() -> None:
-    from torch.utils.data._utils import pin_memory
-
-    assert not compat.pins_memory()
-    done, source = threading.Event(), queue.Queue()
-    done.set()
-    thread = threading.Thread(target=pin_memory._pin_memory_loop, args=(source, source, 0, done, "cpu"))
-    seen: list[bool] = []
-    watched = pin_memory._pin_memory_loop.__globals__["torch"].multiprocessing
-    before = watched._set_thread_name
-    watched._set_thread_name = lambda name: seen.append(compat.pins_memory())
-    try:
-        thread.start()
-        thread.join()
-    finally:
-        watched._set_thread_name = before
-    assert seen == [True]
-    assert not compat.pins_memory()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

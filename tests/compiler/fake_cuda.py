@@ -15,7 +15,6 @@ import pytest
 import torch
 from onnx import TensorProto
 from ort_settings import config_of
-from packaging.version import Version
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lightning_ort.compat.torch import boxed, fake_mode_of
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.compilation import Compilation
-from lightning_ort.compiler.executors.ort import cuda_graphs, kernels
+from lightning_ort.compiler.executors.ort import kernels
 
 CUDA = torch.device("cuda", 0)
 _Session = onnxruntime.InferenceSession
@@ -70,7 +69,6 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
         self.default = self.current = Stream(0, self.log)
-        self.recording = Stream(77, self.log)
         self.device = 0
         self.sessions: list[Session] = []
         self.probes: list[Session] = []
@@ -80,8 +78,6 @@ class FakeCuda:
         patch(onnxruntime, "InferenceSession", Session)
         patch(torch.cuda, "current_stream", lambda device=None: self.current)
         patch(torch.cuda, "device", lambda device: Current(self, torch.device(device).index or 0))
-        patch(cuda_graphs, "stream_of", lambda device: self.recording)
-        patch(cuda_graphs, "installed_version", lambda: Version("1.31.1"))
         patch(kernels, "binds_bfloat16", lambda: True)
         patch(kernels, "_reads_opset", lambda number: number <= 22)
         patch(kernels, "_load_errors", {})

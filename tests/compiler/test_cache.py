@@ -189,9 +189,7 @@ def test_what_a_time_depends_on_names_its_entry(monkeypatch, function, other):
     assert kept.name("a graph", ("ort", "a build")) != name
 
 
-@pytest.mark.parametrize(
-    "option", [{"debug": {"kernels": "standard"}}, {"debug": {"intra_op_threads": 3}}, {"cuda_graphs": True}]
-)
+@pytest.mark.parametrize("option", [{"debug": {"kernels": "standard"}}, {"debug": {"intra_op_threads": 3}}])
 def test_options_that_change_a_session_name_its_entry(option):
     names = {Cache(config).name("a graph", ("ort",)) for config in (ORTConfig(), ORTConfig(**option))}
     names |= {Cache(ORTConfig()).name("another graph", ("ort",)), Cache(ORTConfig()).name("a graph", ("another",))}
@@ -305,7 +303,6 @@ IMPOSSIBLE = [("variant/threads", value) for value in (0, -1, 2000, 2**70, 1.0, 
 IMPOSSIBLE += [
     (key, value) for key in ("ms/ort", "ms/torch") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1, None)
 ]
-IMPOSSIBLE += [("variant/cuda_graph", value) for value in (1, None, "yes")]
 IMPOSSIBLE += [
     ("more", 1),
     ("variant/more", 1),
@@ -326,9 +323,7 @@ def test_impossible_timings_count_as_absent(kept, tmp_path):
             assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is not None
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("variant/threads", 2000), ("variant/threads", 7), ("variant/cuda_graph", True)]
-)
+@pytest.mark.parametrize(("key", "value"), [("variant/threads", 2000), ("variant/threads", 7)])
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
     options = {**options, "placement": "measured"}

@@ -7,13 +7,12 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
-from packaging.version import Version
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint, gpu_memory, timing
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, streams
+from lightning_ort.compiler.executors.ort import kernels, session, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
@@ -114,7 +113,7 @@ def test_tf32_follows_torchs_two_settings(
         graph.call_function(getattr(torch.ops.aten, name).default)
     region = Region("ort", 1)
     region.module = SimpleNamespace(graph=graph)  # type: ignore[assignment]
-    assert session._cuda_options(region, Stream(5, []), records=False)["use_tf32"] == expected  # type: ignore[arg-type]
+    assert session._cuda_options(region, Stream(5, []))["use_tf32"] == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -159,16 +158,13 @@ TENSORRT = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionP
 
 def test_another_provider_than_cuda_has_streams_of_its_own(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: list(TENSORRT))
-    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4), providers=TENSORRT, cuda_graphs=True)
+    report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4), providers=TENSORRT)
     session = cuda.sessions[-1]
     assert not report.fallbacks
     assert dict(session.configured)["TensorrtExecutionProvider"] == {}  # GPU 0
     options = cuda.options(session)
     assert "user_compute_stream" not in options
-    assert options["enable_cuda_graph"] == "0"
     assert "use_tf32" in options  # the numbers are as torch's settings say all the same
-    (note,) = report.notes
-    assert note.reason.text == "TensorrtExecutionProvider records nothing"
 
 
 # runs
@@ -267,29 +263,6 @@ def test_a_run_leaves_torchs_current_device(cuda: FakeCuda) -> None:
     cuda.device = 3
     OrderedRun(run, CUDA, cuda.default)()  # type: ignore[arg-type]
     assert cuda.device == 3
-
-
-# CUDA graphs
-
-
-def test_older_builds_and_pinning_threads_record_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_graphs.unsupported_reason(CUDA) is None
-    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: True)
-    assert "pins memory" in str(cuda_graphs.unsupported_reason(CUDA))
-    executor = OrtExecutor(ORTConfig(cuda_graphs=True), CUDA)
-    monkeypatch.setattr(cuda_graphs, "can_record", lambda region: True)
-    assert len(executor.variants(Region("ort", 1))) == 1
-    monkeypatch.setattr(cuda_graphs, "pins_memory", lambda: False)
-    assert len(executor.variants(Region("ort", 1))) == 2
-    monkeypatch.setattr(cuda_graphs, "installed_version", lambda: Version("1.19.2"))
-    assert "waits for the GPU after each replay" in str(cuda_graphs.unsupported_reason(CUDA))
-
-
-def test_a_recording_has_its_own_stream(cuda: FakeCuda) -> None:
-    build_one(cuda, cuda_graphs=True, intra_op_threads=1)
-    plain, recorded = map(cuda.options, cuda.sessions)
-    assert (plain["enable_cuda_graph"], plain["user_compute_stream"]) == ("0", "1")
-    assert (recorded["enable_cuda_graph"], recorded["user_compute_stream"]) == ("1", "77")
 
 
 # what is kept

@@ -11,7 +11,7 @@ import torch
 from lightning_ort.compiler import cache_folder, mask_kernel
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MaskKernel
-from lightning_ort.compiler.mask_prefetcher import matches_torch
+from lightning_ort.compiler.masks import matches_torch
 from lightning_ort.config import ORTConfig
 
 pytestmark = pytest.mark.skipif(

@@ -58,20 +58,6 @@ def test_by_name_it_takes_the_gpu(make_trainer: Callable[..., Any]) -> None:
     assert trainer.strategy.report.host_memory == "default"
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_cuda_graphs(model: type[Base], make_trainer: Callable[..., Any], recordings_win: None) -> None:
-    """Each region recorded where it can be: the samples of its timing first, then the training."""
-    if model.__name__ == "BERT":
-        pytest.importorskip("transformers")
-    stock, _ = train(model(), "auto", make_trainer, max_steps=STEPS)
-    strategy = ORTStrategy(config={**ALWAYS, "cuda_graphs": True, "cache_dir": None})
-    ours, trainer = train(model(), strategy, make_trainer, max_steps=STEPS)
-    assert ours == pytest.approx(stock, rel=1e-3)
-    regions = [region for graph in trainer.strategy.report.graphs for region in graph.regions]
-    assert any(region.cuda_graph and region.runs for region in regions)
-    assert not trainer.strategy.report.fallbacks
-
-
 class Growing(Small):
     """Batches of several sizes: they reach a session as numbers in host memory."""
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
-from lightning_ort.strategies import run_report
+from lightning_ort.strategies import report_delivery
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -116,7 +116,7 @@ def test_steps_per_second_are_of_this_run(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100, 10))
-    monkeypatch.setattr(run_report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(report_delivery, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     logger = CSVLogger(tmp_path)
     strategy = ORTStrategy(config={"engine": "torch", "report": "log"})
     trainer = make_trainer(strategy=strategy, max_epochs=1, logger=logger)
@@ -151,7 +151,7 @@ def test_facts_of_the_run(make_trainer: Callable[..., Any], tmp_path: Path) -> N
 
 def test_other_ranks_write_files_of_their_own(tmp_path: Path) -> None:
     trainer = SimpleNamespace(is_global_zero=False, global_rank=1, train_dataloader=None)
-    delivery = run_report.RunReport(str(tmp_path / "run.json"))
+    delivery = report_delivery.ReportDelivery(str(tmp_path / "run.json"))
     delivery._trainer = trainer
     delivery.teardown(CompileReport())
     assert [path.name for path in tmp_path.iterdir()] == ["run.rank1.json"]

@@ -1,7 +1,7 @@
 """What the compiler asks of an executor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -41,10 +41,6 @@ class Executor(ABC):
     def unsupported_reason(self) -> Reason | None:
         """Return why it can run nothing on its device, or ``None``."""
         return None
-
-    def ineffective_options(self) -> Mapping[str, Reason]:
-        """Return the options of the config that have no effect on its device, and why."""
-        return {}
 
     @abstractmethod
     def supports(self, node: fx.Node) -> Support:

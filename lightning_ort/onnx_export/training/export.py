@@ -1,8 +1,7 @@
 """From a LightningModule and a batch to a folder that trains: :func:`export_training`."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_number, check_path, check_type, check_writable
 from lightning_ort.compat.torch import tree_map
+from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
 from lightning_ort.onnx_export.training import optimizers
@@ -132,7 +132,10 @@ def export_training(
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     task = _task(module, data, optimizer, settings, sizes)
-    with _left_alone(module), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+    quiet = ("onnx_ir", "torch.export", "torch.fx")
+    with left_alone(module, quiet), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+        if not module.training:  # parts that the user keeps in evaluation mode stay so
+            module.train()
         return _write(task, Path(temporary), folder)
 
 
@@ -188,29 +191,6 @@ def _first_batch(data: Any) -> Any:
         except StopIteration:
             raise ValueError("The dataloader has no batch: pass one that has.") from None
     return data
-
-
-@contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """Leave nothing of what happens in here: modes, buffers, gradients."""
-    modes = [(child, child.training) for child in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    quiet = [logging.getLogger(name) for name in ("onnx_ir", "torch.export", "torch.fx")]
-    levels = [logger.level for logger in quiet]
-    for logger in quiet:
-        logger.setLevel(logging.ERROR)
-    try:
-        if not module.training:
-            module.train()
-        yield
-    finally:
-        for logger, level in zip(quiet, levels, strict=True):
-            logger.setLevel(level)
-        for child, training in modes:
-            child.training = training
-        with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
 
 
 def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
-from lightning_ort.onnx_export.export import largest_difference
+from lightning_ort.compiler.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import Settings

@@ -33,9 +33,10 @@ _POSIX = os.name == "posix"
 class CoordinatedSigterm:
     """Lets all processes of a run stop after the same batch, and save a checkpoint, when one of them gets SIGTERM.
 
-    Lightning itself starts a collective wherever the signal meets a process, perhaps in the middle of another
-    collective, and only rank 0 is heard. Here the signal sets a flag, and a thread of each process tells the others
-    through the store of the run. Each process votes when its next batch begins. When rank 0 has seen all votes, it
+    Lightning itself starts a collective wherever the signal meets a process, perhaps in the middle of another: where
+    one of two processes is told to end, both hang, and where both are, they end with status 0 and without a checkpoint
+    (2.6.6). Here the signal sets a flag, and a thread of each process tells the others through the store of the run.
+    Each process votes when its next batch begins. When rank 0 has seen all votes, it
     chooses the batch after which to stop. No process can be past that batch, because Lightning makes all processes wait
     for rank 0 at the start of each training batch. In evaluation they are not further apart than their collectives
     allow, and only those have to match. A step costs nothing extra unless the run is told to end.

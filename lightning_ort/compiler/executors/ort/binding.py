@@ -173,16 +173,14 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def run_options(stream: torch.cuda.Stream | None, recording: int | None = None) -> "onnxruntime.RunOptions":
-    """Return the options of runs on a stream, which record or replay the CUDA graph of a number if there is one."""
+def run_options(stream: torch.cuda.Stream | None) -> "onnxruntime.RunOptions":
+    """Return the options of runs on a stream."""
     import onnxruntime
 
     options = onnxruntime.RunOptions()
     if stream is not None:
         # it is torch's, or waits for it, so there is no need to wait for the device
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    if recording is not None:
-        options.add_run_config_entry("gpu_graph_id", str(recording))
     return options
 
 

@@ -1,7 +1,7 @@
 """ONNX Runtime as an executor."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.executors.ort import cuda_graphs, kernels, session, support
+from lightning_ort.compiler.executors.ort import kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
-from lightning_ort.compiler.executors.ort.cuda_graphs import RecordedSession
 from lightning_ort.compiler.regions import Region, Support, Variant, count_flops
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
@@ -63,17 +62,6 @@ class OrtExecutor(Executor):
         return None if failure is None else Reason(ReasonType.DEVICE, failure)
 
     @override
-    def ineffective_options(self) -> Mapping[str, Reason]:
-        if self.config.cuda_graphs and (reason := self._unrecorded_reason()) is not None:
-            return {"cuda_graphs": Reason(ReasonType.NOT_RECORDED, reason)}
-        return {}
-
-    def _unrecorded_reason(self) -> str | None:
-        if self.device.type == "cuda" and self.providers[0] != kernels.CUDA:
-            return f"{self.providers[0]} records nothing"
-        return cuda_graphs.unsupported_reason(self.device)
-
-    @override
     def supports(self, node: fx.Node) -> Support:
         return support.check(node, self.kernels)
 
@@ -83,11 +71,7 @@ class OrtExecutor(Executor):
 
     @override
     def variants(self, region: Region) -> Sequence[Variant]:
-        variants = [Variant(threads) for threads in self._thread_counts(region)]
-        wanted = self.config.cuda_graphs and self._unrecorded_reason() is None
-        if wanted and cuda_graphs.can_record(region):
-            variants.append(Variant(variants[0].threads, cuda_graph=True))
-        return variants
+        return [Variant(threads) for threads in self._thread_counts(region)]
 
     def _thread_counts(self, region: Region) -> list[int]:
         if self.config.debug.intra_op_threads is not None:
@@ -115,19 +99,15 @@ class OrtExecutor(Executor):
 
     @override
     def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
-        stream = self._stream(variant)
-        built = session.build(
-            artifact, region, self.providers, variant.threads, self.device, stream, variant.cuda_graph
-        )
-        if variant.cuda_graph:
-            return RecordedSession(region, built, self.device, stream)
+        stream = self._stream()
+        built = session.build(artifact, region, self.providers, variant.threads, self.device, stream)
         several_threads = self.device.type == "cpu" and variant.threads > 1
         pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
         return BoundSession(region, built, self.device, pause, stream)
 
     @override
     def end_trial(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:
-        if self.device.type == "cuda" and type(run) is BoundSession:
+        if self.device.type == "cuda" and isinstance(run, BoundSession):
             run.shrink(args)
 
     @override
@@ -137,12 +117,10 @@ class OrtExecutor(Executor):
         elif self.device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _stream(self, variant: Variant) -> torch.cuda.Stream | None:
-        """The stream of a session: torch's current one, on which neither waits for the other, or a recording's.
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The stream of a session: torch's current one, on which neither waits for the other.
 
         ``None`` for one on the CPU, or with another provider first, which has streams of its own.
         """
-        if variant.cuda_graph:
-            return cuda_graphs.stream_of(self.device)
         on_cuda = self.device.type == "cuda" and self.providers[0] == kernels.CUDA
         return torch.cuda.current_stream(self.device) if on_cuda else None

@@ -19,7 +19,7 @@ from lightning_ort.compat.onnxruntime import (
 )
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.reproduce import DISABLED_OPTIMIZERS
+from lightning_ort.compiler.reproducer_script import DISABLED_OPTIMIZERS
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:

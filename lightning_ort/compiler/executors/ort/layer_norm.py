@@ -7,17 +7,13 @@ import torch
 from onnx import TensorProto, helper
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
+from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
 
 log = logging.getLogger(__name__)
 
 _ROWS, _COLUMNS, _EPSILON = 32, 256, 1e-5
 # relative to the largest result, of which a few hundred numbers are summed and rounded once
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_TYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-}
 
 
 @functools.cache
@@ -57,14 +53,14 @@ def _run(*inputs: torch.Tensor) -> list[torch.Tensor]:
     binding, memory = new_binding(built), memory_of(device)
     for names, tensors, bind in (("xwb", inputs, binding.bind_input), ("ymr", outputs, binding.bind_output)):
         for name, tensor in zip(names, tensors, strict=True):
-            bind(name, memory, _TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+            bind(name, memory, element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
     torch.cuda.synchronize(device)
     run_function(built)(binding, None)  # it waits for its own stream
     return outputs
 
 
 def _model(dtype: torch.dtype) -> bytes:
-    kind, info = _TYPES[dtype], helper.make_tensor_value_info
+    kind, info = int(DTYPES[dtype]), helper.make_tensor_value_info
     node = helper.make_node("LayerNormalization", [*"xwb"], [*"ymr"], axis=-1, epsilon=_EPSILON, stash_type=1)
     shapes = {"x": [_ROWS, _COLUMNS], "w": [_COLUMNS], "b": [_COLUMNS], "y": [_ROWS, _COLUMNS]}
     inputs = [info(name, kind, shapes[name]) for name in "xwb"]

@@ -121,11 +121,10 @@ def build(
     threads: int,
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
-    records: bool = False,
 ) -> "onnxruntime.InferenceSession":
-    """Build a session of a region's model, on a GPU to run on ``stream``, or to be recorded there as CUDA graphs.
+    """Build a session of a region's model, on a GPU to run on ``stream``.
 
-    Raises ``RegionRejected`` if onnxruntime refuses the model, such as one to be recorded that has nodes on the CPU.
+    Raises ``RegionRejected`` if onnxruntime refuses the model.
     """
     import onnxruntime
 
@@ -145,7 +144,7 @@ def build(
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    cuda_options = _cuda_options(region, stream, records) if CUDA in providers else {}
+    cuda_options = _cuda_options(region, stream) if CUDA in providers else {}
     try:
         session = new_session(model, options, providers, device, **cuda_options)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
@@ -245,13 +244,12 @@ def _has_float64(region: Region) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
 
 
-def _cuda_options(region: Region, stream: torch.cuda.Stream | None, records: bool) -> dict[str, str]:
+def _cuda_options(region: Region, stream: torch.cuda.Stream | None) -> dict[str, str]:
     # on torch's stream neither side has to wait for the other
     on_stream = {} if stream is None else {"user_compute_stream": str(handle_of(stream))}
     searches = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
     return {
         **on_stream,
-        "enable_cuda_graph": "1" if records else "0",
         "do_copy_in_default_stream": "1",
         # not by powers of two: torch's allocator needs the rest of the memory
         "arena_extend_strategy": "kSameAsRequested",

@@ -7,6 +7,7 @@ from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.activations import expanded_gelu
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
+from lightning_ort.compiler.executors.ort.conversion.linalg import plus_bias
 from lightning_ort.onnx_export.training.graph import PortableGraph, form
 
 aten = torch.ops.aten
@@ -23,12 +24,7 @@ def baddbmm(
     ctx: PortableGraph, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Any = 1, alpha: Any = 1
 ) -> Value:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    product = bmm(ctx, node, x, y)
-    if alpha != 1:
-        product = product * alpha
-    if beta == 0:
-        return product
-    return product + (ctx.value(bias) if beta == 1 else ctx.value(bias) * beta)
+    return plus_bias(bmm(ctx, node, x, y), ctx.value(bias), beta, alpha)
 
 
 @form(aten.gelu.default)

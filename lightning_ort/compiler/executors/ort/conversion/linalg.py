@@ -78,12 +78,16 @@ def baddbmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> Value:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    product = mm(ctx, node, x, y)
+    return plus_bias(mm(ctx, node, x, y), ctx.value(bias), beta, alpha)
+
+
+def plus_bias(product: Value, bias: Value, beta: Scalar, alpha: Scalar) -> Value:
+    """``beta * bias + alpha * product``; with beta=0 torch ignores the bias."""
     if alpha != 1:
         product = product * alpha
     if beta == 0:
         return product
-    return product + (ctx.value(bias) if beta == 1 else ctx.value(bias) * beta)
+    return product + (bias if beta == 1 else bias * beta)
 
 
 @converts(aten.dot.default)

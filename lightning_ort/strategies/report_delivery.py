@@ -1,4 +1,4 @@
-"""Deliver the report when a run of the Trainer ends: :class:`RunReport`."""
+"""Deliver the report when a run of the Trainer ends: :class:`ReportDelivery`."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class RunReport:
+class ReportDelivery:
     """Writes the report to the log or a file, as ``ORTConfig.report`` says, and its figures to the Trainer's loggers.
 
     The figures are logged once, when a run has ended without an error: ``ort/node_fraction``, ``ort/runs``,

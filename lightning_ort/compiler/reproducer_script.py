@@ -1,31 +1,16 @@
 """Run one region of a compiled graph in torch and, if it has an ONNX model, in onnxruntime.
 
-This code is also copied into the scripts of ``save_reproducer``, so it imports nothing of lightning_ort.
+This code is also copied into the scripts of :class:`~.reproducer.Reproducer`, so it imports nothing of lightning_ort.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-
-# dtype, and what onnxruntime calls it where a tensor is bound: numpy's type, or ONNX's number where numpy has none
-ELEMENT_TYPES: dict[str, tuple[torch.dtype, Any]] = {
-    "tensor(float)": (torch.float32, np.float32),
-    "tensor(uint8)": (torch.uint8, np.uint8),
-    "tensor(int8)": (torch.int8, np.int8),
-    "tensor(int16)": (torch.int16, np.int16),
-    "tensor(int32)": (torch.int32, np.int32),
-    "tensor(int64)": (torch.int64, np.int64),
-    "tensor(bool)": (torch.bool, np.bool_),
-    "tensor(float16)": (torch.float16, np.float16),
-    "tensor(double)": (torch.float64, np.float64),
-    "tensor(bfloat16)": (torch.bfloat16, 16),
-}
-
 
 DISABLED_OPTIMIZERS = [
     "Pad_Fusion",  # merges zeros into an average pool that does not count its own padding (1.19): other averages
@@ -53,6 +38,14 @@ def make_input(spec: Any, generator: torch.Generator) -> Any:
     return flat.to(device).as_strided(sizes, strides)
 
 
+def element_type(kind: str) -> tuple[torch.dtype, Any]:
+    """Return the dtype of what onnxruntime writes as ``tensor(float)``, and what it calls that where it binds one."""
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    dtype = getattr(torch, {"float": "float32", "double": "float64"}.get(name, name))
+    # numpy's type, or ONNX's number where numpy has none
+    return dtype, 16 if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype.type
+
+
 def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -> tuple[Callable[[], None], list[Any]]:
     """Return a function that runs a model, and the tensors that it writes to."""
     import onnxruntime
@@ -64,12 +57,12 @@ def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -
     binding = session.io_binding()
     outputs, kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in expected], []
     for value in session.get_inputs():
-        dtype, element = ELEMENT_TYPES[value.type]
+        dtype, element = element_type(value.type)
         x = torch.as_tensor(inputs[int(value.name[1:])]).to(dtype).contiguous()
         kept.append(x)
         binding.bind_input(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
     for value, x in zip(session.get_outputs(), outputs, strict=True):
-        _, element = ELEMENT_TYPES[value.type]
+        _, element = element_type(value.type)
         binding.bind_output(value.name, x.device.type, x.device.index or 0, element, tuple(x.shape), x.data_ptr())
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the session has a stream of its own, for which it waits at the end of a run
@@ -88,19 +81,24 @@ def median_ms(run: Callable[[], Any]) -> float:
     return statistics.median(times[3:]) * 1e3
 
 
-def largest_difference(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference, each in units of the largest value of its result.
+def largest_difference(got: torch.Tensor, expected: torch.Tensor, least: float = 1.0) -> float:
+    """Return how far a result is from the expected one.
 
-    Equal infinities and NaN at the same place count as equal.
+    Of floats it is the largest difference, as a share of the largest magnitude, or of ``least`` if that is larger. Of
+    integers and booleans it is the share of elements that differ. It is infinite where the shape, the dtype or the
+    places of infinities and NaN are not the same.
     """
-    largest = 0.0
-    for a, b in zip(got, expected, strict=True):
-        a, b = a.double(), b.double()
-        differences = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-        values = b.abs()[b.isfinite()]
-        differences = differences / (float(values.max()) if values.numel() and values.any() else 1.0)
-        largest = max([largest, *differences.flatten().tolist()], key=lambda x: (x != x, x))
-    return largest
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return math.inf
+    if expected.numel() == 0:
+        return 0.0
+    if not expected.is_floating_point():
+        return float((got != expected).double().mean())
+    finite = expected.isfinite()
+    if not torch.allclose(got[~finite], expected[~finite], equal_nan=True) or not bool(got[finite].isfinite().all()):
+        return math.inf
+    got, expected = got[finite].double(), expected[finite].double()
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=least)) if len(got) else 0.0
 
 
 def in_float64(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
@@ -122,7 +120,12 @@ def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | N
         if model is not None:
             run, outputs = bind(model, inputs, expected)
             print(f"onnxruntime: {median_ms(run):.3f} ms")
-            text = f"largest difference: {largest_difference(outputs, expected):.1e} of the largest value"
+            text = f"largest difference: {_largest(outputs, expected):.1e} of the largest value"
             if (exact := in_float64(forward, inputs)) is not None:
-                text += f"; of torch to float64: {largest_difference(expected, exact):.1e}"
+                text += f"; of torch to float64: {_largest(expected, exact):.1e}"
             print(text)
+
+
+def _largest(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    pairs = zip(got, expected, strict=True)
+    return max((largest_difference(a.double(), b.double(), 1e-30) for a, b in pairs), default=0.0)
