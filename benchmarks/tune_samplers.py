@@ -61,7 +61,7 @@ def ratio(runner: ProcessRunner, candidate: Candidate, steps: int, seconds: floa
 def with_optuna(project: Project, seconds: float, steps: int, folder: Path) -> tuple[Candidate, int]:
     """Return the best candidate that a sampler found in the time, and how many it tried."""
     deadline = time.monotonic() + seconds
-    facts = probed(project, folder, seconds, lambda doing, best: None)
+    facts = probed(project, folder, seconds, deadline, lambda doing, best: None)
     runner = ProcessRunner(project, folder)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     candidates: dict[int, Candidate] = {}

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ort.cli.bench import machine
+from lightning_ort.tuning.machine import machine
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.torch import TorchRegion

@@ -199,7 +199,8 @@ ME = f"{__file__}:"
         ([f"{MODULES}:Small", "--output=/proc/x.yaml"], "--output='/proc/x.yaml'"),
         ([f"{MODULES}:Small", "-o", "tuned.json"], "-o tuned.json: .json is written beside the configuration"),
         (["--explain=nowhere.json"], "Pass the .json file that lightning-ort tune wrote"),
-        ([f"{MODULES}:Small", "--time=0.001s"], "is too short: three steps of the module took longer"),
+        ([f"{MODULES}:Small", "--time=0.5s"], "--time 0.5s is too short: it was over before anything could be trained"),
+        ([f"{MODULES}:Small", "--time=1.01s"], "--time 1.01s is too short"),
         ([f"{ME}Broken", f"--data={ME}Data"], "does not train as it is, so there is nothing to tune: NameError"),
         (
             [f"{ME}Net", f"--data={ME}data_that_cannot_be_batched", "--effective-batch=64"],
