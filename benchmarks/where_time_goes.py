@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ort.tuning.machine import machine
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.torch import TorchRegion
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import host_memory
+from lightning_ort.tuning.machine import machine
 
 _SHOWN = 12  # kernels
 

@@ -1,22 +1,32 @@
-"""``lightning-ort tune``: finds the fastest way to train a user's own module on this machine."""
+"""``lightning-ort tune``: finds the fastest way to train a user's own module on this machine.
 
+PyTorch is imported while the time that the user allows is running.
+"""
+
+import importlib
 import math
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time as clock
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, plain, say, show
 from lightning_ort.cli.load import load_project
-from lightning_ort.tuning.api import checked_limits, is_plain, planned, probed, tune_project
-from lightning_ort.tuning.project import Project
-from lightning_ort.tuning.result import TuneResult, check_absent, files_of
-from lightning_ort.tuning.space import Limits, TuneError
+
+if TYPE_CHECKING:
+    from lightning_ort.tuning.project import Project
+    from lightning_ort.tuning.result import TuneResult
+    from lightning_ort.tuning.space import Limits
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -75,19 +85,20 @@ def tune(
         say(_read(explain).explanation())
         return
     try:
-        limits = checked_limits(_seconds(time), _bytes(memory), effective_batch, keep_numerics, devices)
-        if not dry_run:
-            for path in files_of(output):
-                check_absent(path)
-            check_writable("--output", str(output), is_folder=False)
-        more: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "seed": seed}
-        project = load_project("tune", module, args, data, data_args, config, **more)
+        seconds, size = _seconds(time), _bytes(memory)
+        with nullcontext() if dry_run else _ended_at(started + seconds, time):
+            limits = _api().checked_limits(seconds, size, effective_batch, keep_numerics, devices)
+            if not dry_run:
+                _check_output(output)
+            more: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "seed": seed}
+            project = load_project("tune", module, args, data, data_args, config, **more)
+            importlib.import_module(project.namespace.package)
         if dry_run:
             _show_plan(project, limits)
             return
         result = _with_progress(project, limits, started)
         written = result.save(output)
-    except (TuneError, FileExistsError, TypeError, ValueError) as error:
+    except (FileExistsError, TypeError, ValueError) as error:
         sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
     except KeyboardInterrupt:
         sys.exit("lightning-ort tune: interrupted before anything was measured.")
@@ -101,7 +112,42 @@ def tune(
     say(f"Written: {', '.join(map(str, written))}")
 
 
-def _with_progress(project: Project, limits: Limits, started: float) -> TuneResult:
+# jsonargparse looks for the name in the packages above too, and lightning_ort.tune imports torch
+tune.__qualname__ = "tune_command"
+
+
+def _api() -> ModuleType:
+    return importlib.import_module("lightning_ort.tuning.api")
+
+
+@contextmanager
+def _ended_at(deadline: float, allowed: str) -> Iterator[None]:
+    """Exit with a message when the time is up, where a signal can interrupt what is imported."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        sys.exit(f"lightning-ort tune: --time {allowed} is too short: it was over before your module was imported.")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - clock.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _check_output(output: Path) -> None:
+    from lightning_ort.tuning.result import check_absent, files_of
+
+    for path in files_of(output):
+        check_absent(path)
+    check_writable("--output", str(output), is_folder=False)
+
+
+def _with_progress(project: "Project", limits: "Limits", started: float) -> "TuneResult":
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     # writing imports and draws, which takes its share of what the imports until here have taken
     deadline = started + limits.seconds - max(_LEAST_TO_WRITE, _TO_WRITE * (clock.monotonic() - started))
@@ -112,18 +158,18 @@ def _with_progress(project: Project, limits: Limits, started: float) -> TuneResu
             text = f"{doing} (best so far: {best})" if best else doing
             progress.update(task, description=plain(text), completed=min(limits.seconds, clock.monotonic() - started))
 
-        result = tune_project(project, limits, deadline, listen)
+        result: TuneResult = _api().tune_project(project, limits, deadline, listen)
         progress.update(task, completed=limits.seconds)
     return result
 
 
-def _show_plan(project: Project, limits: Limits) -> None:
-    __import__(project.namespace.package)
+def _show_plan(project: "Project", limits: "Limits") -> None:
+    api = _api()
     start = clock.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        facts = probed(project, Path(folder), limits.seconds, start + limits.seconds, lambda doing, best: None)
+        facts = api.probed(project, Path(folder), limits.seconds, start + limits.seconds, lambda doing, best: None)
     each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
-    trials = planned(facts, limits, is_plain(project))
+    trials = api.planned(facts, limits, api.is_plain(project))
     table = PlainTable("stage", "candidate", "because", title=f"{facts.module}: what would be tried")
     table.add_column("MB of tensors", justify="right")
     for trial in trials:
@@ -135,7 +181,9 @@ def _show_plan(project: Project, limits: Limits) -> None:
     say("Each stage changes the fastest candidate so far. If the time runs short, the last stages are left out.")
 
 
-def _read(path: Path) -> TuneResult:
+def _read(path: Path) -> "TuneResult":
+    from lightning_ort.tuning.result import TuneResult
+
     try:
         return TuneResult.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -37,7 +37,8 @@ class Measurer:
     ) -> None:
         self._facts, self._limits, self._runner = facts, limits, runner
         self._deadline, self._tell = deadline, tell
-        self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
+        self._seconds = deadline - runner.clock()
+        self._unit = min(_UNIT, self._seconds / 150)  # seconds of a sample
         self._round = 0
         self.bar: Trial | None = None  # what is many times as slow as this is given up at once
         self.trials: list[Trial] = []
@@ -151,7 +152,7 @@ class Measurer:
             trial.verdict, trial.why = "skipped", "no time left"
             return False
         try:
-            self.warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._limits.seconds))
+            self.warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._seconds))
         except VariantFailed as error:
             self.fail(trial, str(error))
         except TimeIsUp:
@@ -183,4 +184,4 @@ class Measurer:
 
     def reserve(self) -> float:
         """Return the seconds that the last rounds may take."""
-        return max(_SHARE_AT_THE_END * self._limits.seconds, _SLOWER * 2 * self._sample_seconds(self.trials[0]))
+        return max(_SHARE_AT_THE_END * self._seconds, _SLOWER * 2 * self._sample_seconds(self.trials[0]))

@@ -61,6 +61,7 @@ class Search:
     ) -> None:
         self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
         self._deadline, self._listen = deadline, listen
+        self._seconds = deadline - runner.clock()  # what is left of those that the user allows
         self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
 
     def run(self) -> Outcome:
@@ -219,10 +220,13 @@ class Search:
                 " steps work with Trainer.fit (or main.py fit), then tune."
             ) from None
         except TimeIsUp:
-            raise TuneError(too_short(self._limits.seconds, _SLOW_START, 4 * self._limits.seconds)) from None
-        spent = self._limits.seconds - self._measurer.time_left()
-        if spent > _SHARE_FOR_OWN * self._limits.seconds:
-            raise TuneError(too_short(self._limits.seconds, _SLOW_START, 4 * spent))
+            raise self._too_short(self._seconds) from None
+        if (spent := self._seconds - self._measurer.time_left()) > _SHARE_FOR_OWN * self._seconds:
+            raise self._too_short(spent)
+
+    def _too_short(self, spent: float) -> TuneError:
+        seconds = self._limits.seconds
+        return TuneError(too_short(seconds, _SLOW_START, seconds - self._seconds + 4 * spent))
 
     def _warmed_up(self, option: Option, stage: str) -> Trial | None:
         trial = self._trial(option, stage)
