@@ -19,8 +19,14 @@ import zoo
 from rich.console import Console
 
 from lightning_ort._text import PlainTable
-from lightning_ort.cli.bench import Row, machine, measure, plot, to_table
-from lightning_ort.cli.bench_worker import Job, Variant
+from lightning_ort.cli.bench import named, to_dict, to_table
+from lightning_ort.cli.load import load
+from lightning_ort.tuning.candidate import NAMED
+from lightning_ort.tuning.compare import compare
+from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.picture import draw_bars
+from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.trials import Trial, times
 
 FILES = {kind.__name__: where.__file__ for where in (zoo, held_out, small) for kind in where.MODULES}
 PRECISIONS = ("stock", "stock@bf16-mixed", "compile@bf16-mixed", "ort", "ort@bf16-mixed", "ort@medium")
@@ -34,32 +40,34 @@ parser.add_argument("--warm-up", type=int, default=50)
 parser.add_argument("--plots", type=Path, help="a folder for NAME.png")
 parser.add_argument("--json", type=Path, help="a file for the machine and the rows of every module")
 args = parser.parse_args()
-measured: list[list[Row]] = []
+measured: list[list[Trial]] = []
 console = Console(width=140)
 found: dict[str, list[dict[str, Any]]] = {}
-console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+footnote = ", ".join(f"{name} {value}" for name, value in machine().items())
+console.print(footnote)
 for name in args.modules:
-    job = Job(f"{FILES[name]}:{name}", accelerator="cpu", ort_config={"cache_dir": None})
+    kind, settings = load(f"{FILES[name]}:{name}", "module"), NAMED | {"cache_dir": None}
+    trials = named(args.variants)
     with tempfile.TemporaryDirectory() as folder:
-        variants = [Variant.parse(text) for text in args.variants]
-        rows = measure(job, variants, args.rounds, args.steps, args.warm_up, Path(folder))
-    measured.append(rows)
+        project = Project(module=kind, accelerator="cpu", ort_config=settings)
+        compare(project, trials, args.rounds, args.steps, args.warm_up, Path(folder))
+    measured.append(trials)
     title = f"{name}: median of {args.rounds} rounds of {args.steps} steps"
-    console.print(to_table(rows, args.warm_up, title))
+    console.print(to_table(trials, title))
     if args.plots is not None:
-        plot(rows, title, args.plots / f"{name}.png")
-    found[name] = [row.to_dict(rows[0], args.warm_up) for row in rows]
+        draw_bars(trials, title, footnote, args.plots / f"{name}.png")
+    found[name] = [to_dict(trial, trials[0]) for trial in trials]
     if args.json is not None:
-        settings = {"rounds": args.rounds, "steps": args.steps, "warm_up": args.warm_up}
-        content = {"machine": machine(), "settings": settings, "modules": found}
+        asked = {"rounds": args.rounds, "steps": args.steps, "warm_up": args.warm_up}
+        content = {"machine": machine(), "settings": asked, "modules": found}
         args.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-whole = [rows for rows in measured if all(row.samples for row in rows)]
+whole = [trials for trials in measured if all(trial.rounds for trial in trials)]
 table = PlainTable("variant", title=f"speed, geometric mean over {len(whole)} modules")
 for other in args.variants:
     table.add_column(f"against {other}", justify="right")
 for index, variant in enumerate(args.variants):
-    ratios = [[rows[index].speed(rows[other]) for rows in whole] for other in range(len(args.variants))]
+    ratios = [[times(one[index], one[other]) or 0.0 for one in whole] for other in range(len(args.variants))]
     table.add_row(variant, *(f"{statistics.geometric_mean(column):.2f}x" for column in ratios if column))
 console.print(table)

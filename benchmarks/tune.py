@@ -2,7 +2,7 @@
 
 ``python benchmarks/tune.py [--modules NAME ...] [--time SECONDS] [--rounds N] [--steps N]``. The search decides on its
 own trials; the check afterwards trains the configuration that it wrote beside the module's own, in turns, in processes
-of ``lightning-ort bench``. Losses are means over the last quarter of the same examples.
+of their own. Losses are means over the last quarter of the same examples.
 """
 
 import argparse
@@ -18,8 +18,10 @@ import yaml
 from harness import console, table_of
 
 import lightning_ort
-from lightning_ort.cli.bench_worker import Job, Variant, Worker
+from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.losses import departure
+from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.project import Project, start
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples" / name) for name in ("language_model", "minilm", "digits")]
@@ -46,16 +48,12 @@ def checked(name: str, result: lightning_ort.TuneResult, rounds: int, steps: int
     own: dict[str, Any] = {"trainer": {"accelerator": "cpu"}, "model": {"class_path": model}}
     if data is not None:
         own["data"] = {"class_path": data}
-    settings = result.best["settings"]
-    engine = settings.get("engine", "stock")
-    each = settings.get("accumulate", 1)
+    each = result.best["settings"].get("accumulate", 1)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []
-        for which, text, variant in (("own", yaml.safe_dump(own), "stock"), ("tuned", result.yaml, engine)):
-            path = folder / f"{which}.yaml"
-            path.write_text(text)
-            workers.append(Worker(Job(None, config=path), Variant(variant), folder / which))
+        for which, config in (("own", own), ("tuned", yaml.safe_load(result.yaml))):
+            workers.append(start(Project(config=config), Candidate(), folder / which))
             stack.callback(workers[-1].stop)
         losses: list[list[float]] = [[], []]
         ratios = []

@@ -30,10 +30,10 @@ from lightning_ort import (
     export_onnx,
     param_groups,
 )
-from lightning_ort.cli.bench_worker import Variant
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.optim import memory
 from lightning_ort.optim.swap import OptimizerSwap
+from lightning_ort.tuning.candidate import Candidate
 
 LINEAR = nn.Linear(2, 2)
 # what is passed; a substring that stands for a file or folder of the test's is replaced by it
@@ -350,8 +350,8 @@ OTHERS: list[Case] = [
         (CompileReport.from_dict, {"data": value}, ValueError, ("not a report of this version",))
         for value in (None, 3, [], {}, "x", {"graphs": 3})
     ],
-    (Variant.parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, ort")),
-    (Variant.parse, {"text": "stock+adamw_torch_fuse"}, ValueError, ("adamw_torch_fuse", "'adamw_torch_fused'")),
+    (Candidate.parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, ort")),
+    (Candidate.parse, {"text": "stock+adamw_torch_fuse"}, ValueError, ("adamw_torch_fuse", "'adamw_torch_fused'")),
 ]
 
 

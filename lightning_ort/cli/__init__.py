@@ -14,13 +14,16 @@
 
 import ast
 import importlib
+import inspect
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
+_STARTED = "started"  # parameter of a command that has to know when the program was started
 _MODULE = "class or function that returns the LightningModule, as package.module:name or path/to/file.py:name"
 _TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
     ("--trust",),
@@ -92,12 +95,13 @@ def main() -> None:
     """Run the command line."""
     from lightning_ort.cli import run
 
+    started = time.monotonic()
     if sys.argv[1:2] == ["run"]:  # before any parser: what follows is the script's
         run.run(sys.argv[2:])
         return
     try:
         try:
-            _run_command(run.SUMMARY)
+            _run_command(run.SUMMARY, started)
         finally:
             sys.stdout.flush()  # here, where it can be caught
     except BrokenPipeError:  # who reads has seen enough, as `head` has
@@ -105,7 +109,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run_command(summary_of_run: str) -> None:
+def _run_command(summary_of_run: str, started: float) -> None:
     from lightning_ort._imports import __version__
 
     if sys.argv[1:] == ["--version"]:  # before jsonargparse, which takes longer than all else
@@ -123,12 +127,15 @@ def _run_command(summary_of_run: str) -> None:
         own = Parser(description=documentation.partition("\nArgs:")[0].strip())
         if name == wanted:
             by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
-            own.add_function_arguments(_command(name), as_positional=True, skip=by_hand)
+            own.add_function_arguments(_command(name), as_positional=True, skip=by_hand | {_STARTED})
         subcommands.add_subcommand(name, own, help=documentation.partition("\n")[0])
     subcommands.add_subcommand("run", Parser(), help=summary_of_run)
     lists = {flags[0] for added in _BY_HAND.values() for flags, options in added if options.get("nargs") == "+"}
     arguments = parser.parse_args(in_one_style(sys.argv[1:], lists))
-    _command(arguments.subcommand)(**arguments[arguments.subcommand])
+    command, passed = _command(arguments.subcommand), dict(arguments[arguments.subcommand])
+    if _STARTED in inspect.signature(command).parameters:
+        passed[_STARTED] = started
+    command(**passed)
 
 
 def _command(name: str) -> Callable[..., None]:

@@ -7,9 +7,12 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_ort._text import plain
+
+if TYPE_CHECKING:
+    from lightning_ort.tuning.project import Project
 
 
 def load(path: str, argument: str) -> Any:
@@ -42,6 +45,51 @@ def check_source(module: str | None, config: Path | None, has_args: bool) -> Non
         )
     if config is not None and not config.is_file():
         sys.exit(f"--config={config}: there is no such file.")
+
+
+def load_project(
+    command: str,
+    module: str | None,
+    args: dict[str, Any] | None,
+    data: str | None,
+    data_args: dict[str, Any] | None,
+    config: Path | None,
+    **more: Any,
+) -> "Project":
+    """Load what a command is to train; exit with a message if something is missing. ``more`` is of the project."""
+    from lightning_ort.tuning.project import Project  # needs torch
+
+    check_source(module, config, bool(args or data_args))
+    settings = _configuration(config) if config is not None else None
+    if settings is not None and module is None and "class_path" not in (settings.get("model") or {}):
+        sys.exit(
+            f"--config={config}: its model has no class_path, so name the class that main.py passes to LightningCLI, as"
+            f" in: lightning-ort {command} main.py:Model --data main.py:Data --config config.yaml"
+        )
+    return Project(
+        module=load(module, "module") if module else None,
+        args=args or {},
+        data=load(data, "data") if data else None,
+        data_args=data_args or {},
+        config=settings,
+        **more,
+    )
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    from jsonargparse import get_loader
+
+    for folder in ("", str(path.parent.resolve())):  # for what its class_path entries name
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        found = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as LightningCLI reads it
+    except Exception as error:  # of the loader, whichever it is
+        sys.exit(plain(f"--config={path}: {type(error).__name__}: {error}", "utf-8"))
+    sections = [found.get(name) or {} for name in ("trainer", "model", "data")] if isinstance(found, dict) else [None]
+    if not all(isinstance(section, dict) for section in sections):
+        sys.exit(f"--config={path}: this is no LightningCLI configuration: pass a file with trainer, model and data.")
+    return found
 
 
 def call(make: Any, path: str, args: dict[str, Any]) -> Any:

@@ -1,25 +1,36 @@
-"""``lightning-ort tune``: finds the fastest way to train a user's own module on this machine."""
+"""``lightning-ort tune``: finds the fastest way to train a user's own module on this machine.
 
+PyTorch is imported while the time that the user allows is running.
+"""
+
+import importlib
 import math
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time as clock
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, plain, say, show
-from lightning_ort.cli.load import check_source, load
-from lightning_ort.tuning.api import checked_limits, is_plain, planned, probed, tune_project
-from lightning_ort.tuning.project import Project
-from lightning_ort.tuning.result import TuneResult, check_absent, files_of
-from lightning_ort.tuning.space import Limits, TuneError
+from lightning_ort.cli.load import load_project
+
+if TYPE_CHECKING:
+    from lightning_ort.tuning.project import Project
+    from lightning_ort.tuning.result import TuneResult
+    from lightning_ort.tuning.space import Limits
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_TO_WRITE, _LEAST_TO_WRITE = 0.3, 1.0  # of the time until the search starts; seconds
 _A_TRIAL = 15.0  # seconds that a candidate takes at least, in the plan
 _STARTS = 4.0  # times what the module's own start takes: compiling
 
@@ -40,6 +51,7 @@ def tune(
     output: Path = Path("tuned.yaml"),
     dry_run: bool = False,
     explain: Path | None = None,
+    started: float | None = None,
 ) -> None:
     """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
 
@@ -55,7 +67,7 @@ def tune(
         data_args: Keyword arguments for the data.
         config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
             has no class_path for them.
-        time: Time for the whole search, such as 90s, 5m or 1h.
+        time: Time for the whole command, such as 90s, 5m or 1h.
         memory: Limit for the memory of the process or, on a GPU, for what it allocates there, such as 8GB.
         effective_batch: Examples between two steps of the optimizer; by default unchanged.
         keep_numerics: Keep float32 and the algorithm of the optimizer.
@@ -65,24 +77,28 @@ def tune(
         output: The configuration; beside it are written the same name with .json and .png.
         dry_run: Only show what would be tried.
         explain: Show what a search has tried and why, from its JSON file.
+        started: When the command was started, by ``time.monotonic``; by default now.
 
     """
+    started = clock.monotonic() if started is None else started
     if explain is not None:
         say(_read(explain).explanation())
         return
     try:
-        limits = checked_limits(_seconds(time), _bytes(memory), effective_batch, keep_numerics, devices)
-        if not dry_run:
-            for path in files_of(output):
-                check_absent(path)
-            check_writable("--output", str(output), is_folder=False)
-        project = _project(module, args, data, data_args, config, accelerator, devices, seed)
+        seconds, size = _seconds(time), _bytes(memory)
+        with nullcontext() if dry_run else _ended_at(started + seconds, time):
+            limits = _api().checked_limits(seconds, size, effective_batch, keep_numerics, devices)
+            if not dry_run:
+                _check_output(output)
+            more: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "seed": seed}
+            project = load_project("tune", module, args, data, data_args, config, **more)
+            importlib.import_module(project.namespace.package)
         if dry_run:
             _show_plan(project, limits)
             return
-        result = _with_progress(project, limits)
+        result = _with_progress(project, limits, started)
         written = result.save(output)
-    except (TuneError, FileExistsError, TypeError, ValueError) as error:
+    except (FileExistsError, TypeError, ValueError) as error:
         sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
     except KeyboardInterrupt:
         sys.exit("lightning-ort tune: interrupted before anything was measured.")
@@ -96,73 +112,64 @@ def tune(
     say(f"Written: {', '.join(map(str, written))}")
 
 
-def _project(
-    module: str | None,
-    args: dict[str, Any] | None,
-    data: str | None,
-    data_args: dict[str, Any] | None,
-    config: Path | None,
-    accelerator: str,
-    devices: int,
-    seed: int,
-) -> Project:
-    """Load what is named; exit with a message if something is missing."""
-    check_source(module, config, bool(args or data_args))
-    settings = _configuration(config) if config is not None else None
-    if settings is not None and module is None and "class_path" not in (settings.get("model") or {}):
-        sys.exit(
-            f"--config={config}: its model has no class_path, so name the class that main.py passes to LightningCLI, as"
-            " in: lightning-ort tune main.py:Model --data main.py:Data --config config.yaml"
-        )
-    return Project(
-        module=load(module, "module") if module else None,
-        args=args or {},
-        data=load(data, "data") if data else None,
-        data_args=data_args or {},
-        config=settings,
-        accelerator=accelerator,
-        devices=devices,
-        seed=seed,
-    )
+# jsonargparse looks for the name in the packages above too, and lightning_ort.tune imports torch
+tune.__qualname__ = "tune_command"
 
 
-def _configuration(path: Path) -> dict[str, Any]:
-    from jsonargparse import get_loader
+def _api() -> ModuleType:
+    return importlib.import_module("lightning_ort.tuning.api")
 
-    for folder in ("", str(path.parent.resolve())):  # for what its class_path entries name
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+
+@contextmanager
+def _ended_at(deadline: float, allowed: str) -> Iterator[None]:
+    """Exit with a message when the time is up, where a signal can interrupt what is imported."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        sys.exit(f"lightning-ort tune: --time {allowed} is too short: it was over before your module was imported.")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - clock.monotonic()))
     try:
-        found = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as LightningCLI reads it
-    except Exception as error:  # of the loader, whichever it is
-        sys.exit(plain(f"--config={path}: {type(error).__name__}: {error}", "utf-8"))
-    if not isinstance(found, dict):
-        sys.exit(f"--config={path}: this is no LightningCLI configuration: pass a file with trainer, model and data.")
-    return found
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def _with_progress(project: Project, limits: Limits) -> TuneResult:
+def _check_output(output: Path) -> None:
+    from lightning_ort.tuning.result import check_absent, files_of
+
+    for path in files_of(output):
+        check_absent(path)
+    check_writable("--output", str(output), is_folder=False)
+
+
+def _with_progress(project: "Project", limits: "Limits", started: float) -> "TuneResult":
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    start = clock.monotonic()
+    # writing imports and draws, which takes its share of what the imports until here have taken
+    deadline = started + limits.seconds - max(_LEAST_TO_WRITE, _TO_WRITE * (clock.monotonic() - started))
     with Progress(*columns, console=console(stderr=True)) as progress:
         task = progress.add_task("", total=limits.seconds)
 
         def listen(doing: str, best: str) -> None:
             text = f"{doing} (best so far: {best})" if best else doing
-            progress.update(task, description=plain(text), completed=min(limits.seconds, clock.monotonic() - start))
+            progress.update(task, description=plain(text), completed=min(limits.seconds, clock.monotonic() - started))
 
-        result = tune_project(project, limits, listen)
+        result: TuneResult = _api().tune_project(project, limits, deadline, listen)
         progress.update(task, completed=limits.seconds)
     return result
 
 
-def _show_plan(project: Project, limits: Limits) -> None:
-    __import__(project.namespace.package)
+def _show_plan(project: "Project", limits: "Limits") -> None:
+    api = _api()
     start = clock.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        facts = probed(project, Path(folder), limits.seconds, lambda doing, best: None)
+        facts = api.probed(project, Path(folder), limits.seconds, start + limits.seconds, lambda doing, best: None)
     each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
-    trials = planned(facts, limits, is_plain(project))
+    trials = api.planned(facts, limits, api.is_plain(project))
     table = PlainTable("stage", "candidate", "because", title=f"{facts.module}: what would be tried")
     table.add_column("MB of tensors", justify="right")
     for trial in trials:
@@ -174,7 +181,9 @@ def _show_plan(project: Project, limits: Limits) -> None:
     say("Each stage changes the fastest candidate so far. If the time runs short, the last stages are left out.")
 
 
-def _read(path: Path) -> TuneResult:
+def _read(path: Path) -> "TuneResult":
+    from lightning_ort.tuning.result import TuneResult
+
     try:
         return TuneResult.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

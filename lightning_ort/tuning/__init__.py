@@ -6,6 +6,8 @@
 - :mod:`~lightning_ort.tuning.memory`: bytes that a step needs, predicted and measured
 - :mod:`~lightning_ort.tuning.space`: the candidates that are tried, stage by stage, with the reasons
 - :mod:`~lightning_ort.tuning.trials`: the times of a candidate, and when one is clearly faster than another
+- :mod:`~lightning_ort.tuning.trainer_process`: a Trainer in a process of its own
+- :mod:`~lightning_ort.tuning.compare`: candidates that somebody names, in turns, for ``lightning-ort bench``
 - :mod:`~lightning_ort.tuning.measuring`: trials, started and sampled within a time
 - :mod:`~lightning_ort.tuning.search`: the stages in turns, within a time
 - :mod:`~lightning_ort.tuning.losses`: whether a candidate learns as float32 does

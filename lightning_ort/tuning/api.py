@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import os
 import tempfile
-import time
+import time as clock
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_ort.tuning.probe import Facts, start_probe
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.result import TuneResult
 from lightning_ort.tuning.runner import ProcessRunner
-from lightning_ort.tuning.search import Outcome, Search
+from lightning_ort.tuning.search import Outcome, Search, too_short
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, nothing_faster, speed
@@ -57,7 +57,7 @@ def tune(
         datamodule: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or the configuration
             has it.
         config: A LightningCLI configuration as a mapping.
-        time: Seconds for the search.
+        time: Seconds until it returns.
         memory: Bytes that the process, or what it has on the GPU, may take.
         effective_batch: Examples between two steps of the optimizer; ``None`` keeps the number that there is.
         keep_numerics: Keep float32 and the algorithm of the optimizer.
@@ -82,13 +82,14 @@ def tune(
         trainer = Trainer(max_epochs=3, **result.trainer_arguments())
 
     """
+    started = clock.monotonic()
     limits = checked_limits(time, memory, effective_batch, keep_numerics, devices, tolerance)
     if module is None and not (config or {}).get("model"):
         raise ValueError("Nothing to train: pass a module, or a configuration that names one.")
     project = Project(
         module=module, data=datamodule, config=config, accelerator=accelerator, devices=devices, seed=seed
     )
-    return tune_project(project, limits, listen)
+    return tune_project(project, limits, started + limits.seconds, listen)
 
 
 def checked_limits(
@@ -117,14 +118,15 @@ def checked_limits(
     )
 
 
-def tune_project(project: Project, limits: Limits, listen: Listener = lambda doing, best: None) -> TuneResult:
-    """Do what :func:`tune` does with arguments that are checked."""
-    deadline = time.monotonic() + limits.seconds
+def tune_project(
+    project: Project, limits: Limits, deadline: float, listen: Listener = lambda doing, best: None
+) -> TuneResult:
+    """Do what :func:`tune` does with arguments that are checked, until a time of ``time.monotonic``."""
     notes = busy()
     importlib.import_module(project.namespace.package)  # which processes inherit
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        facts = probed(project, folder, limits.seconds, listen)
+        facts = probed(project, folder, limits.seconds, deadline, listen)
         runner = ProcessRunner(project, folder)
         stack.callback(runner.stop_all)
         outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
@@ -181,15 +183,16 @@ def notes_on(project: Project, outcome: Outcome, given_loader: bool = False) -> 
     return notes
 
 
-def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> Facts:
+def probed(project: Project, folder: Path, seconds: float, deadline: float, listen: Listener) -> Facts:
     """Return the facts of a project, or raise ``TuneError`` if it cannot train or the time is too short."""
     listen("looking at the module and its data", "")
-    deadline = time.monotonic() + seconds
+    if (left := deadline - clock.monotonic()) <= 0:
+        raise TuneError(too_short(seconds, "it was over before anything could be trained", 4 * (seconds - left)))
     try:
         try:
-            return _probed(project, folder / "probe", True, seconds)
+            return _probed(project, folder / "probe", True, left)
         except VariantFailed as error:  # torch.func, for one, does not work while saved tensors are looked at
-            if (left := deadline - time.monotonic()) <= 0:
+            if (left := deadline - clock.monotonic()) <= 0:
                 raise
             with suppress(TimeIsUp):
                 return _probed(project, folder / "probe again", False, left)
@@ -200,9 +203,7 @@ def probed(project: Project, folder: Path, seconds: float, listen: Listener) -> 
             " with Trainer.fit (or main.py fit), then tune."
         ) from None
     except TimeIsUp:
-        raise TuneError(
-            f"--time {seconds:.0f}s is too short: three steps of the module took longer. Pass five times as much."
-        ) from None
+        raise TuneError(too_short(seconds, "three steps of the module took longer", 5 * seconds)) from None
 
 
 def _probed(project: Project, folder: Path, traced: bool, seconds: float) -> Facts:

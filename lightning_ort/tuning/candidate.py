@@ -3,25 +3,47 @@
 import copy
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ort._imports import LIGHTNING, LightningNamespace
+from lightning_ort.optim.registry import check_name
 
 Path = tuple[str | int, ...]  # of a value in a configuration
 
-STRATEGIES = {
-    "ort": "ORTStrategy",
-    "auto": "ORTStrategy",
-    "ort_ddp": "ORTDDPStrategy",
-    "ort_zero1": "ORTZeRO1Strategy",
-    "ort_zero1_native": "ORTNativeZeRO1Strategy",
-}
-SEVERAL_PROCESSES = ("ddp", "ort_ddp", "ort_zero1", "ort_zero1_native")
 MATMUL_PRECISIONS = ("high", "medium")
-_OF_STRATEGY = ("recompute", "host_memory")
 _OF_LOADER = ("whole_batches", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 _OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the engine of a candidate stands for."""
+
+    strategy: str  # Lightning's name, or a class of this package
+    is_ours: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # settings of ORTConfig
+    has_several_processes: bool = False
+
+
+# Candidates name settings of ORTConfig here, and nowhere else.
+ENGINES = {
+    "stock": Engine("auto"),
+    "compile": Engine("auto"),  # and torch.compile for the module's children
+    "ort": Engine("ORTStrategy", True),
+    "auto": Engine("ORTStrategy", True, {"engine": "auto"}),
+    "off": Engine("ORTStrategy", True, {"engine": "torch"}),
+    "ddp": Engine("ddp", has_several_processes=True),
+    "ort_ddp": Engine("ORTDDPStrategy", True, has_several_processes=True),
+    "ort_zero1": Engine("ORTZeRO1Strategy", True, has_several_processes=True),
+    "ort_zero1_native": Engine("ORTNativeZeRO1Strategy", True, has_several_processes=True),
+}
+# fields of a candidate: where they are among the strategy's arguments
+_OF_STRATEGY = {"recompute": ("config", "recompute"), "host_memory": ("host_memory",), "optim": ("optim",)}
+# compiling is what is measured, and the Trainer does not know how many steps it will be asked for
+MEASURED = {"start": "now"}
+NAMED = MEASURED | {"engine": "ort"}  # for candidates that somebody names: inductor is one of its own, "auto"
+NOT_COMPILED = {"engine": "torch"}
 
 
 class TuneError(ValueError):
@@ -33,8 +55,7 @@ class Candidate:
     """One way to train. What is ``None`` stays as the user has it.
 
     Args:
-        engine: ``"stock"`` or ``"ddp"`` (Lightning's own strategies), ``"ort"``, ``"auto"`` (the same with
-            ``engine="auto"``), ``"ort_ddp"``, ``"ort_zero1"`` or ``"ort_zero1_native"``.
+        engine: One of :data:`ENGINES`.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for
             :class:`~lightning_ort.ORTMatmulPrecision`.
         optim: An implementation of the optimizer.
@@ -69,6 +90,26 @@ class Candidate:
     threads: int | None = None
     checkpoint_blocks: bool | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> "Candidate":
+        """Read what people write, ``ENGINE[+OPTIM][@PRECISION]``.
+
+        Raises:
+            ValueError: If the engine or the optimizer is unknown.
+
+        """
+        rest, _, precision = text.partition("@")
+        engine, _, optim = rest.partition("+")
+        allowed = [name for name, one in ENGINES.items() if not one.has_several_processes]
+        if engine not in allowed:
+            raise ValueError(
+                f"Variant {text!r}: unknown engine {engine!r}; allowed are {', '.join(allowed)}. "
+                "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
+            )
+        if optim:
+            check_name(optim, f"variant {text!r}: optim")
+        return cls(engine=engine, optim=optim or None, precision=precision or None)
+
     def but(self, **changes: Any) -> "Candidate":
         """Return a candidate with some settings changed."""
         return dataclasses.replace(self, **changes)
@@ -81,7 +122,12 @@ class Candidate:
     @property
     def is_ours(self) -> bool:
         """Whether its strategy is one of this package."""
-        return self.engine in STRATEGIES
+        return self.engine is not None and ENGINES[self.engine].is_ours
+
+    @property
+    def has_several_processes(self) -> bool:
+        """Whether its strategy is one for several processes."""
+        return self.engine is not None and ENGINES[self.engine].has_several_processes
 
     @property
     def changes_loader(self) -> bool:
@@ -90,7 +136,7 @@ class Candidate:
 
     def processes(self, devices: int) -> int:
         """Return how many processes it trains with, where the user allows so many."""
-        return devices if self.engine in SEVERAL_PROCESSES else 1
+        return devices if self.has_several_processes else 1
 
     def __str__(self) -> str:
         words = [str(self.settings[name]) for name in ("engine", "precision") if name in self.settings]
@@ -104,7 +150,7 @@ class Configured:
     """A configuration with what a candidate changes, and which setting is at which path."""
 
     config: dict[str, Any]
-    paths: dict[Path, str] = dataclasses.field(default_factory=dict)
+    paths: dict[Path, str] = field(default_factory=dict)
 
     def put(self, path: Path, value: Any, setting: str) -> None:
         """Set a value, and the mappings above it."""
@@ -123,6 +169,7 @@ def configured(
     batch_argument: Path | None = None,
     namespace: LightningNamespace = LIGHTNING,
     devices: int = 1,
+    ort_config: Mapping[str, Any] | None = None,
 ) -> Configured:
     """Return a LightningCLI configuration that trains as a candidate says.
 
@@ -132,19 +179,17 @@ def configured(
         batch_argument: Where the data's ``batch_size`` is; ``None`` if it has no such argument.
         namespace: Whose classes it names.
         devices: Processes, if the candidate's strategy is one for several.
+        ort_config: Settings of ``ORTConfig`` for strategies of this package, where the candidate has no others.
 
     """
     made = Configured(copy.deepcopy(dict(config)))
     prefix = "lightning_ort." if namespace is LIGHTNING else f"{namespace.module}."
     made.config.setdefault("trainer", {})
     if candidate.engine is not None:
-        _put_strategy(made, candidate, prefix, devices)
+        _put_strategy(made, candidate, prefix, devices, ort_config or {})
     _put_precision(made, candidate, prefix)
-    if candidate.optim is not None:
-        if candidate.is_ours:
-            made.put(("trainer", "strategy", "init_args", "optim"), candidate.optim, "optim")
-        else:
-            _put_callback(made, f"{prefix}ORTOptimizer", {"name": candidate.optim}, {"name": "optim"})
+    if candidate.optim is not None and not candidate.is_ours:
+        _put_callback(made, f"{prefix}ORTOptimizer", {"name": candidate.optim}, {"name": "optim"})
     if candidate.accumulate is not None:
         made.put(("trainer", "accumulate_grad_batches"), candidate.accumulate, "accumulate")
     settings = {name: candidate.settings[name] for name in _OF_CALLBACK if name in candidate.settings}
@@ -158,37 +203,37 @@ def configured(
     return made
 
 
-def _put_strategy(made: Configured, candidate: Candidate, prefix: str, devices: int) -> None:
+def _put_strategy(
+    made: Configured, candidate: Candidate, prefix: str, devices: int, ort_config: Mapping[str, Any]
+) -> None:
     assert candidate.engine is not None
-    trainer = made.config["trainer"]
-    if not candidate.is_ours:
-        made.put(("trainer", "strategy"), {"stock": "auto"}.get(candidate.engine, candidate.engine), "engine")
+    engine, trainer = ENGINES[candidate.engine], made.config["trainer"]
+    if engine.is_ours:
+        _put_ours(made, candidate, f"{prefix}{engine.strategy}", ort_config)
     else:
-        path = f"{prefix}{STRATEGIES[candidate.engine]}"
-        before = trainer.get("strategy")
-        same = isinstance(before, Mapping) and before.get("class_path") == path  # with settings of the user's
-        trainer["strategy"] = {"class_path": path}
-        made.paths[("trainer", "strategy", "class_path")] = "engine"
-        arguments = dict(before.get("init_args") or {}) if same else {}
-        if candidate.engine == "auto" or candidate.recompute is not None:
-            config = dict(arguments.get("config") or {})
-            config |= {"engine": "auto"} if candidate.engine == "auto" else {}
-            config |= {"recompute": candidate.recompute} if candidate.recompute is not None else {}
-            arguments["config"] = config
-        if candidate.host_memory is not None:
-            arguments["host_memory"] = candidate.host_memory
-        if arguments:
-            trainer["strategy"]["init_args"] = arguments
-        at: Path = ("trainer", "strategy", "init_args")
-        where = {"recompute": (*at, "config", "recompute"), "host_memory": (*at, "host_memory")}
-        made.paths |= {where[name]: name for name in _OF_STRATEGY if getattr(candidate, name) is not None}
-        if candidate.engine == "auto":
-            made.paths[(*at, "config", "engine")] = "engine"
+        made.put(("trainer", "strategy"), engine.strategy, "engine")
     if trainer.get("num_nodes"):
         trainer["num_nodes"] = 1  # where it was measured
     trainer["devices"] = candidate.processes(devices)
     if trainer["devices"] > 1:
         made.paths[("trainer", "devices")] = "engine"
+
+
+def _put_ours(made: Configured, candidate: Candidate, path: str, ort_config: Mapping[str, Any]) -> None:
+    assert candidate.engine is not None
+    before = made.config["trainer"].get("strategy")
+    same = isinstance(before, Mapping) and before.get("class_path") == path  # with settings of the user's
+    arguments = dict(before.get("init_args") or {}) if same else {}
+    if config := {**(arguments.pop("config", None) or {}), **ort_config}:
+        arguments["config"] = config
+    made.config["trainer"]["strategy"] = {"class_path": path} | ({"init_args": arguments} if arguments else {})
+    at: Path = ("trainer", "strategy")
+    made.paths[(*at, "class_path")] = "engine"
+    for name, value in ENGINES[candidate.engine].config.items():
+        made.put((*at, "init_args", "config", name), value, "engine")
+    for name, place in _OF_STRATEGY.items():
+        if (value := getattr(candidate, name)) is not None:
+            made.put((*at, "init_args", *place), value, name)
 
 
 def _put_precision(made: Configured, candidate: Candidate, prefix: str) -> None:

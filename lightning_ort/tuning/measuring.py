@@ -8,7 +8,7 @@ from lightning_ort.tuning.probe import Facts
 from lightning_ort.tuning.runner import Runner
 from lightning_ort.tuning.space import Limits, Option
 from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
-from lightning_ort.tuning.trials import Trial
+from lightning_ort.tuning.trials import Trial, in_turns
 
 MIN_ROUNDS = 3
 _UNIT = 1.5  # seconds of a sample, where there is time for it
@@ -37,7 +37,8 @@ class Measurer:
     ) -> None:
         self._facts, self._limits, self._runner = facts, limits, runner
         self._deadline, self._tell = deadline, tell
-        self._unit = min(_UNIT, limits.seconds / 150)  # seconds of a sample
+        self._seconds = deadline - runner.clock()
+        self._unit = min(_UNIT, self._seconds / 150)  # seconds of a sample
         self._round = 0
         self.bar: Trial | None = None  # what is many times as slow as this is given up at once
         self.trials: list[Trial] = []
@@ -86,9 +87,8 @@ class Measurer:
     def sample_all(self, trials: Sequence[Trial], reserve: float = 0.0) -> None:
         """Do a round: each of these trains for a sample, one after the other; ``reserve`` seconds are left alone."""
         self._round += 1
-        ordered = list({id(trial): trial for trial in trials}.values())
-        shift = self._round % len(ordered)
-        for trial in ordered[shift:] + ordered[:shift]:
+        unique = list({id(trial): trial for trial in trials}.values())
+        for trial in in_turns(unique, self._round):
             if trial.verdict == "failed":
                 continue
             if self.time_left() <= reserve:
@@ -107,8 +107,7 @@ class Measurer:
                     self.fail(trial, "no time left")
             else:
                 counted = sample.examples if self._facts.counts_examples else 0
-                each = counted / steps or trial.batch_size
-                trial.rounds[self._round] = sample.step_seconds / each / trial.processes
+                trial.count(self._round, sample, (counted / steps or trial.batch_size) * trial.processes)
 
     def sample(self, trial: Trial, steps: int, timeout: float) -> Sample:
         """Train for so many batches; the errors are those of a process."""
@@ -118,10 +117,7 @@ class Measurer:
             trial.losses = []
             self.running.add(trial.candidate)
         sample = self._runner.sample(trial.candidate, steps, timeout)
-        trial.step_seconds, trial.untimed = max(sample.step_seconds, 1e-9), sample.untimed
-        trial.losses += sample.losses
-        if sample.peak_bytes is not None:
-            trial.peak = max(trial.peak or 0, sample.peak_bytes)
+        trial.note(sample)
         return sample
 
     def train_on(self, trial: Trial, steps: int, reserve: float) -> None:
@@ -139,8 +135,6 @@ class Measurer:
 
     def fail(self, trial: Trial, why: str) -> None:
         """Note that a trial has failed, and end it."""
-        if "code -9" in why:
-            why = f"the system ended its process, most likely for its memory ({why})"
         trial.verdict, trial.why = "failed", why
         self.stop(trial.candidate)
 
@@ -158,7 +152,7 @@ class Measurer:
             trial.verdict, trial.why = "skipped", "no time left"
             return False
         try:
-            self.warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._limits.seconds))
+            self.warm_up(trial, self._runner.clock() + min(left - rounds, _SHARE_OF_A_TRIAL * self._seconds))
         except VariantFailed as error:
             self.fail(trial, str(error))
         except TimeIsUp:
@@ -190,4 +184,4 @@ class Measurer:
 
     def reserve(self) -> float:
         """Return the seconds that the last rounds may take."""
-        return max(_SHARE_AT_THE_END * self._limits.seconds, _SLOWER * 2 * self._sample_seconds(self.trials[0]))
+        return max(_SHARE_AT_THE_END * self._seconds, _SLOWER * 2 * self._sample_seconds(self.trials[0]))

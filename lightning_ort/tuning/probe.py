@@ -1,6 +1,7 @@
 """What has to be known of a module and its data before the search: :class:`Facts`, from three steps of a Trainer."""
 
 import importlib
+import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.utils.data import IterableDataset
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
 from lightning_ort.callbacks.training_settings import BATCH_NORMS, repeated_blocks
-from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.candidate import NOT_COMPILED, Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, Saved, SavedTensors, StepMemory, model_of, states_of
 from lightning_ort.tuning.project import GIVEN, Project, train
 from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
@@ -64,7 +65,7 @@ def start_probe(project: Project, folder: Path, traced: bool = True) -> TrainerP
 
 def _probe(project: Project, traced: bool, connection: Connection, folder: Path) -> Facts:
     connection.recv()
-    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"engine": "torch"}')
+    os.environ.setdefault("LIGHTNING_ORT_CONFIG", json.dumps(NOT_COMPILED))
     # as the user has it, but for the strategy, which may need several processes or compile
     found: list[Any] = []
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any
 import yaml
 
 from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort.compat.dynamo import compile_isolated
+from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 from lightning_ort.tuning import candidate as candidates
-from lightning_ort.tuning.candidate import SEVERAL_PROCESSES, Candidate, TuneError, configured
+from lightning_ort.tuning.candidate import MEASURED, Candidate, TuneError, configured
 from lightning_ort.tuning.trainer_process import (
     ENDLESS,
     TrainerProcess,
@@ -42,6 +45,7 @@ class Project:
         accelerator: The Trainer's, if there is no configuration.
         devices: Processes.
         seed: For the initial weights and the order of the data.
+        ort_config: Settings of ``ORTConfig`` for the candidates that train under a strategy of this package.
 
     """
 
@@ -53,6 +57,7 @@ class Project:
     accelerator: str = "auto"
     devices: int = 1
     seed: int = 0
+    ort_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def namespace(self) -> LightningNamespace:
@@ -95,8 +100,7 @@ def start(project: Project, candidate: Candidate, folder: Path) -> TrainerProces
 
 def _trial(project: Project, candidate: Candidate, connection: Connection, folder: Path) -> Any:
     steps = connection.recv()
-    # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
-    os.environ.setdefault("LIGHTNING_ORT_CONFIG", '{"start": "now"}')
+    os.environ.setdefault("LIGHTNING_ORT_CONFIG", json.dumps(MEASURED))
     trainer = train(project, candidate, folder, lambda namespace: [make_sampler(namespace, connection, steps)])
     return summary_of(trainer.strategy)
 
@@ -113,31 +117,39 @@ def train(
         "limit_val_batches": 1,
         "enable_checkpointing": False,
     }
-    argument = project.batch_argument
-    made = configured(project.base(), candidate, argument, namespace, project.devices).config
-    if candidate.engine in SEVERAL_PROCESSES:
-        _start_from_here(made["trainer"])
     if project.config is not None:
-        if candidate.engine is None:  # of several processes only those of its own strategies can be measured
-            made["trainer"]["devices"] = 1
-        return _train_configured(project, made, namespace, callbacks(namespace), limits, folder)
-    pl = importlib.import_module(namespace.package)
-    pl.seed_everything(project.seed, workers=True, verbose=False)
+        made = _configured(project, candidate, namespace)
+        return _train_configured(project, candidate, made, namespace, callbacks(namespace), limits, folder)
+    importlib.import_module(namespace.package).seed_everything(project.seed, workers=True, verbose=False)
     module = project.module(**project.args) if _makes(project.module) else project.module
     namespace = namespace_of_class(type(module))
+    pl = importlib.import_module(namespace.package)
     data_args = {**project.data_args}
-    if argument is not None and candidate.batch_size is not None:
+    if project.batch_argument is not None and candidate.batch_size is not None:
         data_args["batch_size"] = candidate.batch_size
     data = project.data(**data_args) if _makes(project.data) else project.data
     if data is not None and not isinstance(data, pl.LightningDataModule):
         data = given(data, namespace)
-    trainer_args = {name: built(value) for name, value in made["trainer"].items()}
+    settings = _configured(project, candidate, namespace)["trainer"]
+    trainer_args = {name: built(value) for name, value in settings.items()}
     trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
     logger = importlib.import_module(f"{namespace.package}.loggers").CSVLogger(str(folder))
     trainer = pl.Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
-    _drop_callbacks_of(module, namespace)
+    _prepare(module, candidate, namespace)
     trainer.fit(module, data)
     return trainer
+
+
+def _configured(project: Project, candidate: Candidate, namespace: LightningNamespace) -> dict[str, Any]:
+    """Return the configuration of a trial."""
+    made = configured(
+        project.base(), candidate, project.batch_argument, namespace, project.devices, project.ort_config
+    ).config
+    if candidate.has_several_processes:
+        _start_from_here(made["trainer"])
+    elif candidate.engine is None:  # of several processes only those of its own strategies can be measured
+        made["trainer"]["devices"] = 1
+    return made
 
 
 def _start_from_here(trainer: dict[str, Any]) -> None:
@@ -150,6 +162,7 @@ def _start_from_here(trainer: dict[str, Any]) -> None:
 
 def _train_configured(
     project: Project,
+    candidate: Candidate,
     config: dict[str, Any],
     namespace: LightningNamespace,
     callbacks: list[Any],
@@ -170,7 +183,7 @@ def _train_configured(
         model: Any
 
         def before_fit(self) -> None:
-            _drop_callbacks_of(self.model, namespace)
+            _prepare(self.model, candidate, namespace)
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             return super().instantiate_trainer(**kwargs, **limits)
@@ -195,7 +208,12 @@ def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
     return isinstance(found, type) and issubclass(found, _dropped(namespace))
 
 
-def _drop_callbacks_of(module: Any, namespace: LightningNamespace) -> None:
+def _prepare(module: Any, candidate: Candidate, namespace: LightningNamespace) -> None:
+    """Change what no Trainer's argument changes."""
+    if candidate.engine == "compile":
+        # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
+        # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
+        ModuleShims(callable_children(module), compile_isolated).install()
     module.configure_callbacks = partial(_callbacks_of, module.configure_callbacks, namespace)
 
 

@@ -22,6 +22,7 @@ _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
 _FINAL_ROUNDS = 8
 _SHARE_FOR_OWN = 0.5  # of the time: if the user's own settings need more until measured, nothing else can be tried
+_SLOW_START = "training with your own settings takes so long to start that nothing can be compared with it"
 _ROOM = 0.7  # of the free memory
 
 
@@ -60,6 +61,7 @@ class Search:
     ) -> None:
         self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
         self._deadline, self._listen = deadline, listen
+        self._seconds = deadline - runner.clock()  # what is left of those that the user allows
         self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
 
     def run(self) -> Outcome:
@@ -218,11 +220,13 @@ class Search:
                 " steps work with Trainer.fit (or main.py fit), then tune."
             ) from None
         except TimeIsUp:
-            needed = 4 * self._limits.seconds
-            raise TuneError(_too_short(self._limits.seconds, needed)) from None
-        spent = self._limits.seconds - self._measurer.time_left()
-        if spent > _SHARE_FOR_OWN * self._limits.seconds:
-            raise TuneError(_too_short(self._limits.seconds, 4 * spent))
+            raise self._too_short(self._seconds) from None
+        if (spent := self._seconds - self._measurer.time_left()) > _SHARE_FOR_OWN * self._seconds:
+            raise self._too_short(spent)
+
+    def _too_short(self, spent: float) -> TuneError:
+        seconds = self._limits.seconds
+        return TuneError(too_short(seconds, _SLOW_START, seconds - self._seconds + 4 * spent))
 
     def _warmed_up(self, option: Option, stage: str) -> Trial | None:
         trial = self._trial(option, stage)
@@ -342,11 +346,9 @@ class Search:
         self._listen(doing, "" if best is None or best is self._own else f"{best.candidate}{times}")
 
 
-def _too_short(seconds: float, needed: float) -> str:
-    return (
-        f"--time {seconds:.0f}s is too short: training with your own settings takes so long to start that nothing"
-        f" can be compared with it. Pass about {math.ceil(needed / 60)}m."
-    )
+def too_short(seconds: float, why: str, needed: float) -> str:
+    """Say that the time is too short, why, and how many seconds are likely to be enough."""
+    return f"--time {seconds:.3g}s is too short: {why}. Pass about {math.ceil(needed / 60)}m."
 
 
 def _gigabytes(size: int | None) -> str:

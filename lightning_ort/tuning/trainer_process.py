@@ -28,11 +28,12 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.tuning.candidate import TuneError
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
-_SECONDS_TO_END = 2.0  # of a process that was asked to
+_SECONDS_TO_END = 2.0  # at most, of a process that does nothing else
 _NOT_STARTED = (
     "it could not import your program. In a script, put what runs under if __name__ == '__main__':, and what is trained"
     " in a notebook into a file"
 )
+_KILLED = -9  # code of a process that SIGKILL has ended
 _MOST_LETTERS = 600  # of what LightningCLI's parser says
 _SETTLING_STEPS = 48  # after these a step has been tried in each engine
 
@@ -139,17 +140,15 @@ class TrainerProcess:
         return answer
 
     def stop(self) -> None:
-        """End the process, at once."""
+        """End the process at once, and those that it has started."""
         _ours.discard(self._connection)
         self._connection.close()
-        self._process.terminate()
-        self._end()
-
-    def _end(self) -> None:
+        if self._process.exitcode is None:
+            try:  # Lightning ends at SIGTERM, but only when the batch does
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except (AttributeError, OSError):  # Windows, or it has just been started
+                self._process.kill()
         self._process.join(_SECONDS_TO_END)
-        if self._process.is_alive():  # Lightning ends at SIGTERM, but only when the batch does
-            self._process.kill()
-            self._process.join()
 
     def _ask(self, steps: int, timeout: float | None = None) -> Any:
         try:
@@ -158,10 +157,13 @@ class TrainerProcess:
                 raise TimeIsUp(f"{steps} steps were not done within {timeout:.1f} seconds")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            self._end()
+            self._process.join(_SECONDS_TO_END)
             code = self._process.exitcode
             said = _last_error(self._log) if self._log.exists() else _NOT_STARTED if code == 1 else ""
-            raise VariantFailed(f"its process ended with code {code}{said and f': {said}'}") from None
+            why = f"its process ended with code {code}{said and f': {said}'}"
+            if code == _KILLED:
+                why = f"the system ended its process, most likely for its memory ({why})"
+            raise VariantFailed(why) from None
         if isinstance(answer, VariantFailed):
             raise answer
         return answer
@@ -198,6 +200,8 @@ class _WithCopies:
 
 def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # with those that it starts, so that all of them end at once
     for end in _ours:  # which a forked process has too: while it is open, nobody notices that the parent has gone
         end.close()
     with log.open("w", buffering=1) as stream:

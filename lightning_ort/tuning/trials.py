@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ort.tuning.candidate import Candidate
+from lightning_ort.tuning.trainer_process import Sample, Summary
 
 Verdict = Literal["measured", "won", "refused", "failed", "skipped"]
 # of Student's t, two-sided 90 %, by degrees of freedom
@@ -33,14 +34,16 @@ class Trial:
     """A candidate, why it was tried, and what came of it."""
 
     candidate: Candidate
-    stage: str
-    reason: str
-    batch_size: int
-    accumulate: int
+    stage: str = ""
+    reason: str = ""
+    batch_size: int = 1
+    accumulate: int = 1
     processes: int = 1
+    name: str = ""  # that the user has for it
     verdict: Verdict = "measured"
     why: str = ""  # the verdict
     rounds: dict[int, float] = field(default_factory=dict)  # seconds per example, by the number of the round
+    samples: list[Sample] = field(default_factory=list)  # of the rounds
     step_seconds: float = 0.0  # of the last sample
     untimed: int = 0  # batches that it trained on before the clock started
     startup: float | None = None  # seconds until steps take what they take later, beyond the steps themselves
@@ -48,6 +51,19 @@ class Trial:
     predicted_peak: int | None = None
     losses: list[float] = field(default_factory=list)  # of each batch from the first one on
     loss_difference: float | None = None  # relative, to float32 under Lightning's own strategy
+    summary: Summary | None = None  # of its strategy, if it was trained to the end
+
+    def note(self, sample: Sample) -> None:
+        """Keep what a sample shows, timed or not."""
+        self.step_seconds, self.untimed = max(sample.step_seconds, 1e-9), sample.untimed
+        self.losses += sample.losses
+        if sample.peak_bytes is not None:
+            self.peak = max(self.peak or 0, sample.peak_bytes)
+
+    def count(self, number: int, sample: Sample, examples: float = 1) -> None:
+        """Count a sample of so many examples a batch as a round."""
+        self.samples.append(sample)
+        self.rounds[number] = sample.step_seconds / examples
 
     @property
     def effective_batch(self) -> int:
@@ -81,7 +97,7 @@ class Trial:
             "speed": found and [found.median, found.low, found.high],
             "rounds": {str(number): seconds for number, seconds in self.rounds.items()},
             "startup_seconds": self.startup,
-            "break_even_steps": break_even(self, own),
+            "break_even_steps": break_even(self, own, found.median if found else None),
             "peak_bytes": self.peak,
             "predicted_peak_bytes": self.predicted_peak,
             "loss_difference": self.loss_difference,
@@ -89,9 +105,20 @@ class Trial:
         }
 
 
+def ratios(trial: Trial, other: Trial) -> list[float]:
+    """Return how many times as fast a trial was as another in each of the rounds that both took part in."""
+    return [other.rounds[number] / seconds for number, seconds in trial.rounds.items() if number in other.rounds]
+
+
+def times(trial: Trial, other: Trial) -> float | None:
+    """Return how many times as fast a trial is as another by the times of all their rounds, if both were measured."""
+    mine, theirs = trial.seconds_per_example, other.seconds_per_example
+    return None if mine is None or theirs is None else theirs / mine
+
+
 def speed(trial: Trial, other: Trial) -> Speed | None:
     """Return how many times as fast a trial is as another, from the rounds that both took part in; ``None`` if none."""
-    logs = [math.log(other.rounds[n] / seconds) for n, seconds in trial.rounds.items() if n in other.rounds]
+    logs = [math.log(ratio) for ratio in ratios(trial, other)]
     if not logs:
         return None
     center = statistics.median(logs)
@@ -104,17 +131,25 @@ def speed(trial: Trial, other: Trial) -> Speed | None:
     return Speed(math.exp(center), math.exp(low), math.exp(high), len(logs))
 
 
-def break_even(trial: Trial, own: Trial) -> int | None:
-    """Return after how many steps of the user's effective batch the longer start is won back; ``None`` if never."""
-    mine, theirs = trial.seconds_per_example, own.seconds_per_example
-    if mine is None or theirs is None or trial.startup is None or own.startup is None:
+def break_even(trial: Trial, own: Trial, times: float | None) -> int | None:
+    """Return after how many steps of the user's effective batch the longer start is won back; ``None`` if never.
+
+    Args:
+        trial: A trial.
+        own: What it is compared with.
+        times: How many times as fast as that it is, if that is known.
+
+    """
+    if times is None or trial.startup is None or own.startup is None or own.seconds_per_example is None:
         return None
-    spent = trial.startup - own.startup
-    if spent <= 0:
-        return 0
-    found = speed(trial, own)
-    saved = theirs * (1 - 1 / found.median) * own.effective_batch if found else 0.0
-    return math.ceil(spent / saved) if saved > 0 else None
+    saved = own.seconds_per_example * (1 - 1 / times) * own.effective_batch
+    return math.ceil(max(0.0, trial.startup - own.startup) / saved) if saved > 0 else None
+
+
+def in_turns(trials: Sequence[Trial], number: int) -> list[Trial]:
+    """Return trials in the order of a round, which changes: what else the machine does shall hit all of them."""
+    shift = number % len(trials)
+    return [*trials[shift:], *trials[:shift]]
 
 
 def fastest(trials: Sequence[Trial], baseline: Trial) -> list[Trial]:

@@ -1,6 +1,7 @@
 """Modules for ``lightning-ort bench``, as a user's file has them."""
 
 import os
+import signal
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class Data(LightningDataModule):
 class Dies(Small):
     def on_train_start(self) -> None:
         os._exit(7)
+
+
+class IsKilled(Small):
+    def on_train_start(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopsItself(Small):

@@ -1,4 +1,4 @@
-"""``lightning-ort bench``: real Trainers in processes of their own, in bench_worker."""
+"""``lightning-ort bench``: candidates that the user names, in the processes of ``lightning-ort tune``."""
 
 import json
 import multiprocessing
@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from running import is_running
 from torch import nn
 
-from lightning_ort._imports import preferred_namespace
-from lightning_ort.cli import bench, bench_worker, main
-from lightning_ort.cli.bench_worker import Job, Variant, Worker
+from lightning_ort._imports import LIGHTNING
+from lightning_ort.cli import bench, main
+from lightning_ort.cli.load import load
+from lightning_ort.tuning import compare, project
+from lightning_ort.tuning.candidate import NAMED, Candidate
+from lightning_ort.tuning.picture import draw_bars
+from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
+from lightning_ort.tuning.trials import Trial
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 LIMIT = 60.0  # seconds, for what takes less than one on a quiet machine
@@ -30,40 +36,53 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     main()
 
 
+def small(name: str = "Small") -> Project:
+    return Project(module=load(f"{MODULES}:{name}", "module"), accelerator="cpu")
+
+
+def trial(name: str, seconds: list[float], loss: float = 1.0, **more: Any) -> Trial:
+    made = Trial(Candidate.parse(name), name=name, **more)
+    for number, each in enumerate(seconds, 1):
+        made.note(sample := Sample(each, [loss], 2**40))
+        made.count(number, sample)
+    return made
+
+
+def columns_of(trials: list[Trial]) -> dict[str, list[str]]:
+    return {str(column.header): list(map(str, column.cells)) for column in bench.to_table(trials, "a title").columns}
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "settings"),
     [
-        ("stock", Variant("stock")),
-        ("compile+auto", Variant("compile", "auto")),
-        ("auto", Variant("auto")),
-        ("ort@bf16-mixed", Variant("ort", None, "bf16-mixed")),
-        ("ort+adamw_bnb_8bit@medium", Variant("ort", "adamw_bnb_8bit", "medium")),
+        ("stock", {"engine": "stock"}),
+        ("compile+auto", {"engine": "compile", "optim": "auto"}),
+        ("off", {"engine": "off"}),
+        ("ort@bf16-mixed", {"engine": "ort", "precision": "bf16-mixed"}),
+        ("ort+adamw_bnb_8bit@medium", {"engine": "ort", "optim": "adamw_bnb_8bit", "precision": "medium"}),
     ],
 )
-def test_variants_are_written_as_they_are_read(text: str, expected: Variant) -> None:
-    assert Variant.parse(text) == expected
-    assert str(expected) == text
+def test_how_a_candidate_is_written(text: str, settings: dict[str, str]) -> None:
+    assert Candidate.parse(text) == Candidate(**settings)  # type: ignore[arg-type]
+
+
+def test_one_that_is_named_twice_is_measured_twice() -> None:
+    assert [one.name for one in bench.named(["stock", "ort", "stock"])] == ["stock", "ort", "stock (2)"]
 
 
 @pytest.mark.parametrize(
-    ("text", "config", "engine"), [("ort", {}, "ort"), ("auto", {}, "auto"), ("ort", {"engine": "auto"}, "auto")]
+    ("text", "config", "expected"),
+    [
+        ("ort", {}, {"engine": "ort", "start": "now"}),
+        ("auto", {}, {"engine": "auto", "start": "now"}),
+        ("ort", {"engine": "auto"}, {"engine": "auto", "start": "now"}),
+        ("off", {"start": "amortized"}, {"capture": "off", "start": "amortized"}),
+    ],
 )
-def test_engines_of_the_strategy(text: str, config: dict[str, str], engine: str, tmp_path: Path) -> None:
-    job = bench_worker.Job(f"{MODULES}:Small", ort_config=config)
-    strategy = bench_worker._settings(job, Variant.parse(text), preferred_namespace(), tmp_path)["strategy"]
-    assert strategy.ort_config.engine == engine
-
-
-def test_what_ends_a_run_or_slows_it_down_is_off(tmp_path: Path) -> None:
-    job = bench_worker.Job(f"{MODULES}:Small")
-    settings = bench_worker._settings(job, Variant("stock"), preferred_namespace(), tmp_path)
-    assert settings["max_epochs"] > 100_000  # and not -1, which a schedule cannot use
-    assert [settings[name] for name in ("fast_dev_run", "barebones", "profiler", "max_time")] == [
-        False,
-        False,
-        None,
-        None,
-    ]
+def test_settings_of_the_strategy(text: str, config: dict[str, str], expected: dict[str, str]) -> None:
+    job = Project(module=LightningModule, ort_config=NAMED | config)
+    strategy = project.built(project._configured(job, Candidate.parse(text), LIGHTNING)["trainer"]["strategy"])
+    assert {name: getattr(strategy.ort_config, name) for name in expected} == expected
 
 
 def test_stock_and_ort_are_timed(
@@ -123,7 +142,9 @@ def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> N
     module = nn.Module()
     module.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(12)])  # dynamo's limit for one function is 8
     x = torch.rand(2, 4)
-    for layer in bench_worker._compiled(module, Variant("compile")).layers:
+    module.configure_callbacks = list  # type: ignore[assignment]
+    project._prepare(module, Candidate(engine="compile"), LIGHTNING)
+    for layer in module.layers:
         x = layer(x)
     assert len(compiled) == 12
 
@@ -140,22 +161,29 @@ def test_a_variant_that_fails_leaves_the_others(
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    worker = Worker(Job(f"{MODULES}:Dies"), Variant("stock"), tmp_path)
+    process = project.start(small("Dies"), Candidate(), tmp_path)
     with pytest.raises(VariantFailed, match="ended with code 7"):
-        worker.sample(1)
-    worker.stop()
+        process.sample(1)
+    process.stop()
+
+
+def test_a_process_that_the_system_ends_is_named(tmp_path: Path) -> None:
+    process = project.start(small("IsKilled"), Candidate(), tmp_path)
+    with pytest.raises(VariantFailed, match="the system ended its process, most likely for its memory .*code -9"):
+        process.sample(1)
+    process.stop()
 
 
 def test_training_that_ends_early_is_named(tmp_path: Path) -> None:
-    worker = Worker(Job(f"{MODULES}:StopsItself"), Variant("stock"), tmp_path)
+    process = project.start(small("StopsItself"), Candidate(), tmp_path)
     with pytest.raises(VariantFailed, match="ended before another 5 steps"):
-        worker.sample(5)
-    worker.stop()
+        process.sample(5)
+    process.stop()
 
 
 def _start_two(folder: Path, connection: Connection) -> None:
-    workers = [Worker(Job(f"{MODULES}:Small"), Variant("stock"), folder / name) for name in "ab"]
-    connection.send([worker._process.pid for worker in workers])
+    processes = [project.start(small(), Candidate(), folder / name) for name in "ab"]
+    connection.send([process._process.pid for process in processes])
     time.sleep(LIMIT)
 
 
@@ -177,8 +205,8 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 class Scripted:
     """A Trainer with given times, for what is made of them."""
 
-    def __init__(self, job: Job, variant: Variant, folder: Path) -> None:
-        self.seconds = {"stock": [0.3, 0.1, 0.2, 0.1], "ort": [1.0, 0.05, 0.05, 0.1]}[str(variant)]
+    def __init__(self, project: Project, candidate: Candidate, folder: Path) -> None:
+        self.seconds = {"stock": [0.3, 0.1, 0.2, 0.1], "ort": [1.0, 0.05, 0.05, 0.1]}[candidate.engine or ""]
         self.taken = 0
 
     def sample(self, steps: int) -> Sample:
@@ -187,34 +215,50 @@ class Scripted:
         self.taken += 1
         return Sample(self.seconds[self.taken - 1], [1.0] * steps, 1000)
 
-    def finish(self) -> Summary:
-        return Summary()
-
     def stop(self) -> None:
         pass
 
 
 def test_interrupted_run_keeps_the_finished_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "Worker", Scripted)
-    stock, ort = bench.measure(Job("x:y"), [Variant("stock"), Variant("ort")], 3, 2, 10, tmp_path)
+    monkeypatch.setattr(compare, "start", Scripted)
+    stock, ort = bench.named(["stock", "ort"])
+    compare.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
     assert [sample.step_seconds for sample in ort.samples] == [0.05, 0.05]
-    assert ort.ratios(stock) == [2, 4]
-    assert ort.step_ms == pytest.approx(50)
-    assert ort.compile_seconds(10) == pytest.approx(9.5)
-    assert ort.error is None
-    assert stock.to_dict(stock, 10)["ratios"] == [1] * len(stock.samples)
+    found = bench.to_dict(ort, stock)
+    assert found["ratios"] == [2, 4]
+    assert found["step_ms"] == pytest.approx(50)
+    assert found["compile_seconds"] == pytest.approx(9.5)
+    assert found["error"] is None
+    assert "summary" not in found
+    assert bench.to_dict(stock, stock)["ratios"] == [1] * len(stock.samples)
+
+
+def test_what_fails_later_keeps_its_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Fails(Scripted):
+        def sample(self, steps: int) -> Sample:
+            if self.taken == 3 and self.seconds[0] == 1.0:
+                raise VariantFailed("RuntimeError: late")
+            return super().sample(steps)
+
+        def finish(self) -> Summary:
+            return Summary(ort_runs=self.taken)
+
+    monkeypatch.setattr(compare, "start", Fails)
+    stock, ort = bench.named(["stock", "ort"])
+    compare.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
+    assert (len(stock.samples), len(ort.samples)) == (3, 2)
+    assert (stock.summary, ort.summary) == (Summary(ort_runs=4), None)
+    assert columns_of([stock, ort])["ms a step"] == ["50", "100", "failed later: RuntimeError: late"]
 
 
 def test_table_is_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
-        first = Sample(2.0, [1.0], None)
-        return [
-            bench.Row(str(v), first, [Sample(s, [1.0], 2**40)]) for v, s in zip(variants, [1.2345, 0.1], strict=True)
-        ]
+    def measured(job: Project, trials: list[Trial], *args: Any) -> None:
+        for one, seconds in zip(trials, [1.2345, 0.1], strict=True):
+            one.__dict__ |= vars(trial(one.name, [seconds]))
 
-    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(bench, "compare", measured)
     monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+auto,ort]"])
     monkeypatch.setenv("COLUMNS", "40")
     main()
@@ -231,9 +275,10 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
     drawn, save = [], figure_class.savefig
     monkeypatch.setattr(figure_class, "savefig", lambda figure, *a, **k: [drawn.append(figure), save(figure, *a, **k)])
     samples = {"stock": [0.2, 0.2, 0.3], "ort+keep": [0.1, 0.2, 0.1], "stock+adamw_apex_fused": [], "ort": []}
-    errors = {"stock+adamw_apex_fused": "apex is not installed"}
-    rows = [bench.Row(v, samples=[Sample(t, [], 1) for t in ts], error=errors.get(v)) for v, ts in samples.items()]
-    bench.plot(rows, "a title", tmp_path / "plot.png")
+    whys = {"stock+adamw_apex_fused": "apex is not installed"}
+    draw_bars(
+        [trial(name, times, why=whys.get(name, "")) for name, times in samples.items()], "a", "b", tmp_path / "plot.png"
+    )
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(samples)
@@ -266,24 +311,34 @@ def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.Monke
 def test_rows_are_sorted_by_the_speed_that_they_show() -> None:
     # the median of the rounds' ratios of "ort" is 1, although its median time is half of the baseline's
     samples = {"stock": [0.2, 0.1, 0.2], "ort+keep": [0.4, 0.4, 0.4], "ort": [0.2, 0.1, 0.1], "off": []}
-    first = Sample(1.0, [], None)
-    rows = [bench.Row(name, first, [Sample(t, [], 1) for t in times]) for name, times in samples.items()]
-    table = bench.to_table(rows, 10, "a title")
-    names, speeds, ms = (list(map(str, table.columns[index].cells)) for index in (0, 3, 1))
-    assert names == ["ort *", "stock", "ort+keep", "off"]
-    assert speeds[:3] == ["2.00x", "1.00x", "0.50x"]
-    assert ms[:3] == ["100", "200", "400"]
-    assert [row.to_dict(rows[0], 10).get("speed") for row in rows] == [1.0, 0.5, 2.0, None]
+    trials = [trial(name, times) for name, times in samples.items()]
+    columns = columns_of(trials)
+    assert columns["variant"] == ["ort *", "stock", "ort+keep", "off"]
+    assert columns["speed"][:3] == ["2.00x", "1.00x", "0.50x"]
+    assert columns["ms a step"][:3] == ["100", "200", "400"]
+    assert [bench.to_dict(one, trials[0]).get("speed") for one in trials] == [1.0, 0.5, 2.0, None]
 
 
 def test_what_pays_and_what_trains_otherwise() -> None:
+    startups = {"stock": 1.0, "ort": 2.0, "ort@16-true": 0.0, "ort+keep": 0.0}  # the third one by chance
     samples = {"stock": (0.2, 1.0), "ort": (0.1, 1.01), "ort@16-true": (0.1, 1.3), "ort+keep": (0.4, 1.0)}
-    first = Sample(0.05, [], None)  # faster than the rounds, as noise has it
-    rows = [bench.Row(name, first, [Sample(each, [loss], 1)]) for name, (each, loss) in samples.items()]
-    table = bench.to_table(rows, 10, "a title")
-    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    trials = [trial(name, [each], loss, startup=startups[name]) for name, (each, loss) in samples.items()]
+    columns = columns_of(trials)
     found = dict(zip((name.rstrip(" *") for name in columns["variant"]), columns["pays after"], strict=True))
-    assert found == {"ort": "0", "ort@16-true": "0", "stock": "-", "ort+keep": "never"}
-    assert columns["compile s"].count("-1.5") == 0
-    (text,) = bench._warnings(rows)
+    assert found == {"ort": "10", "ort@16-true": "0", "stock": "-", "ort+keep": "never"}
+    (text,) = bench._warnings(trials)
     assert text.startswith("ort@16-true does not train as stock does: after the same batches its loss differs by 30%.")
+
+
+def test_compiling_never_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Faster(Scripted):  # at the start than later, as noise has it
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.seconds = [0.05, 0.1, 0.1, 0.1]
+
+        def finish(self) -> Summary:
+            return Summary()
+
+    monkeypatch.setattr(compare, "start", Faster)
+    compare.compare(Project(), trials := bench.named(["stock"]), 3, 2, 10, tmp_path)
+    assert trials[0].startup == 0

@@ -79,17 +79,19 @@ def test_foreign_files(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "binary"])
-def test_configurations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Of which the Trainer's process says what is wrong."""
-    write(tmp_path / "config.yaml", kind)
-    arguments = ["bench", f"--config={tmp_path}/config.yaml", "--variants=[stock]", "--rounds=1", "--steps=1"]
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", *arguments])
-    with pytest.raises(SystemExit, match="Nothing was measured"):
-        main()
-    shown = capsys.readouterr().out
-    assert "stock" in shown
-    assert "Traceback" not in shown
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_configurations(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for kind in KINDS:
+        if kind == "deep json":
+            continue  # libyaml ends the process, in LightningCLI too
+        write(tmp_path / "config.yaml", kind)
+        monkeypatch.setattr(sys, "argv", ["lightning-ort", command, "--config=config.yaml"])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert str(caught.value.code).startswith("--config=config.yaml: "), kind
+        assert "Traceback" not in str(caught.value.code)
 
 
 def doctor_of_many_findings(pipes: Any, state: str, arguments: list[str]) -> None:

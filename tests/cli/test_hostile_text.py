@@ -13,7 +13,6 @@ from torch import nn
 from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
-from lightning_ort.cli.bench_worker import Job, Variant
 from lightning_ort.compiler import regions
 from lightning_ort.compiler.cache import Cache, Entry
 from lightning_ort.compiler.report import (
@@ -28,7 +27,9 @@ from lightning_ort.compiler.report import (
     StepReport,
 )
 from lightning_ort.config import ORTConfig
+from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trainer_process import Sample
+from lightning_ort.tuning.trials import Trial
 
 MARKUP = "x[batch, 3] [/red] [bold]b :Llama: :smile: [link=x] \\[a] $x_{$ {0} %s é \N{GREEK SMALL LETTER OMEGA}"
 CONTROL = "\x1b[31m \r \x07 \udc80"
@@ -107,16 +108,18 @@ def test_memory(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bench(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(job: Job, variants: list[Variant], *args: Any) -> list[bench.Row]:
+    def measured(project: Project, trials: list[Trial], *args: Any) -> None:
         args[-1](HOSTILE)  # what it is doing
-        sample = Sample(1.0, [1.0], None)
-        return [bench.Row(HOSTILE, sample, [sample], error=HOSTILE), bench.Row("ort", error=HOSTILE)]
+        trials[0].count(1, Sample(1.0, [1.0], None))
+        for one in trials:
+            one.why = HOSTILE
+        trials[0].name = HOSTILE
 
     folder = tmp_path / NAME
     folder.mkdir()
     (folder / "nets.py").write_text("from torch.nn import Linear as Llama\n")
-    monkeypatch.setattr(bench, "measure", measured)
-    monkeypatch.setattr(bench, "_COLORS", {**bench._COLORS, HOSTILE.partition("@")[0].partition("+")[0]: "black"})
+    monkeypatch.setattr(bench, "compare", measured)
+    monkeypatch.setattr(bench, "VARIANTS", ("stock", "ort"))
     shown = command("bench", f"{folder}/nets.py:Llama", f"--output={folder}")
     assert plain(f"{folder}/nets.py:Llama: median of") in shown
     assert shown.count(plain(HOSTILE)) == 4  # a variant, what failed of it later, and of the other

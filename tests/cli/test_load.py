@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.cli.load import load
+from lightning_ort.cli.load import check_source, load, load_project
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,17 @@ def test_a_file_imports_what_is_beside_it(tmp_path: Path) -> None:
     assert load(f"{file}:value", "module") == 3
 
 
+def test_what_is_beside_a_file_comes_first(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "beside_it.py", "value = 'elsewhere'\n")
+    write(tmp_path / "here" / "beside_it.py", "value = 'here'\n")
+    sys.path.insert(0, str(tmp_path / "elsewhere"))
+    file = write(tmp_path / "here" / "random.py", "from beside_it import value\n")
+    write(tmp_path / "here" / "other_net.py", "value = 1\n")
+    assert load(f"{file}:value", "module") == "here"
+    assert load(f"{tmp_path}/here/other_net.py:value", "module") == 1
+    assert sys.path.count(str(tmp_path / "here")) == 1
+
+
 def test_a_relative_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "below" / "random.py")
     monkeypatch.chdir(tmp_path)
@@ -87,3 +98,44 @@ def test_no_such_file(tmp_path: Path) -> None:
         load(f"{tmp_path}/random.py:make", "module")
     with pytest.raises(SystemExit, match="there is no file"):
         load(f"{tmp_path}:make".replace(":make", ".py:make"), "module")
+
+
+CONFIG = "config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "has_args", "message"),
+    [
+        ("net.py:Net", None, False, None),
+        ("net.py:Net", None, True, None),
+        ("net.py:Net", CONFIG, False, None),
+        (None, CONFIG, False, None),
+        (None, None, False, "Nothing to train: name a module"),
+        (None, None, True, "Nothing to train: name a module"),
+        (None, CONFIG, True, "--args and --data-args cannot be combined with --config"),
+        ("net.py:Net", CONFIG, True, "--args and --data-args cannot be combined with --config"),
+        (None, "nowhere.yaml", False, "--config=.*nowhere.yaml: there is no such file"),
+    ],
+)
+def test_what_names_something_to_train(
+    module: str | None, config: str | None, has_args: bool, message: str | None, tmp_path: Path
+) -> None:
+    write(tmp_path / CONFIG, "model: {}\n")
+    path = None if config is None else tmp_path / config
+    if message is None:
+        check_source(module, path, has_args)
+        return
+    with pytest.raises(SystemExit, match=message):
+        check_source(module, path, has_args)
+
+
+def test_a_project_of_what_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "a_net.py")
+    write(tmp_path / CONFIG, "model: {width: 8}\n")
+    project = load_project("bench", f"{file}:make", {"a": 1}, f"{file}:make", {"b": 2}, None, seed=3)
+    assert (project.module, project.args, project.data_args) == (project.data, {"a": 1}, {"b": 2})
+    assert (project.module(), project.config, project.seed) == (str(file), None, 3)
+    project = load_project("bench", f"{file}:make", None, None, None, tmp_path / CONFIG)
+    assert (project.config, project.data, project.args) == ({"model": {"width": 8}}, None, {})
+    with pytest.raises(SystemExit, match=r"its model has no class_path, .*: lightning-ort bench main\.py:Model"):
+        load_project("bench", None, None, None, None, tmp_path / CONFIG)

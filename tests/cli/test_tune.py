@@ -3,7 +3,10 @@
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +202,8 @@ ME = f"{__file__}:"
         ([f"{MODULES}:Small", "--output=/proc/x.yaml"], "--output='/proc/x.yaml'"),
         ([f"{MODULES}:Small", "-o", "tuned.json"], "-o tuned.json: .json is written beside the configuration"),
         (["--explain=nowhere.json"], "Pass the .json file that lightning-ort tune wrote"),
-        ([f"{MODULES}:Small", "--time=0.001s"], "is too short: three steps of the module took longer"),
+        ([f"{MODULES}:Small", "--time=0.5s"], "--time 0.5s is too short: it was over before anything could be trained"),
+        ([f"{MODULES}:Small", "--time=1.01s"], "--time 1.01s is too short"),
         ([f"{ME}Broken", f"--data={ME}Data"], "does not train as it is, so there is nothing to tune: NameError"),
         (
             [f"{ME}Net", f"--data={ME}data_that_cannot_be_batched", "--effective-batch=64"],
@@ -284,6 +288,37 @@ def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(SystemExit, match=r"Pass the \.json file"):
             run(monkeypatch, f"--explain={tmp_path / 'other.json'}")
+
+
+def test_the_time_includes_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "start_probe", None)  # nothing is started
+    for spent in (59.9, 61.0):
+        with pytest.raises(
+            SystemExit, match=r"--time 60s is too short: it was over before (anything could|your module)"
+        ):
+            command.tune(f"{MODULES}:Small", time="60s", started=time.monotonic() - spent)
+
+
+def test_an_import_is_interrupted_when_the_time_is_up() -> None:
+    before, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(SystemExit, match="--time 0.2s is too short"), command._ended_at(start + 0.2, "0.2s"):
+        time.sleep(30)
+    with command._ended_at(time.monotonic() + 0.2, "0.2s"):
+        pass
+    time.sleep(0.4)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_torch_is_not_imported_before_the_time_runs() -> None:
+    program = (
+        "import sys; from lightning_ort.cli import main; sys.argv = ['', 'tune', '--help'];"
+        " import atexit; atexit.register(lambda: print('torch' in sys.modules)); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--effective-batch" in done.stdout
+    assert "--started" not in done.stdout
+    assert done.stdout.endswith("False\n")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400)])

@@ -41,6 +41,19 @@ def test_what_is_not_changed_stays() -> None:
     assert USER["data"]["batch_size"] == 32
 
 
+def test_settings_of_ort_config() -> None:
+    """The user's own come first, then those for all candidates, then those of the engine and of the candidate."""
+    mine = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"optim": "keep", "config": {"engine": "ort"}}}
+    user = {"trainer": {"strategy": mine}}
+    for_all = {"engine": "ort", "start": "now"}
+    made = trainer(Candidate(engine="auto", recompute=2), user, ort_config=for_all)["strategy"]["init_args"]
+    assert made == {"optim": "keep", "config": {"engine": "auto", "start": "now", "recompute": 2}}
+    assert trainer(Candidate(engine="off"))["strategy"]["init_args"] == {"config": {"capture": "off"}}
+    assert trainer(Candidate(engine="compile"), ort_config=for_all)["strategy"] == "auto"
+    assert trainer(Candidate(engine="ort"), {"trainer": {"strategy": "ddp"}})["strategy"].keys() == {"class_path"}
+    assert mine["init_args"] == {"optim": "keep", "config": {"engine": "ort"}}
+
+
 def test_strategies() -> None:
     auto = trainer(Candidate(engine="auto", recompute=1, host_memory="default", optim="keep"))["strategy"]
     assert auto == {
@@ -121,4 +134,32 @@ def test_comments_are_on_the_lines_of_their_settings() -> None:
         "optim: #1": "name",
         "threads: #1": "threads",
         "batch_size: #1": "batch_size",
+    }
+
+
+def commented_lines(config: Any, candidate: Candidate, **more: Any) -> dict[str, str]:
+    """The setting that each line with a comment is of."""
+    made = configured(config, candidate, BATCH, **more)
+    text = commented(made, {name: f"because of {name}" for name in candidate.settings}, [])
+    parts = (line.strip().lstrip("- ").partition("  # because of ") for line in text.splitlines())
+    return {line: setting for line, _, setting in parts if setting}
+
+
+def test_comments_are_beside_values_in_lists_and_arguments() -> None:
+    config = {"trainer": {"plugins": ["mine.Plugin"], "callbacks": ["mine.Callback"]}}
+    candidate = Candidate(
+        engine="auto", precision="medium", optim="keep", recompute=1, host_memory="default", whole_batches=True
+    )
+    assert commented_lines(config, candidate) == {
+        "class_path: lightning_ort.ORTStrategy": "engine",
+        "engine: auto": "engine",
+        "level: medium": "precision",
+        "optim: keep": "optim",
+        "recompute: 1": "recompute",
+        "host_memory: default": "host_memory",
+        "whole_batches: true": "whole_batches",
+    }
+    assert commented_lines(config, Candidate(engine="ort_ddp"), devices=2) == {
+        "class_path: lightning_ort.ORTDDPStrategy": "engine",
+        "devices: 2": "engine",
     }

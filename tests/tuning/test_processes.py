@@ -1,7 +1,9 @@
 """Candidates with several processes: they train, and end with the one that started them."""
 
+import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -41,8 +43,6 @@ class Shared(LightningModule):
         self.folder, self.seconds = folder, seconds
 
     def on_train_start(self) -> None:
-        import os
-
         (Path(self.folder) / f"{self.global_rank}.pid").write_text(str(os.getpid()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -138,6 +138,28 @@ def test_a_process_that_does_not_end_is_killed(tmp_path: Path) -> None:
         process.sample(1_000_000, 0.1)
     process.stop()
     assert process._process.exitcode == -signal.SIGKILL
+
+
+class Starts(Shared):
+    """Has a process of its own, which does not end by itself."""
+
+    def on_train_start(self) -> None:
+        command = [sys.executable, "-c", f"import time; time.sleep({LIMIT})"]
+        (Path(self.folder) / "child.pid").write_text(str(subprocess.Popen(command).pid))
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_process_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    project = Project(module=Starts, args={"folder": str(tmp_path)}, accelerator="cpu")
+    process = start(project, Candidate(engine="stock"), tmp_path / "trial")
+    process.sample(2, LIMIT)
+    pid = int((tmp_path / "child.pid").read_text())
+    assert is_running(pid)
+    process.stop()
+    end = time.monotonic() + 0.2 * LIMIT
+    while is_running(pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 class Loaded(Shared):

@@ -1,5 +1,6 @@
 """What a trial trains: the user's module, without what would end it, write files or slow it down."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_empty_data(data: str, tmp_path: Path) -> None:
 
 def test_a_step_that_cannot_be_looked_at(tmp_path: Path) -> None:
     project = Project(module=Own, args={"data": "func"}, accelerator="cpu")
-    facts = api.probed(project, tmp_path, LIMIT, lambda doing, best: None)
+    facts = api.probed(project, tmp_path, LIMIT, time.monotonic() + LIMIT, lambda doing, best: None)
     assert facts.memory is None
     assert facts.notes == ["activations could not be traced: the step fails while it is looked at"]
 

@@ -34,10 +34,11 @@ def test_speed_is_of_common_rounds() -> None:
 
 def test_break_even() -> None:
     own = trial({1: 1.0, 2: 1.0}, startup=1.0)
-    assert break_even(trial({1: 0.5, 2: 0.5}, startup=9.0), own) == 2  # 8 seconds; a step saves 8 halves
-    assert break_even(trial({1: 2.0, 2: 2.0}, startup=9.0), own) is None
-    assert break_even(trial({1: 2.0, 2: 2.0}, startup=0.5), own) == 0
-    assert break_even(trial({}), own) is None
+    assert break_even(trial({1: 0.5, 2: 0.5}, startup=9.0), own, 2.0) == 2  # 8 seconds; a step saves 8 halves
+    assert break_even(trial({1: 0.5, 2: 0.5}, startup=1.0), trial({1: 1.0, 2: 1.0}, startup=9.0), 2.0) == 0
+    for startup in (9.0, 0.5):
+        assert break_even(trial({1: 2.0, 2: 2.0}, startup=startup), own, 0.5) is None
+    assert break_even(trial({}), own, None) is None
 
 
 def test_fastest_first() -> None:
