@@ -20,7 +20,6 @@ from harness import console, table_of
 import lightning_ort
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.losses import departure
-from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.project import Project, start
 
 ROOT = Path(__file__).resolve().parent.parent

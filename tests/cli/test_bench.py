@@ -76,7 +76,7 @@ def test_one_that_is_named_twice_is_measured_twice() -> None:
         ("ort", {}, {"engine": "ort", "start": "now"}),
         ("auto", {}, {"engine": "auto", "start": "now"}),
         ("ort", {"engine": "auto"}, {"engine": "auto", "start": "now"}),
-        ("off", {"start": "amortized"}, {"capture": "off", "start": "amortized"}),
+        ("off", {"start": "amortized"}, {"engine": "torch", "start": "amortized"}),
     ],
 )
 def test_settings_of_the_strategy(text: str, config: dict[str, str], expected: dict[str, str]) -> None:

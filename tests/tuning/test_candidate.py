@@ -48,7 +48,7 @@ def test_settings_of_ort_config() -> None:
     for_all = {"engine": "ort", "start": "now"}
     made = trainer(Candidate(engine="auto", recompute=2), user, ort_config=for_all)["strategy"]["init_args"]
     assert made == {"optim": "keep", "config": {"engine": "auto", "start": "now", "recompute": 2}}
-    assert trainer(Candidate(engine="off"))["strategy"]["init_args"] == {"config": {"capture": "off"}}
+    assert trainer(Candidate(engine="off"))["strategy"]["init_args"] == {"config": {"engine": "torch"}}
     assert trainer(Candidate(engine="compile"), ort_config=for_all)["strategy"] == "auto"
     assert trainer(Candidate(engine="ort"), {"trainer": {"strategy": "ddp"}})["strategy"].keys() == {"class_path"}
     assert mine["init_args"] == {"optim": "keep", "config": {"engine": "ort"}}
