@@ -92,7 +92,7 @@ class ORTBackend:
         collects = gc.isenabled()
         gc.disable()  # tracing makes many objects, which live until it is over
         try:
-            return self.compilation(self, self._request(), number, gm, example_inputs).run()
+            return self.compilation(self, self._request(), number, gm, len(example_inputs)).run(example_inputs)
         finally:
             if collects:
                 gc.enable()

@@ -44,7 +44,7 @@ class Compilation:
         request: What for.
         number: Of the graph.
         gm: The graph.
-        inputs: Examples of its inputs.
+        num_inputs: Of the graph.
 
     Attributes:
         monitor: Tells which errors come from compiled passes.
@@ -57,22 +57,22 @@ class Compilation:
         request: CompileRequest,
         number: int,
         gm: fx.GraphModule,
-        inputs: Sequence[Any],
+        num_inputs: int,
     ) -> None:
-        self._backend, self._request, self._gm, self._inputs = backend, request, gm, inputs
+        self._backend, self._request, self._gm, self._num_inputs = backend, request, gm, num_inputs
         self._config, self._report, self._cache = backend.config, backend.report, backend.cache
         self._prefix, self._number = f"{request.label}/" if request.label else "", number
         self._where = self._named("graph")
-        self.monitor = PassMonitor(len(inputs))
+        self.monitor = PassMonitor(num_inputs)
         self._graphs: list[GraphReport] = []
 
     def _named(self, kind: str) -> str:
         return f"{self._prefix}{kind}_{self._number}"
 
-    def run(self) -> Callable[..., Any]:
-        """Return what runs the graph."""
+    def run(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs the graph; that keeps this object, but not the examples of inputs."""
         gm, report = self._gm, self._report
-        captured = Captured(gm, self._inputs, self._request, InputWrites(gm))
+        captured = Captured(gm, inputs, self._request, InputWrites(gm))
         if (reason := conflict_of(captured)) is not None:
             self._refuse(reason)
             return without_torch_function(gm.forward) if tensor_class(captured) is not None else gm.forward
@@ -81,12 +81,12 @@ class Compilation:
         source = self._step_source()
         # processes of a run go by what one of them measures, not by what each has kept
         alone = self._request.agree is None
-        name = self._cache.graphs_name(gm, self._inputs, source is not None) if alone else None
+        name = self._cache.graphs_name(gm, inputs, source is not None) if alone else None
         if name is not None and (kept := self._cache.load_graphs(name)) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
         messages = len(report.fallbacks) + len(report.notes)
-        run = self._traced(source)
+        run = self._traced(source, inputs)
         if run is None:
             return gm.forward
         if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
@@ -108,17 +108,17 @@ class Compilation:
             return None
         if (loss := loss_of(gm)) is None:
             return None
-        return GraphSource(loss, len(self._inputs))
+        return GraphSource(loss, self._num_inputs)
 
-    def _traced(self, source: GraphSource | None) -> Callable[..., Any] | None:
+    def _traced(self, source: GraphSource | None, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Trace the graph and compile what that gives; ``None`` if an input is too empty to be traced."""
         compiled = len(self._report.graphs)
         try:
             # the backward graph now: its regions are part of the decision
             with backward_at_once(autocast=self._request.by_hand), lowering.whole_shrinkages():
-                return self._aot_autograd(source)(self._gm, self._inputs)
+                return self._aot_autograd(source)(self._gm, inputs)
         except Exception as error:
-            if isinstance(error, ORTFallbackError) or not any(map(is_empty, self._inputs)):
+            if isinstance(error, ORTFallbackError) or not any(map(is_empty, inputs)):
                 raise
             del self._report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
             text = f"an input is empty, and tracing it fails: {error}"

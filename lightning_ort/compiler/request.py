@@ -1,5 +1,6 @@
 """What graphs are compiled for: :class:`CompileRequest`, a value that whoever calls ``torch.compile`` hands over."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,21 @@ from typing import Any
 from torch import fx
 
 from lightning_ort.compiler.report import Reason
+
+
+def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return a function that calls a method of an object while that lives, and then returns something else.
+
+    Dynamo keeps compiled code as long as the function that it compiled, such as a method of a class, and compiled code
+    keeps its request: that must not keep a module.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = reference()
+        return otherwise if living is None else living(*args)
+
+    return call
 
 
 @dataclass(frozen=True)

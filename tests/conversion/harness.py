@@ -36,7 +36,7 @@ def compile_function(
     plain = {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "intra_op_threads": 1}}
     backend = ORTBackend(config_of(**{**plain, **config}))
     graph = as_graph(fn, len(inputs), num_outputs)
-    if backend.config.step_graph != "joint":
+    if backend.config.debug.step_graph != "joint":
         return backend(graph, list(inputs)), backend.report
     # what dynamo says of a step: it ends here, and its result is a loss
     graph.compile_subgraph_reason = SimpleNamespace(graph_break=False)

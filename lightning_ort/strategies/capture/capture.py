@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort.compat import dynamo
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.step import CapturedStep
@@ -56,7 +56,7 @@ class Capture:
             from lightning_ort.compiler.backend import ORTBackend
 
             for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
-            self.backend = ORTBackend(for_regions, self._request)
+            self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()))
             self.backend.report.optimizers = self._report.optimizers
         if not self.backend.available:
             return

@@ -15,7 +15,7 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
@@ -231,7 +231,7 @@ class CapturedModule:
         """Compile a function for an engine; dynamo starts at its first call."""
         backend: Callable[..., Any] = self.backend
         if engine in inductor.ENGINES:
-            on_failure = functools.partial(self._on_failure, engine)
+            on_failure = functools.partial(weakly(self._on_failure), engine)
             backend = inductor.backend_for(engine, self.config.dropout_masks, on_failure)
         compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
         dynamo.release_backend(backend)

@@ -35,7 +35,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.nodes import num_operations
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps
@@ -327,19 +327,19 @@ class CapturedStep(AbstractContextManager[None]):
 
     def request(self) -> CompileRequest:
         """Return what is compiled in this call."""
-        module, turn = self._module, self._turn
+        module, turn, way, fail = self._module, self._turn, self._turn.way, weakly(self._fail)
         return CompileRequest(
             label=self._name,
-            one_graph=turn.way.graphs == 1 and module.may_join,
+            one_graph=way.graphs == 1 and module.may_join,
             by_hand=not module.module.automatic_optimization,
             began_at=turn.began_at,
             logs_graphs=not is_announced(module.module.trainer),
-            may_compile=self._may_compile,
-            writes_gradients=module.writes_gradients,
-            drop_gradients=module.drop_gradients,
+            may_compile=weakly(self._may_compile),
+            writes_gradients=weakly(module.writes_gradients),
+            drop_gradients=weakly(module.drop_gradients),
             agree=module.agree,
-            refuse=lambda reason: self._fail(turn.way, failures.for_eager_alone(reason)),
-            split=lambda why: self._fail(turn.way, failures.without_one_graph(turn.way, why)),
+            refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
+            split=lambda why: fail(way, failures.without_one_graph(way, why)),
         )
 
     def _may_compile(self, gm: fx.GraphModule) -> bool:
