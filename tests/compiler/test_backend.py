@@ -70,8 +70,8 @@ def test_training_step_equals_eager():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_is_collected_after_compiling_only(enabled, monkeypatch):
     seen = []
-    compile_graph = ORTBackend._compile
-    monkeypatch.setattr(ORTBackend, "_compile", lambda *args: seen.append(gc.isenabled()) or compile_graph(*args))
+    compile_graph = Compilation.compile_graph
+    monkeypatch.setattr(Compilation, "compile_graph", lambda *args: seen.append(gc.isenabled()) or compile_graph(*args))
     backend = ORTBackend(ORTConfig(placement="always", debug={"min_region_nodes": 1}))
     before = gc.isenabled()
     try:

@@ -83,7 +83,9 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
     first, second = ORTBackend(), ORTBackend()
     expected = train(first, module, x)
     assert any(path.name.startswith("graphs-") for path in cache_folder.entries(cache_folder.default_folder()))
-    monkeypatch.setattr(ORTBackend, "_aot_autograd", lambda *args: pytest.fail("traced in spite of the cache"))
+    monkeypatch.setattr(
+        "lightning_ort.compiler.compilation.aot_backend", lambda *args: pytest.fail("traced in spite of the cache")
+    )
     for got, wanted in zip(train(second, module, x), expected, strict=True):
         assert torch.equal(got, wanted)
     assert [graph.name for graph in second.report.graphs] == ["forward_0", "backward_0"]
