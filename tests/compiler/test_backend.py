@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
+from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS
