@@ -98,6 +98,7 @@ class ReportView:
         run = report.run
         facts = {
             "host memory": run.host_memory,
+            "peak memory": run.peak_text,
             "session memory": run.session_memory,
             "dropout masks": run.dropout_masks,
             "audits": run.audit_text if run.audits else "",

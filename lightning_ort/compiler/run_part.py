@@ -68,6 +68,8 @@ class RunReport:
         optimizers: What runs each of the Trainer's optimizers.
         steps: Steps of a LightningModule that were timed on several engines.
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
+        peak_bytes: The most memory that the process has used so far, or on a GPU torch's allocator; 0 if nobody knows.
+        peak_bytes_before: The same before anything was compiled; 0 if nothing was.
         session_memory: What sessions hold of a GPU's memory; empty on a CPU.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
@@ -85,6 +87,8 @@ class RunReport:
     optimizers: list[OptimizerReport] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
     host_memory: str = ""
+    peak_bytes: int = 0
+    peak_bytes_before: int = 0
     session_memory: str = ""
     dropout_masks: str = ""
     startup_seconds: float = 0.0
@@ -96,6 +100,14 @@ class RunReport:
     audit_seconds: float = 0.0
     audit_difference: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def peak_text(self) -> str:
+        """What compiling added to the peak of memory, in one line; empty if nothing was compiled."""
+        if not self.peak_bytes_before:
+            return ""
+        before, now = (round(each / 1e6) for each in (self.peak_bytes_before, self.peak_bytes))
+        return f"{now:,} MB, and {before:,} MB before anything was compiled"
 
     @property
     def audit_text(self) -> str:

@@ -191,7 +191,7 @@ def test_it_is_tried_against_onnxruntime_that_gained_little(
     assert step.ms.keys() == {"ort", "torch", "inductor"}
     assert step.engine == winner
     assert report.ort_runs > ort_runs
-    assert compiled
+    assert len(compiled) == 1  # and not again when the other one is left
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 

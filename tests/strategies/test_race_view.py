@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
@@ -68,6 +69,7 @@ def module_with(bar: Bar | None, first: bool = True) -> Any:
     report = CompileReport()
     return SimpleNamespace(
         module=SimpleNamespace(trainer=trainer),
+        device=torch.device("cpu"),
         backend=SimpleNamespace(report=report),
         record_choice=lambda where, kind, text, announced=False: None,
         batches_done=lambda name, done: done,
@@ -135,3 +137,12 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     show(module_with(bar))
     assert [line.startswith("\x1b[") for line in bar.lines] == [True, False]
+
+
+def test_the_report_has_the_peak_of_memory_with_and_without(make_trainer: Callable[..., Any]) -> None:
+    for config, compiles in ((ALWAYS, True), ({"start": "amortized"}, False)):
+        trainer = make_trainer(strategy=ORTStrategy(config=config), max_epochs=1)
+        trainer.fit(Small())
+        run = trainer.strategy.report.run
+        assert (0 < run.peak_bytes_before <= run.peak_bytes) == compiles
+        assert ("before anything was compiled" in trainer.strategy.report.to_text(width=200)) == compiles

@@ -170,7 +170,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._compile_with_hooks(race)
         left = module.steps_left(self._name, race.steps)
         way = race.next(left, module.at_window_start(), lambda: _obstacle(module), self._memory)
-        self._release([old for old in self._compiled if old not in race.living])
+        if race.living.isdisjoint(self._compiled):  # to free one way makes dynamo compile the others again
+            self._release(self._compiled)
         self._turn = Turn(way, min(race.quiet_steps, QUIET), race.wants_time, module.synchronize)
         return True
 

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType, StepReport
@@ -68,6 +69,7 @@ class RaceView:
     def end_run(self, race: Race) -> None:
         """Say what was not compiled or not timed."""
         self.update(race)
+        self._module.backend.report.run.peak_bytes = peak_bytes(self._module.device) or 0
         waiting = [event for event in race.of_run if event.what == "waits"]
         started = [event.way for event in race.of_run if event.what == "starts"]
         run = self._module.backend.report.run
@@ -89,6 +91,8 @@ class RaceView:
                 run.waiting = f"{self._name}: {_why_waiting(event)}"
         elif event.what == "starts":
             self._waits_no_more()
+            run = self._module.backend.report.run
+            run.peak_bytes_before = run.peak_bytes_before or peak_bytes(self._module.device) or 0
             label = LABELS[event.way.engine]
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
