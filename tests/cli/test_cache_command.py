@@ -46,9 +46,9 @@ def fill(folder: Path, count: int) -> None:
 def test_info_and_clear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     fill(default_folder(), 3)
     command(monkeypatch, "info")
-    assert "0 graphs and 3 regions, 3.6 kB" in capsys.readouterr().out
+    assert "0 graphs and 3 regions, 3.5 kB" in capsys.readouterr().out
     command(monkeypatch, "clear")
-    assert "7 files deleted, 3.6 kB" in capsys.readouterr().out
+    assert "7 files deleted, 3.5 kB" in capsys.readouterr().out
     left = {*FOREIGN, f"{entry(100)}.json", f"{entry(101)}.onnx"}
     assert {path.name for path in default_folder().iterdir()} == left
     with pytest.raises(SystemExit, match="the cache is empty"):

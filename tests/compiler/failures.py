@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import backend, timing
+from lightning_ort.compiler import compilation, timing
 
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 
@@ -17,7 +17,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
 
     """
     failed: list[str] = []
-    assemble, measure = backend.assemble, timing.measure
+    assemble, measure = compilation.assemble, timing.measure
 
     def fail(*args: Any) -> None:
         failed.append(where)
@@ -45,5 +45,5 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
     if where == TRIAL:
         monkeypatch.setattr(timing, "measure", failing_measure)
     else:
-        monkeypatch.setattr(backend, "assemble", failing_assemble)
+        monkeypatch.setattr(compilation, "assemble", failing_assemble)
     return failed

@@ -116,7 +116,7 @@ def test_a_choice_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_nothing_is_timed_where_timing_does_not_decide(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     races = prefer(monkeypatch, EXPANDED)
     torch.use_deterministic_algorithms(not config)
-    backend = ORTBackend(config_of(cache_dir=None, **config))
+    backend = ORTBackend(config_of(**{"cache_dir": None, **config}))
     gradient(torch.compile(lambda x: F.gelu(x @ x.mT @ x), backend=backend), X)
     assert backend.report.ort_runs > 0
     assert races == []

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def always(**options):
-    return ORTBackend(config_of(placement="always", **options))
+    return ORTBackend(config_of(**{"placement": "always", **options}))
 
 
 def gradients(module):
@@ -338,7 +338,7 @@ def test_measured_placement_reports_both_times(monkeypatch):
 
 
 def _lookup(weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    return weight[(share * 10).long()].sin() * 2
+    return weight[(share * 1e4).long()].sin() * 2
 
 
 @pytest.mark.parametrize("placement", ["always", "measured"])
@@ -348,7 +348,7 @@ def test_made_up_numbers_that_become_bad_indices_decide_nothing(
     backend = ORTBackend(
         {"placement": placement, "fallback": "raise", "cache_dir": None, "debug": {"min_region_nodes": 1}}
     )
-    weight, share = torch.randn(10, 4), torch.linspace(0, 0.9, 50)
+    weight, share = torch.randn(10, 4), torch.linspace(0, 9e-4, 50)
     got = torch.compile(_lookup, backend=backend)(weight, share)
     torch.testing.assert_close(got, _lookup(weight, share))
     assert not backend.report.fallbacks
@@ -593,7 +593,7 @@ def test_a_class_of_tensors_with_functions_of_its_own(options, needs_gradient):
         torch._dynamo.graph_break()
         return torch.mul(x, y).square().mean()
 
-    backend = ORTBackend(config_of(cache_dir=None, **options))
+    backend = ORTBackend(config_of(**{"cache_dir": None, **options}))
     found = []
     for call in (step, torch.compile(step, backend=backend)):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ from ort_settings import config_of
 from torch import nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import backend as backend_module
+from lightning_ort.compiler import compilation as backend_module
 from lightning_ort.compiler import fallbacks
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.report import ReasonType

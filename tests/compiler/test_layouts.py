@@ -72,7 +72,7 @@ def test_layers_of_a_transposed_tensor(module, make, placement, dynamic):
     options = (
         {"placement": "always", "debug": {"torch_ops": in_torch}} if placement == "torch" else {"placement": placement}
     )
-    backend = ORTBackend(config_of(cache_dir=None, fallback="raise", **options))
+    backend = ORTBackend(config_of(**{"cache_dir": None, "fallback": "raise", **options}))
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)

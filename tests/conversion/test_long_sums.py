@@ -16,7 +16,7 @@ def mean_of_squares(x: Tensor) -> Tensor:
 
 
 def compiled(function: Any, x: Tensor, **config: Any) -> tuple[Tensor, ORTBackend]:
-    backend = ORTBackend(config_of(placement="always", **config))
+    backend = ORTBackend(config_of(**{"placement": "always", **config}))
     return torch.compile(function, backend=backend, dynamic=config.get("dynamic"))(x), backend
 
 

@@ -18,7 +18,7 @@ from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason,
 
 
 def always(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config=config_of(placement="always", **config))
+    return ORTStrategy(config=config_of(**{"placement": "always", **config}))
 
 
 def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> CompileReport:

@@ -39,7 +39,7 @@ def fit(make_trainer: Callable[..., Any]) -> Fit:
 
     def run(make: Callable[[], Any], change: Callable[[Any], Any] | None = None, **config: Any) -> tuple[Any, Any]:
         modules = []
-        for strategy in ("auto", ORTStrategy(config=config_of(placement="always", cache_dir=None, **config))):
+        for strategy in ("auto", ORTStrategy(config=config_of(**{"placement": "always", "cache_dir": None, **config}))):
             module, callback = make(), From(change or (lambda _: None))
             make_trainer(strategy=strategy, max_epochs=3, callbacks=[callback]).fit(module)
             for made in callback.made:

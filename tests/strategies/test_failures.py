@@ -37,9 +37,9 @@ def test_a_failing_pass_ends_no_fit(
         pytest.importorskip("deepspeed")
     stock = fit(Recorded(tmp_path, "stock"), "auto" if devices == 1 else "ddp_fork", make_trainer, **arguments)
     inject(monkeypatch, where)
-    config = {"placement": "measured" if where == TRIAL else "always"}
+    config: dict[str, Any] = {"placement": "measured" if where == TRIAL else "always"}
     if where == BACKWARD:
-        config["step_graph"] = "split"  # one graph has no backward pass of its own
+        config["debug"] = {"step_graph": "split"}  # one graph has no backward pass of its own
     ours = fit(Recorded(tmp_path, "ours"), STRATEGIES[name](config), make_trainer, **arguments)
     for facts, expected in zip(ours, stock, strict=True):
         assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -21,7 +21,7 @@ MODULE_HOOKS += ["setup", "teardown", "configure_model", "configure_gradient_cli
 
 
 def always(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config=config_of(placement="always", **config))
+    return ORTStrategy(config=config_of(**{"placement": "always", **config}))
 
 
 def assert_plain(module: nn.Module, like: nn.Module) -> None:

@@ -76,7 +76,7 @@ class ScriptedChild(Small):
 
 
 def fit(module: Small, make_trainer: Callable[..., Any], **config: Any) -> CompileReport:
-    strategy = ORTStrategy(config=config_of(placement="always", **config))
+    strategy = ORTStrategy(config=config_of(**{"placement": "always", **config}))
     make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module)
     return strategy.report
 

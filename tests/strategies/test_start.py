@@ -25,7 +25,7 @@ STEPS = 40
 
 
 def amortized(**config: Any) -> ORTStrategy:
-    return ORTStrategy(config=config_of(start="amortized", engine="ort", **config))
+    return ORTStrategy(config=config_of(**{"start": "amortized", "engine": "ort", **config}))
 
 
 class Dropped(Small):

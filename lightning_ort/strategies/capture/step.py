@@ -70,7 +70,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._compiled: dict[Way, Callable[..., Any]] = {}
         self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
         self._hooks, self._new_hooks = HookWatch(module.module), 0
-        self._failures: list[tuple[Way, Failure]] = []  # that the race is to be told of
+        self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
         self._audit = StepAudit(module, name)
         self._view = RaceView(module, name)
@@ -229,7 +229,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn.tell(race, self._memory)
         self._turn = Turn()
         while self._failures:
-            race.fail(*self._failures.pop(0))
+            race.fail(*self._failures.popitem())
         self._view.update(race)
         if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
             malloc.trim()  # the ways that were tried have left holes in the heap, 20 to 40 MB for a small GPT or ViT
@@ -447,10 +447,12 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _fail(self, way: Way, failure: Failure) -> None:
         """Report that a way cannot go on; the race is told before the next step."""
+        if way in self._failures and self._failures[way].final:
+            return  # which says it already
         cause: failures.Cause = failure.why
         module, kind = self._module, cause.reason.type
         if failure.instead != way:
-            self._failures.append((way, failure))
+            self._failures[way] = failure
         if failure.final and kind is ReasonType.SECOND_GRADIENT:
             module.takes_gradients = True
         if cause.error is not None and module.config.fallback == "raise":
