@@ -73,5 +73,7 @@ def test_it_trains_as_in_python(which: str, runtime: str, folders: dict[str, Pat
     assert metadata["step"] == "20"
     for name, value in training.state.items():
         largest = max(1.0, float(np.abs(value).max()))
-        tolerance = 1e-3 if "/" in name else 1e-4  # states of the optimizer: sums of gradients have no size of their own
+        tolerance = (
+            1e-3 if "/" in name else 1e-4
+        )  # states of the optimizer: sums of gradients have no size of their own
         np.testing.assert_allclose(state[name], value, rtol=tolerance, atol=tolerance * largest, err_msg=name)

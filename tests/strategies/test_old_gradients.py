@@ -50,9 +50,7 @@ def joint() -> ORTStrategy:
     return ORTStrategy(config={"placement": "always", "debug": {"step_graph": "joint"}})
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "expected"), [(1, [0] * 7), (2, [4, 0, 4, 0, 4, 0, 4]), (3, [4, 4, 0, 0, 4, 4, 0])]
-)
+@pytest.mark.parametrize(("accumulate", "expected"), [(1, [0] * 7), (2, [0, 4, 0, 4, 0, 4]), (3, [0, 0, 4, 4, 0])])
 def test_they_go_before_the_run(
     accumulate: int,
     expected: list[int],
@@ -63,7 +61,7 @@ def test_they_go_before_the_run(
     module, strategy = Small(), joint()
     found = at_run(module)
     fit(module, strategy, make_trainer, accumulate_grad_batches=accumulate)
-    assert found[-7:] == expected  # the first of eight steps runs unchanged
+    assert found[-len(expected) :] == expected  # of eight steps; the first window runs unchanged
     assert module.losses == pytest.approx(plain.losses, rel=1e-4)
     assert [graph.name for graph in strategy.report.graphs] == ["training_step/step_0"]
 

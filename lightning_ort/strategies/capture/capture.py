@@ -98,4 +98,4 @@ class Capture:
 
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones
-        return {**vars(Capture(self.config)), "report": self.report}
+        return {**vars(Capture(self.config)), "_report": self.report}

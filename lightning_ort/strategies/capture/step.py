@@ -305,7 +305,6 @@ class CapturedStep(AbstractContextManager[None]):
         output = first(*args, **kwargs)
         module.operations[self._name] = first.operations
         if not first.is_over and (text := first.takes_gradients(module.part == "step")) is not None:
-            first.stop()
             self._fail(UNCHANGED, failures.for_eager_alone(Reason(ReasonType.SECOND_GRADIENT, text)))
         return output
 
@@ -453,8 +452,9 @@ class CapturedStep(AbstractContextManager[None]):
         module, kind = self._module, cause.reason.type
         if failure.instead != way:
             self._failures[way] = failure
-        if failure.final and kind is ReasonType.SECOND_GRADIENT:
-            module.takes_gradients = True
+        if failure.final:
+            self._user.first.stop()
+            module.takes_gradients = module.takes_gradients or kind is ReasonType.SECOND_GRADIENT
         if cause.error is not None and module.config.fallback == "raise":
             raise cause.error  # from our compiler, which has reported it
         was_used = self._race is not None and self._race.champion == way
