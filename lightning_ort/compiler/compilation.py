@@ -16,10 +16,9 @@ from lightning_ort.compat.torch import (
     backward_at_once,
     boxed,
     without_fake_tensors,
-    without_torch_function,
 )
 from lightning_ort.compiler import lowering
-from lightning_ort.compiler.conflicts import Captured, conflict_of, tensor_class
+from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import PASSES, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
@@ -75,7 +74,7 @@ class Compilation:
         captured = Captured(gm, inputs, self._request, InputWrites(gm))
         if (reason := conflict_of(captured)) is not None:
             self._refuse(reason)
-            return without_torch_function(gm.forward) if tensor_class(captured) is not None else gm.forward
+            return in_eager(captured)
         if not self._backend.available or not self._request.may_compile(gm):
             return gm.forward
         source = self._step_source()

@@ -14,6 +14,7 @@ from torch import fx
 
 from lightning_ort.compat.autograd import casts_within, is_recorded_before
 from lightning_ort.compat.dynamo import hooks_a_result
+from lightning_ort.compat.torch import without_torch_function
 from lightning_ort.compiler.nodes import has_separate_gradients, tensor_class_of
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest
@@ -41,6 +42,12 @@ class Captured:
 def conflict_of(captured: Captured) -> Reason | None:
     """Return why a graph is not to be compiled, if it is not."""
     return next(filter(None, (conflict(captured) for conflict in CONFLICTS)), None)
+
+
+def in_eager(captured: Captured) -> Callable[..., Any]:
+    """Return what runs a graph that is not compiled."""
+    forward = captured.gm.forward
+    return forward if tensor_class(captured) is None else without_torch_function(forward)
 
 
 def tensor_class(captured: Captured) -> Reason | None:

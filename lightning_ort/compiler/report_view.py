@@ -148,9 +148,9 @@ def share_text(report: "CompileReport") -> str:
 
 def speedup(report: "CompileReport") -> float | None:
     """Return how many times as fast as before the training step runs since its trial; ``None`` without a trial."""
-    times = [step.ms for step in report.steps if step.name == "training_step" and "torch" in step.ms]
-    fastest = min(times[-1].values()) if times else 0.0
-    return times[-1]["torch"] / fastest if fastest else None  # a time of 0 has no ratio
+    steps = [step for step in report.steps if step.name == "training_step" and "torch" in step.ms]
+    time = steps[-1].ms[steps[-1].engine] if steps else 0.0
+    return steps[-1].ms["torch"] / time if time else None  # a time of 0 has no ratio
 
 
 def rank_file(file: Path, rank: int) -> Path:

@@ -463,3 +463,45 @@ def test_processes_of_a_run_decide_alike() -> None:
             race.done(times[way] + compiles, compiles)
     assert orders[0].index("ort") == orders[1].index("ort")
     assert len({order[-1] for order in orders}) == 1
+
+
+# What strangers to this code found
+
+
+def test_a_challenger_that_the_run_has_cut_short_meets_the_champion_in_the_next() -> None:
+    race = make("ort")
+    drive(race, {"unchanged": 0.1, "ort": 0.05}, 6)
+    assert race.trying == ORT
+    race.begin_run()
+    assert drive(race, {"unchanged": 0.1, "ort": 0.05}, 60)[-1] == "ort"
+
+
+def test_a_champion_that_fails_in_a_duel_leaves_its_challenger_to_be_tried() -> None:
+    race = make("ort", "inductor", saves={"ort": 0.06, "inductor": 0.9})
+    times = {"unchanged": 0.1, "ort": 0.095, "inductor": 0.05}
+    for _ in range(200):
+        if race.trying == INDUCTOR:
+            break
+        drive(race, times, 1)
+    race.fail(ORT, Failure("it broke"))
+    assert race.champion == UNCHANGED
+    assert drive(race, times, 100)[-1] == "inductor"
+
+
+def test_a_step_for_eager_alone_is_not_tried_in_the_next_run() -> None:
+    race = make("ort", "inductor", cost=0.1)
+    times = {"unchanged": 0.1, "ort": 0.05, "inductor": 0.2}
+    drive(race, times, 40, left=40.0, recompiles=("ort",), compiling={"ort": 50.0})
+    assert ("ort", "costs too much") in happened(race)
+    race.fail(race.champion, Failure("it differentiates gradients", final=True))
+    race.begin_run()
+    assert set(drive(race, times, 60)) == {"unchanged"}
+
+
+def test_what_is_said_to_wait_is_what_comes_first() -> None:
+    race = make("ort", "inductor", cost={"ort": 1e3, "inductor": 1e6})
+    drive(race, {"unchanged": 0.1}, 40, left=40.0)
+    assert race.waiting is not None
+    assert race.waiting.way == ORT
+    assert isinstance(race.waiting.why, Waiting)
+    assert race.waiting.why.allowed < race.waiting.why.cost

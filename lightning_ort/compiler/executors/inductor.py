@@ -21,9 +21,12 @@ from lightning_ort.compat.torch import (
     storage_of,
     traced_graph_facts,
 )
+from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
 from lightning_ort.compiler.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.report import Reason
+from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.writes import InputWrites
 from lightning_ort.config import DropoutMasks
 
 NAME: Final = "inductor"
@@ -53,13 +56,16 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponenti
 
 
 def backend_for(
-    engine: str, masks: DropoutMasks, on_failure: Callable[[Exception], None] = lambda error: None
+    engine: str,
+    masks: DropoutMasks,
+    on_failure: Callable[[Exception], None] = lambda error: None,
+    request: Callable[[], CompileRequest] = CompileRequest,
 ) -> "GuardedBackend":
     """Return what compiles graphs for an engine; with ``"exact"`` masks random numbers are the same as in eager."""
     options = {"fallback_random": masks == "exact"}
     if engine == GRAPHS:  # what torch.compile's mode sets
-        return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure)
-    return GuardedBackend(inductor_backend(options), on_failure)
+        return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure, request)
+    return GuardedBackend(inductor_backend(options), on_failure, request)
 
 
 class GuardedBackend:
@@ -68,16 +74,27 @@ class GuardedBackend:
     Args:
         compile: The backend.
         on_failure: Gets what a graph failed with. From then on all graphs of this backend run in eager.
+        request: Returns what is compiled now; asked for each graph.
 
     """
 
-    def __init__(self, compile: Callable[..., Callable[..., Any]], on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        compile: Callable[..., Callable[..., Any]],
+        on_failure: Callable[[Exception], None],
+        request: Callable[[], CompileRequest] = CompileRequest,
+    ) -> None:
         self.compile = compile
-        self._on_failure = on_failure
+        self._on_failure, self._request = on_failure, request
         self._guards: weakref.WeakSet[GuardedGraph] = weakref.WeakSet()
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph that dynamo has captured."""
+        request = self._request()
+        captured = Captured(gm, inputs, request, InputWrites(gm))
+        if (reason := conflict_of(captured)) is not None and request.refuse is not None:
+            request.refuse(reason)
+            return in_eager(captured)
         eager = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # inductor changes the graph
         compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
         # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more

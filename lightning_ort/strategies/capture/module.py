@@ -232,7 +232,8 @@ class CapturedModule:
         backend: Callable[..., Any] = self.backend
         if engine in inductor.ENGINES:
             on_failure = functools.partial(weakly(self._on_failure), engine)
-            backend = inductor.backend_for(engine, self.config.dropout_masks, on_failure)
+            masks, request = self.config.dropout_masks, weakly(self.request, CompileRequest())
+            backend = inductor.backend_for(engine, masks, on_failure, request)
         compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
         dynamo.release_backend(backend)
         self._regions.append(dynamo.region_of(compiled))

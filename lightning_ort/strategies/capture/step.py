@@ -82,6 +82,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._audit.begin_run()
         self._view.begin_run()
         self._turn = Turn()
+        self._recompiling = []
         if self._race is not None and self._race_settings() == (self._race.share, self._race.measured):
             self._race.begin_run(self._unchanged_steps())
         else:
@@ -264,6 +265,7 @@ class CapturedStep(AbstractContextManager[None]):
         if way.engine == inductor.GRAPHS:
             if not module.may_record(self._name):
                 self._fail(way, failures.of_inductor("gradients are accumulated now"))
+                turn.counts = False
                 return self._user.call(*args, **kwargs)
             inductor.begin_recorded_step()
         if module.optimizers is not lightning_optimizers(module.strategy):
@@ -322,7 +324,7 @@ class CapturedStep(AbstractContextManager[None]):
         These are the last batches of epochs, which are smaller: they are few, and compiling for them takes as long as
         the first time.
         """
-        keeps = way.engine in inductor.ENGINES and self._race is not None and way == self._race.champion
+        keeps = self._race is not None and way == self._race.champion
         return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
 
     def request(self) -> CompileRequest:
@@ -446,9 +448,9 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _fail(self, way: Way, failure: Failure) -> None:
         """Report that a way cannot go on; the race is told before the next step."""
-        if way in self._failures and self._failures[way].final:
-            return  # which says it already
         cause: failures.Cause = failure.why
+        if way in self._failures and self._failures[way].final and not cause.warns:
+            return  # which says it already
         module, kind = self._module, cause.reason.type
         if failure.instead != way:
             self._failures[way] = failure

@@ -29,6 +29,7 @@ RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step aga
 STOP, GRACE = 2.0, 1.5
 # a way that takes so much more memory has to be so much faster, as shares
 MEMORY, WORTH = 0.1, 0.03
+LARGER = "it takes "  # begins the reason of a verdict for that
 NO_LIMIT = math.inf  # as a share: everything starts at once
 
 Engine = Literal["torch", "ort", "inductor", "inductor-graphs"]
@@ -225,6 +226,7 @@ class Race:
     ) -> None:
         self.champion = UNCHANGED
         self.events: list[Event] = []
+        self._duel: Duel | None = None
         self._challengers = deque(challengers)
         self.share, self.measured, self._expect, self._agree = share, measured, expect, agree
         self._ran = {UNCHANGED}
@@ -240,6 +242,8 @@ class Race:
 
         """
         self._challengers.extendleft(reversed(self._dear))
+        if (trying := self.trying) is not None:  # it was not timed to the end
+            self._challengers.appendleft(trying)
         self._dear = []
         self._begun = len(self.events)
         self.steps, self.spent, self.tried, self.saved = 0, 0.0, 0.0, 0.0
@@ -248,7 +252,7 @@ class Race:
         self._next = first
         self._recheck = self._interval = RECHECK
         self._saved_before = 0.0
-        self._duel: Duel | None = None
+        self._duel = None
         self._way = self.champion
 
     # Questions
@@ -299,14 +303,17 @@ class Race:
         return self.spent + seconds <= STOP * self._allowed and self.spent + expected <= GRACE * self._allowed
 
     @property
-    def is_settled(self) -> bool:
-        """Whether nothing is tried now or waits to be."""
-        return self._duel is None and not self.has_challengers
+    def trying(self) -> Way | None:
+        """The challenger that takes turns with the champion now."""
+        if self._duel is None or self._duel.challenger == self.champion:
+            return None
+        return self._duel.challenger
 
     @property
-    def is_trying(self) -> bool:
-        """Whether two ways take turns now."""
-        return self._duel is not None
+    def waiting(self) -> Event | None:
+        """Why the next challenger waits, if it does."""
+        first = self._challengers[0] if self.has_challengers else None
+        return next((event for event in reversed(self.of_run) if event.what == "waits" and event.way == first), None)
 
     @property
     def of_run(self) -> list[Event]:
@@ -347,7 +354,7 @@ class Race:
         self.steps, self._left = self.steps + 1, max(0.0, self._left - 1)
         if compiled:
             self.spend(max(0.0, seconds - self.usual), way)
-            if (projected or way in self._ran) and self._is_too_dear(way, projected):
+            if self._is_too_dear(way, projected):
                 self._dear.append(way)
                 self._drop(way, "costs too much", Waiting(max(projected, self.spent), self._allowed))
             self._ran.add(way)
@@ -376,6 +383,7 @@ class Race:
         """Say that a way cannot go on, between two steps."""
         if failure.final:
             self._challengers.clear()
+            self._dear.clear()
             self._duel = None
             self.champion, self._saving = UNCHANGED, 0.0
         elif way in self._challengers:
@@ -386,21 +394,22 @@ class Race:
 
     # What follows
 
-    def _pays(self, expected: Expected) -> bool:
-        """The rule to start: what it costs is a share of what the step itself has still to take.
+    def _may_cost(self, expected: Expected) -> float:
+        """The rule to start: a way may cost less than this, a share of what the step itself has still to take.
 
         Of a way that saves less than the share at most, the share is what it saves more than the champion does.
         """
         gained = 1.0 - self._champions_time / self.usual if self.usual > 0 else 0.0
         share = min(self.share, expected.saves - max(0.0, gained))
         if share <= 0:
-            return False
-        return self.share == NO_LIMIT or self.spent + expected.cost <= share * self.usual * self._left
+            return 0.0
+        return math.inf if self.share == NO_LIMIT else max(0.0, share * self.usual * self._left - self.spent)
 
     def _consider(self, obstacle: str, memory: Callable[[], float]) -> None:
         for way in [*self._challengers]:
             expected = self._expect(way)
-            pays = not obstacle and self._pays(expected)
+            allowed = self._may_cost(expected)
+            pays = not obstacle and expected.cost < allowed
             # counted in questions, since duels are not equally long in all processes
             asked = sum(event.way == way and event.what == "waits" for event in self.of_run)
             if self._agree(f"start/{way}/{asked}", {"starts": float(pays)})["starts"]:
@@ -411,7 +420,6 @@ class Race:
                 else:
                     self.champion = way
                 return
-            allowed = max(0.0, self.share * self.usual * self._left - self.spent)
             self._note(way, "waits", obstacle or expected.why or Waiting(expected.cost, allowed))
 
     def _begin_duel(self, challenger: Way, champion: Way, memory: float = 0.0) -> None:
@@ -423,11 +431,12 @@ class Race:
         checked = duel.challenger == self.champion  # by the unchanged step
         number = sum(event.what in ("wins", "loses") for event in self.events)
         own = {str(way): seconds for way, seconds in duel.medians.items()}
-        agreed = self._agree(f"duel/{number}/{'/'.join(own)}", own)
+        more = 0.0 if checked or not duel.memory else max(0.0, memory / duel.memory - 1)
+        agreed = self._agree(f"duel/{number}/{'/'.join(own)}", {**own, "memory": more})
         medians = {way: agreed.get(str(way), own[str(way)]) for way in duel.samples}
         overhead = duel.overhead(self.champion)
         self.tried, self.spent = self.tried + overhead, self.spent + overhead
-        takes_more = not checked and memory > (1 + MEMORY) * duel.memory > 0
+        takes_more = agreed.get("memory", more) > MEMORY
         wins = medians[duel.challenger] < (1 - WORTH * takes_more) * medians[duel.champion]
         before, self.champion = self._saving, duel.challenger if wins else duel.champion
         if duel.champion == UNCHANGED:
@@ -441,12 +450,16 @@ class Race:
         why = f"again after {self._interval} steps" if checked else ""
         self._interval = RARER * self._interval if checked else RECHECK
         self._recheck = self.steps + self._interval
+        if takes_more and not wins and medians[duel.challenger] < medians[duel.champion]:
+            why = f"{LARGER}{more:.0%} more memory"
         why = why or ("" if duel.is_clear else "without a clear difference")
         self._note(duel.challenger, "wins" if wins else "loses", why, medians)
 
     def _drop(self, way: Way, what: str, why: Any, instead: Way | None = None) -> None:
         self._note(way, what, why)
         if self._duel is not None and way in self._duel.samples:
+            if (trying := self.trying) not in (None, way):  # it has still to meet a champion
+                self._challengers.appendleft(trying)
             self._duel = None
         if self.champion == way:
             self.champion, self._saving = UNCHANGED, 0.0
@@ -478,7 +491,8 @@ class Race:
         return self.share * self.usual * (self.steps + self._left) if self.share < NO_LIMIT else math.inf
 
     def _is_too_dear(self, way: Way, projected: float) -> bool:
-        exceeded = max(projected, self.spent) > self._allowed
+        # what has run for the first time is not thrown away, since to time it is cheap
+        exceeded = (projected > 0 or way in self._ran) and max(projected, self.spent) > self._allowed
         compiled = sum(event.way == way and event.what == "compiles" for event in self.of_run)
         return self._agree(f"stop/{way}/{compiled}", {"stops": float(exceeded)})["stops"] > 0
 

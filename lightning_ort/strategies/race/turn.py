@@ -52,8 +52,8 @@ class Turn:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time of the block, if it matters; a block inside another one counts once."""
-        if not self.is_timed or self._within:
+        """Count the time of the block; a block inside another one counts once."""
+        if self._within:
             yield
             return
         self._within = True
@@ -71,5 +71,5 @@ class Turn:
         if passed := self.steps - (not self._is_passed and self.steps > 0):
             race.pass_by(passed)
         if passed < self.steps:
-            used = memory() if race.is_trying else 0.0
+            used = 0.0 if race.trying is None else memory()
             race.done(self.seconds, self.compiled, self.projected, self.counts, used)

@@ -15,7 +15,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType, StepReport
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Waiting, Way
+from lightning_ort.strategies.race.race import LARGER, UNCHANGED, Event, Race, Waiting, Way
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -70,23 +70,25 @@ class RaceView:
         """Say what was not compiled or not timed."""
         self.update(race)
         self._module.backend.report.run.peak_bytes = peak_bytes(self._module.device) or 0
-        waiting = [event for event in race.of_run if event.what == "waits"]
+        waiting = race.waiting
         started = [event.way for event in race.of_run if event.what == "starts"]
         run = self._module.backend.report.run
         if race.champion is UNCHANGED and not started and race.has_challengers and race.steps > 0:
-            why = _why_waiting(waiting[-1]) if waiting else f"too few steps to decide ({race.steps})"
+            why = _why_waiting(waiting) if waiting else f"too few steps to decide ({race.steps})"
             self._note(ReasonType.NOT_COMPILED, why)
             run.waiting = run.waiting or f"{self._name}: {why}"
-        elif waiting and waiting[-1].way not in started and race.steps > 0:
-            text = f"{LABELS[waiting[-1].way.engine]}: {_why_waiting(waiting[-1]).partition(';')[0]}"
+        elif waiting and waiting.way not in started:
+            text = f"{LABELS[waiting.way.engine]}: {_why_waiting(waiting).partition(';')[0]}"
             self._note(ReasonType.NOT_TRIED, text, announced=True)
-        if race.is_trying:
+        if race.trying is not None:
             why = "the run ended before it could be timed"
-            self._print(f"{self._compiled_in(race, started[-1])}: {why}" if started else why, _DIM)
+            self._print(f"{self._compiled_in(race, race.trying)}: {why}", _DIM)
 
     def _show(self, race: Race, event: Event) -> None:
         if event.what == "waits":
-            run = self._module.backend.report.run
+            run, first = self._module.backend.report.run, race.waiting
+            if first is not None and first.way != event.way:
+                return
             if run.startup_seconds == 0 and (self._name == TRAINING or TRAINING not in run.waiting):
                 run.waiting = f"{self._name}: {_why_waiting(event)}"
         elif event.what == "starts":
@@ -105,8 +107,9 @@ class RaceView:
             text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed"
             after = f"{LABELS[event.way.engine]} is given up" if race.champion is not UNCHANGED else STAYS
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
-            self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
-            self._keep(UNCHANGED)
+            if race.champion is UNCHANGED:
+                self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
+            self._keep(race.champion)
         elif event.what in ("fails", "refused"):
             self._keep(race.champion)
 
@@ -138,15 +141,18 @@ class RaceView:
 
     def _verdict(self, race: Race, event: Event, winner: Way, loser: Way) -> str:
         times = {way: 1000 * seconds for way, seconds in event.seconds.items()}
-        is_clear = not event.why
-        outcome = "wins" if is_clear else "goes on, without a clear difference"
+        is_clear, outcome = not event.why, "wins"
+        if str(event.why).startswith(LARGER):
+            outcome = f"goes on, since {LABELS[loser.engine]} is hardly faster and takes {event.why[len(LARGER) :]}"
+        elif not is_clear:
+            outcome = "goes on, without a clear difference"
         rival = f"{duration(times[loser])} in {LABELS[loser.engine]}"
         text = f"{LABELS[winner.engine]} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
         elif is_clear and loser is UNCHANGED:
             text += f", {times[loser] / times[winner]:.2f}x as fast as before"
-        elif not is_clear:
+        if not is_clear and not str(event.why).startswith(LARGER):
             text += "; the machine may be busy"
         return f"{self._compiled_in(race, event.way)}: {text}"
 

@@ -103,13 +103,13 @@ class Ways:
 
     def expect(self, way: Way) -> Expected:
         """Return what is expected of a way."""
+        refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
+        if refused:  # for each engine
+            why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
+            return Expected(self._cost(way), 0.0, why)
         known = self._known.get(way.engine)
         if known is None:
             return Expected(self._cost(way), self._prior(way))
-        if known.refused:
-            return Expected(
-                self._cost(way), 0.0, f"in an earlier run: {known.refused}; ORTConfig(start='now') tries it again"
-            )
         saves, why = self._prior(way), ""
         if {"torch", way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms["torch"])
@@ -209,7 +209,7 @@ def _compiling(events: Iterable[Event], engine: str) -> Iterator[float]:
 
 def _milliseconds(events: list[Event]) -> dict[str, float]:
     duels = [event.seconds for event in events if event.what in ("wins", "loses") and UNCHANGED in event.seconds]
-    return {way.engine: 1000 * seconds for way, seconds in duels[0].items()} if duels else {}
+    return {way.engine: 1000 * seconds for way, seconds in duels[-1].items()} if duels else {}
 
 
 def _describe(module: nn.Module) -> str:
