@@ -38,7 +38,7 @@ class DebugSettings:
 
     Args:
         capture: What is compiled: ``"step"`` the step methods, ``"modules"`` the child modules, ``"auto"`` steps first
-            and modules if a step keeps recompiling.
+            and modules if a step cannot be captured or keeps recompiling.
         step_graph: How a captured graph with a loss is run: ``"joint"`` computes the loss and all gradients in one
             graph, ``"split"`` has a graph for the forward and one for the backward pass, ``"auto"`` takes one graph for
             the ``training_step`` of a LightningModule with automatic optimization.
