@@ -97,6 +97,7 @@ class ReportView:
         shown = [executor for executor in dict.fromkeys(("ort", "torch", *timed)) if executor in timed]
         run = report.run
         facts = {
+            "without compiling": run.uncompiled_text,
             "host memory": run.host_memory,
             "peak memory": run.peak_text,
             "session memory": run.session_memory,
