@@ -22,12 +22,18 @@ def render_text(report: "CompileReport", width: int) -> str:
         f" {counted(report.recompiles, 'recompile')}, {counted(len(report.fallbacks), 'fallback')}"
     )
     view = ReportView.of(report)
-    above = [*([report.run.verdict] if report.run.verdict else []), *map(str, report.steps), totals]
+    verdict = report.run.verdict
+    above = [
+        *([verdict] if verdict else []),
+        *map(str, report.steps),
+        *([totals] if report.graphs or not verdict else []),
+    ]
+    notes = [note for note in report.notes if str(note.reason.text) not in verdict]  # which has said it
     below = [
         *(f"fallback: {fallback}" for fallback in report.fallbacks),
         *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
         *(f"{name}: {text}" for name, text in view.facts.items()),
-        *(f"note: {note}" for note in report.notes),
+        *(f"note: {note}" for note in notes),
     ]
     table = _table(view, width) if report.graphs else []
     return rendered(*above, *table, *below, width=width)
