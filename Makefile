@@ -73,7 +73,7 @@ examples: $(VENV)/.examples_installed
 	$(BIN)/python examples/hello.py --steps 20
 	$(BIN)/python examples/hyperparameters/main.py --config examples/hyperparameters/config.yaml --trials 3 --epochs 5
 	$(BIN)/python examples/digits/digits.py --epochs 2
-	$(BIN)/python examples/language_model/train.py --steps 20 --validation-batches 2
+	$(BIN)/python examples/language_model/train.py --steps 20 --rounds 1 --validation-batches 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
