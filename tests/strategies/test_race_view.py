@@ -12,7 +12,7 @@ from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort.strategies.race import view as race_view
-from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Way
 from lightning_ort.strategies.race.view import RaceView
 
 ALWAYS = {"placement": "always"}
@@ -87,15 +87,15 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
     ("event", "verdict"),
     [
         (
-            Event(ORT, "wins", 20, seconds={ORT: 0.01, UNCHANGED: 0.02}),
+            Event(ORT, "wins", 20, Verdict(), {ORT: 0.01, UNCHANGED: 0.02}),
             "ONNX Runtime wins, 10 ms a step (20 ms in PyTorch), 2.00x as fast as before",
         ),
         (
-            Event(ORT, "loses", 20, seconds={ORT: 0.02, UNCHANGED: 0.01}),
+            Event(ORT, "loses", 20, Verdict(), {ORT: 0.02, UNCHANGED: 0.01}),
             "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
         ),
         (
-            Event(ORT, "wins", 20, "without a clear difference", {ORT: 0.001, UNCHANGED: 0.009}),
+            Event(ORT, "wins", 20, Verdict(is_clear=False), {ORT: 0.001, UNCHANGED: 0.009}),
             "ONNX Runtime goes on, without a clear difference, 1 ms a step (9 ms in PyTorch); the machine may be busy",
         ),
     ],
@@ -111,9 +111,9 @@ def test_win_or_lose(event: Event, verdict: str) -> None:
 def test_the_report_says_what_runs_whatever_was_faster_before() -> None:
     bar = Bar()
     events = [
-        Event(ORT, "wins", 20, seconds={ORT: 0.01, UNCHANGED: 0.02}),
-        Event(ORT, "loses", 300, "again after 200 steps", {ORT: 0.03, UNCHANGED: 0.025}),
-        Event(INDUCTOR, "loses", 500, seconds={INDUCTOR: 0.04, UNCHANGED: 0.025}),
+        Event(ORT, "wins", 20, Verdict(), {ORT: 0.01, UNCHANGED: 0.02}),
+        Event(ORT, "loses", 300, Verdict(after=200), {ORT: 0.03, UNCHANGED: 0.025}),
+        Event(INDUCTOR, "loses", 500, Verdict(), {INDUCTOR: 0.04, UNCHANGED: 0.025}),
     ]
     (step,) = show(module_with(bar), *events).steps
     assert step.engine == "torch"

@@ -29,7 +29,6 @@ RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step aga
 STOP, GRACE = 2.0, 1.5
 # a way that takes so much more memory has to be so much faster, as shares
 MEMORY, WORTH = 0.1, 0.03
-LARGER = "it takes "  # begins the reason of a verdict for that
 NO_LIMIT = math.inf  # as a share: everything starts at once
 
 Engine = Literal["torch", "ort", "inductor", "inductor-graphs"]
@@ -83,6 +82,15 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """How a duel ended, beside its times."""
+
+    after: int = 0  # so many steps the champion met the unchanged step again; 0 if the challenger was new
+    more_memory: float = 0.0  # the share that the challenger takes more, if it lost for that
+    is_clear: bool = True  # whether the times differ by more than the samples do
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why a way cannot go on.
 
@@ -108,7 +116,7 @@ class Event:
             ``"fails"``, ``"refused"`` (the step is for eager alone), ``"costs too much"``, or ``"pays"`` (more is saved
             than was spent).
         step: How many steps of the run were done.
-        why: For people.
+        why: For people; a :class:`Waiting` or :class:`Verdict` where that says it.
         seconds: Of compiling, or the medians of a duel, by way.
 
     """
@@ -204,8 +212,6 @@ class Race:
         first: Of :meth:`begin_run`.
 
     Attributes:
-        share: As above.
-        measured: As above.
         champion: The way that runs where there is no duel.
         events: What has happened, over all runs.
         steps: How many steps of this run are done.
@@ -244,14 +250,11 @@ class Race:
         self._challengers.extendleft(reversed(self._dear))
         if (trying := self.trying) is not None:  # it was not timed to the end
             self._challengers.appendleft(trying)
-        self._dear = []
-        self._begun = len(self.events)
+        self._dear, self._begun = [], len(self.events)
         self.steps, self.spent, self.tried, self.saved = 0, 0.0, 0.0, 0.0
         self._usual: list[float] = []  # seconds of the unchanged step
-        self._left = 0.0  # steps
-        self._next = first
-        self._recheck = self._interval = RECHECK
-        self._saved_before = 0.0
+        self._left, self._next = 0.0, first  # steps
+        self._recheck, self._interval, self._saved_before = RECHECK, RECHECK, 0.0
         self._duel = None
         self._way = self.champion
 
@@ -305,9 +308,8 @@ class Race:
     @property
     def trying(self) -> Way | None:
         """The challenger that takes turns with the champion now."""
-        if self._duel is None or self._duel.challenger == self.champion:
-            return None
-        return self._duel.challenger
+        challenger = None if self._duel is None else self._duel.challenger
+        return None if challenger == self.champion else challenger
 
     @property
     def waiting(self) -> Event | None:
@@ -399,8 +401,8 @@ class Race:
 
         Of a way that saves less than the share at most, the share is what it saves more than the champion does.
         """
-        gained = 1.0 - self._champions_time / self.usual if self.usual > 0 else 0.0
-        share = min(self.share, expected.saves - max(0.0, gained))
+        gained = self._saving / self.usual if self.usual > 0 else 0.0
+        share = min(self.share, expected.saves - gained)
         if share <= 0:
             return 0.0
         return math.inf if self.share == NO_LIMIT else max(0.0, share * self.usual * self._left - self.spent)
@@ -411,8 +413,7 @@ class Race:
             allowed = self._may_cost(expected)
             pays = not obstacle and expected.cost < allowed
             # counted in questions, since duels are not equally long in all processes
-            asked = sum(event.way == way and event.what == "waits" for event in self.of_run)
-            if self._agree(f"start/{way}/{asked}", {"starts": float(pays)})["starts"]:
+            if self._agree(f"start/{way}/{self._count(way, 'waits')}", {"starts": float(pays)})["starts"]:
                 self._challengers.remove(way)
                 self._note(way, "starts")
                 if self.measured:
@@ -447,13 +448,11 @@ class Race:
         if checked and self._saving < before:  # nobody knows since when
             self.saved -= (self.saved - self._saved_before) * (1 - self._saving / before)
         self._saved_before = self.saved
-        why = f"again after {self._interval} steps" if checked else ""
+        lost_for_it = takes_more and not wins and medians[duel.challenger] < medians[duel.champion]
+        verdict = Verdict(self._interval * checked, more * lost_for_it, duel.is_clear)
         self._interval = RARER * self._interval if checked else RECHECK
         self._recheck = self.steps + self._interval
-        if takes_more and not wins and medians[duel.challenger] < medians[duel.champion]:
-            why = f"{LARGER}{more:.0%} more memory"
-        why = why or ("" if duel.is_clear else "without a clear difference")
-        self._note(duel.challenger, "wins" if wins else "loses", why, medians)
+        self._note(duel.challenger, "wins" if wins else "loses", verdict, medians)
 
     def _drop(self, way: Way, what: str, why: Any, instead: Way | None = None) -> None:
         self._note(way, what, why)
@@ -483,18 +482,16 @@ class Race:
         return bool(self._challengers) and (self.measured or self.champion == UNCHANGED)
 
     @property
-    def _champions_time(self) -> float:
-        return self.usual - self._saving
-
-    @property
     def _allowed(self) -> float:
         return self.share * self.usual * (self.steps + self._left) if self.share < NO_LIMIT else math.inf
 
     def _is_too_dear(self, way: Way, projected: float) -> bool:
         # what has run for the first time is not thrown away, since to time it is cheap
         exceeded = (projected > 0 or way in self._ran) and max(projected, self.spent) > self._allowed
-        compiled = sum(event.way == way and event.what == "compiles" for event in self.of_run)
-        return self._agree(f"stop/{way}/{compiled}", {"stops": float(exceeded)})["stops"] > 0
+        return self._agree(f"stop/{way}/{self._count(way, 'compiles')}", {"stops": float(exceeded)})["stops"] > 0
+
+    def _count(self, way: Way, what: str) -> int:
+        return sum(event.way == way and event.what == what for event in self.of_run)
 
     def _note(self, way: Way, what: str, why: Any = "", seconds: Mapping[Way, float] | None = None) -> None:
         self.events.append(Event(way, what, self.steps, why, dict(seconds or {})))

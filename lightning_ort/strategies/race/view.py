@@ -15,7 +15,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType, StepReport
 from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import LARGER, UNCHANGED, Event, Race, Waiting, Way
+from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Waiting, Way
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -126,33 +126,37 @@ class RaceView:
         winner, loser = (event.way, other) if event.what == "wins" else (other, event.way)
         self._keep(winner)
         took = f"{_took(loser, times)}, {_took(winner, times)}"
-        again = event.why if str(event.why).startswith("again") else ""
+        assert isinstance(event.why, Verdict)
+        again = f"again after {event.why.after} steps" if event.why.after else ""
         if again and winner is not UNCHANGED:
             return  # as before
         if again:
             self._print(f"timed {again}: {took}", _YELLOW)
         else:
-            self._print(self._verdict(race, event, winner, loser), _GREEN if winner is not UNCHANGED else _YELLOW)
+            self._print(
+                self._verdict(race, event, event.why, winner, loser), _GREEN if winner is not UNCHANGED else _YELLOW
+            )
         if winner is UNCHANGED:
             text = f"timed {again}: {took}" if again else took
             self._note(ReasonType.SLOWER, f"{text}; {STAYS}", announced=True)
         elif winner.engine in inductor.ENGINES:
             self._note(ReasonType.INDUCTOR_WON, took, announced=True)
 
-    def _verdict(self, race: Race, event: Event, winner: Way, loser: Way) -> str:
+    def _verdict(self, race: Race, event: Event, found: Verdict, winner: Way, loser: Way) -> str:
         times = {way: 1000 * seconds for way, seconds in event.seconds.items()}
-        is_clear, outcome = not event.why, "wins"
-        if str(event.why).startswith(LARGER):
-            outcome = f"goes on, since {LABELS[loser.engine]} is hardly faster and takes {event.why[len(LARGER) :]}"
-        elif not is_clear:
+        outcome = "wins"
+        if found.more_memory:
+            larger = f"{found.more_memory:.0%} more memory"
+            outcome = f"goes on, since {LABELS[loser.engine]} is hardly faster and takes {larger}"
+        elif not found.is_clear:
             outcome = "goes on, without a clear difference"
         rival = f"{duration(times[loser])} in {LABELS[loser.engine]}"
         text = f"{LABELS[winner.engine]} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
-        elif is_clear and loser is UNCHANGED:
+        elif found.is_clear and loser is UNCHANGED:
             text += f", {times[loser] / times[winner]:.2f}x as fast as before"
-        if not is_clear and not str(event.why).startswith(LARGER):
+        if not found.is_clear and not found.more_memory:
             text += "; the machine may be busy"
         return f"{self._compiled_in(race, event.way)}: {text}"
 
