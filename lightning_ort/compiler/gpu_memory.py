@@ -2,6 +2,8 @@
 
 import torch
 
+from lightning_ort._memory import resident_bytes
+
 _before: dict[int, int] = {}  # bytes in use when the first session of a GPU was built, without those of torch
 
 
@@ -20,5 +22,4 @@ def describe(device: torch.device) -> str:
 
 
 def _without_torch(index: int) -> int:
-    free, total = torch.cuda.mem_get_info(index)
-    return total - free - torch.cuda.memory_reserved(index)
+    return (resident_bytes(torch.device("cuda", index)) or 0) - torch.cuda.memory_reserved(index)

@@ -166,13 +166,16 @@ class CapturedModule:
         """Return how many batches of a fit, or of what else runs, are done after so many steps of a name."""
         if self.module.trainer.state.fn != "fit":
             return done
-        first = 0 if self._start is None else self._start[1]
-        return first + done if name == TRAINING else self.module.trainer.fit_loop.total_batch_idx + 1
+        return self._first_batch + done if name == TRAINING else self.module.trainer.fit_loop.total_batch_idx + 1
 
     def outlook(self, name: str, done: int) -> Outlook:
         """Return what is known about the rest of the run, after so many steps of this name."""
-        first = 0 if self._start is None else self._start[1]
-        return outlook_of(self.module.trainer, self._namespace, name, done, first)
+        return outlook_of(self.module.trainer, self._namespace, name, done, self._first_batch)
+
+    @property
+    def _first_batch(self) -> int:
+        """The fit loop's count of batches when the run began, which is not 0 after a checkpoint."""
+        return 0 if self._start is None else self._start[1]
 
     def steps_left(self, name: str, done: int) -> float | None:
         """Return how many steps of this name are to come, if that is known."""
@@ -217,10 +220,9 @@ class CapturedModule:
     def refresh(self) -> None:
         """Update the shims because what they replace has changed; to dynamo an unchanged shim is the same."""
         self.optimizers, self._gradients = lightning_optimizers(self.strategy), None
-        optimizers = self.optimizers
         # only a strategy that wraps the module in something with hooks has any
         wrapper_hooks: Iterable[RemovableHandle] = getattr(self.strategy, "wrapper_hooks", tuple)()
-        manual = [] if self.module.automatic_optimization else optimizers
+        manual = [] if self.module.automatic_optimization else self.optimizers
         self.shims.refresh(manual, wrapper_hooks, self.module.trainer.loggers)
 
     def request(self) -> CompileRequest:

@@ -139,7 +139,7 @@ class CapturedStep(AbstractContextManager[None]):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
         attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._user.replacement:
+        if attributes.get(self._name) is self._user.replacement:  # as in __exit__, without its calls in each step
             if self._before is MISSING:
                 del attributes[self._name]
             else:
@@ -167,7 +167,7 @@ class CapturedStep(AbstractContextManager[None]):
         if race is None:
             return False
         self._tell(race)
-        if has_new_hooks and self._compiles_children_or(self._compiled):
+        if has_new_hooks and self._has_compiled(race):
             self._compile_with_hooks(race)
         left = module.steps_left(self._name, race.steps)
         way = race.next(left, module.at_window_start(), lambda: _obstacle(module), self._memory)
@@ -189,7 +189,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _first_way(self) -> Way | None:
         """How the step is captured at first, if it can be."""
-        module, function, part = self._module, getattr(self._user.call, "__func__", self._user.call), self._module.part
+        module, function, part = self._module, self._user.function, self._module.part
         if part == "step":
             if dynamo.is_wrapped(self._user.call):
                 module.record_choice(self._name, ReasonType.ALREADY_COMPILED, STAYS)
@@ -241,9 +241,9 @@ class CapturedStep(AbstractContextManager[None]):
             dynamo.release_regions([dynamo.region_of(self._compiled.pop(way))])
             self._recompiling = []
 
-    def _compiles_children_or(self, compiled: Any) -> bool:
-        """Whether something is compiled that dynamo would not look at again."""
-        return bool(compiled) or (self._race is not None and any(way.part == "modules" for way in self._race.living))
+    def _has_compiled(self, race: Race) -> bool:
+        """Whether something is compiled, or child modules are, so that dynamo would not look at it again."""
+        return bool(self._compiled) or any(way.part == "modules" for way in race.living)
 
     def _compile_with_hooks(self, race: Race) -> None:
         """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
@@ -360,9 +360,7 @@ class CapturedStep(AbstractContextManager[None]):
     def _count_compiled(self) -> Outcome:
         """Report what was compiled in a call."""
         module = self._module
-        outcome = module.monitor.outcome(
-            getattr(getattr(self._user.call, "__func__", self._user.call), "__code__", None)
-        )
+        outcome = module.monitor.outcome(getattr(self._user.function, "__code__", None))
         report = module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
@@ -473,6 +471,11 @@ class _UserStep(NamedTuple):
     call: Any
     first: FirstSteps
     replacement: Any
+
+    @property
+    def function(self) -> Any:
+        """It without its object, if it is a method."""
+        return getattr(self.call, "__func__", self.call)
 
 
 def _obstacle(module: CapturedModule) -> str:
