@@ -66,7 +66,7 @@ class ReasonType(enum.Enum):
     NOT_COMPILED = "not compiled"
     NOT_TRIED = "not tried"
     NOT_AUDITED = "not audited"
-    INDUCTOR_WON = "compiled by inductor"
+    INDUCTOR_WON = "compiled by torch.compile"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     HOOKED_RESULT = "a result has a hook of its gradient"

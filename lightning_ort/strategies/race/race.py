@@ -31,7 +31,6 @@ STOP, GRACE = 2.0, 1.5
 MEMORY, WORTH = 0.1, 0.03
 NO_LIMIT = math.inf  # as a share: everything starts at once
 
-Engine = Literal["torch", "ort", "inductor", "inductor-graphs"]
 Agree = Callable[[str, Mapping[str, float]], Mapping[str, float]]
 
 
@@ -40,13 +39,13 @@ class Way:
     """One way to run a step.
 
     Args:
-        engine: What runs it; ``"torch"`` is the unchanged step.
+        engine: What runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step.
         part: What is compiled: the step, or its child modules.
         graphs: Of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2.
 
     """
 
-    engine: Engine
+    engine: str
     part: Literal["step", "modules"] = "step"
     graphs: int = 2
 
