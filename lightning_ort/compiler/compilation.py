@@ -24,7 +24,7 @@ from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
-from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
+from lightning_ort.compiler.report import GraphReport, Reason, ReasonType, RegionReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.compiler.writes import InputWrites
@@ -181,7 +181,7 @@ class Compilation:
             except Exception as error:  # a bug of ours must not end the run
                 log.debug("compiling %s failed", graph.name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                graph.regions = [Region(TORCH, 0, list(gm.graph.nodes)).report(reason=reason)]
+                graph.regions = [RegionReport.of(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
                 self._backend.fall_back(graph.name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start
