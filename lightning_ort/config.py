@@ -18,7 +18,7 @@ from lightning_ort._arguments import (
     passed,
 )
 
-Engine = Literal["auto", "ort", "torch"]
+EngineSetting = Literal["auto", "ort", "torch"]
 DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
@@ -136,7 +136,7 @@ class ORTConfig:
 
     """
 
-    engine: Engine | None = None
+    engine: EngineSetting | None = None
     placement: Placement = "measured"
     start: Start | None = None
     compile_budget: float = 0.05
@@ -201,7 +201,7 @@ class ORTConfig:
 
 _DEBUG = "DebugSettings"
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "engine": (*get_args(Engine), None),
+    "engine": (*get_args(EngineSetting), None),
     "dropout_masks": get_args(DropoutMasks),
     "placement": get_args(Placement),
     "start": (*get_args(Start), None),

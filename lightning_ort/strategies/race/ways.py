@@ -15,8 +15,7 @@ from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.engines import ENGINES, EVALUATION, ON_CPU, ON_GPU, ORT, TORCH, StepFacts, ort_fixed_cost
 from lightning_ort.compiler.fingerprint import digest, program
-from lightning_ort.config import DEFAULT_START, ORTConfig
-from lightning_ort.config import Engine as Setting
+from lightning_ort.config import DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import STOP, UNCHANGED, Event, Expected, Way
 
@@ -35,7 +34,7 @@ def is_amortized(config: ORTConfig) -> bool:
     return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 
 
-def setting_for(config: ORTConfig, device: torch.device) -> Setting:
+def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
     """Return the engine that a config asks for.
 
     By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and another engine can compile.
