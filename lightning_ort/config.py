@@ -99,8 +99,8 @@ class ORTConfig:
 
     Args:
         engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
-            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also inductor, and
-            the fastest is kept. On a CPU inductor needs a C++ compiler, and with ``start="amortized"`` it is tried
+            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also what else
+            compiles whole steps, such as inductor, and the fastest is kept. On a CPU inductor needs a C++ compiler, and with ``start="amortized"`` it is tried
             later, once it is expected to pay; on a GPU it is tried before ONNX Runtime. ``None`` is ``"auto"`` with
             ``placement="measured"`` on a GPU, and on a CPU if there is a C++ compiler and ``start`` is
             ``"amortized"``; else ``"ort"``.
