@@ -100,10 +100,10 @@ class ORTConfig:
     Args:
         engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
             optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also what else
-            compiles whole steps, such as inductor, and the fastest is kept. On a CPU inductor needs a C++ compiler, and with ``start="amortized"`` it is tried
-            later, once it is expected to pay; on a GPU it is tried before ONNX Runtime. ``None`` is ``"auto"`` with
-            ``placement="measured"`` on a GPU, and on a CPU if there is a C++ compiler and ``start`` is
-            ``"amortized"``; else ``"ort"``.
+            compiles whole steps, such as inductor, and the fastest is kept. On a CPU inductor needs a C++ compiler, and
+            with ``start="amortized"`` it is tried later, once it is expected to pay; on a GPU it is tried before ONNX
+            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU if there is a C++
+            compiler and ``start`` is ``"amortized"``; else ``"ort"``.
         placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
             a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
