@@ -1,9 +1,10 @@
-"""What a whole step can run on: :data:`ENGINES`, with all that is particular to each. Nothing else names an engine.
+"""What a whole step can run on: :data:`ENGINES`, with all that is particular to each.
 
 A new engine is one more entry, its place in :data:`ON_CPU` or :data:`ON_GPU`, and a function that makes its backend of
 ``torch.compile``, such as :func:`~lightning_ort.compiler.executors.inductor.backend_for`. A compiler that is called as
 inductor is can use :class:`~lightning_ort.compiler.executors.inductor.GuardedBackend`, which leaves to eager what is
-on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. Race, report and console read this table.
+on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. The race, the report and the console read
+this table, and ask for no engine by name but ONNX Runtime and the unchanged step.
 """
 
 import dataclasses
