@@ -1,8 +1,8 @@
 """The calls of lightning_ort in one settled training step, in order, with the time that each takes itself.
 
-Of a module of five small layers, whose kernels take next to nothing. Times are means of 100 steps under cProfile,
-without those of torch's and onnxruntime's operations. It makes calls dearer than they are: compare them with each other
-alone.
+Of a module of five small layers, whose kernels take next to nothing. Times are the least of ten means of
+ten steps under cProfile, without torch's and onnxruntime's operations. It makes calls dearer than they are: compare
+them with each other alone.
 ``--source`` also prints each function: the whole path, to read at one go.
 ``python benchmarks/settled_step.py [--unchanged] [--source]``
 """
@@ -10,6 +10,8 @@ alone.
 import argparse
 import cProfile
 import inspect
+import math
+import os
 import pstats
 import sys
 import warnings
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 
 import lightning_ort
 
-PACKAGE = str(Path(lightning_ort.__file__).parent) + "/"
-FIRST, LAST = 150, 250  # of the steps under the profiler, none of which is audited
+PACKAGE = str(Path(lightning_ort.__file__).parent) + os.sep
+FIRST, LAST, EACH = 150, 250, 10  # steps under a profiler, none of which is audited, and of each profiler
 STEPS = LAST + 10
 
 
@@ -50,22 +52,24 @@ class Layers(LightningModule):
 
 
 class Watch(Callback):
-    """Profiles some steps, and then lists the calls of one."""
+    """Profiles some steps, and then lists the calls of another one."""
 
     def __init__(self) -> None:
-        self.profile = cProfile.Profile()
+        self.profiles: list[cProfile.Profile] = []
         self.calls: list[tuple[int, CodeType]] = []  # each with how many calls of ours it is within
         self._depth = 0
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin."""
-        if batch_idx == FIRST:
-            self.profile.enable()
-        elif batch_idx == LAST:
-            self.profile.disable()
+        if FIRST <= batch_idx <= LAST and batch_idx % EACH == 0:
+            if self.profiles:
+                self.profiles[-1].disable()
+            if batch_idx < LAST:
+                self.profiles.append(cProfile.Profile())
+                self.profiles[-1].enable()
         elif batch_idx == LAST + 1:
             sys.setprofile(self._see)
-        else:
+        elif batch_idx == LAST + 2:
             sys.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -100,14 +104,16 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     found = watch(arguments.unchanged)
-    stats = pstats.Stats(found.profile).stats  # type: ignore[attr-defined]
+    times: dict[tuple[str, int, str], float] = {}
+    for profile in found.profiles:
+        for place, (_, count, seconds, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+            times[place] = min(times.get(place, math.inf), seconds / count)
     table = table_of(f"{len(found.calls)} calls in a step", ("call", "at"), ("us",))
     for depth, code in found.calls:
-        place = (code.co_filename, code.co_firstlineno, code.co_name)
-        count, seconds = (stats[place][index] for index in (1, 2)) if place in stats else (1, 0.0)
+        seconds = times.get((code.co_filename, code.co_firstlineno, code.co_name), math.nan)
         name = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
         at = f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno}"
-        table.add_row(f"{'  ' * depth}{name}", at, f"{1e6 * seconds / count:.1f}")
+        table.add_row(f"{'  ' * depth}{name}", at, f"{1e6 * seconds:.1f}")
     out = console()
     out.print(table)
     if arguments.source:
