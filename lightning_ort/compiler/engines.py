@@ -7,13 +7,10 @@ on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. T
 this table, and ask for no engine by name but ONNX Runtime and the unchanged step.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
-
-from lightning_ort.config import DropoutMasks
 
 # Seconds, and seconds for each operation with a gradient that an unchanged step calls. With one thread 1.4 for an
 # MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
@@ -98,50 +95,30 @@ def _ort_saves(step: StepFacts) -> float:
     return SAVED_DISPATCH if step.usual < DISPATCH_BOUND else SAVED
 
 
-def _inductor_backend(masks: DropoutMasks, *args: Any, records: bool = False) -> Callable[..., Any]:
+def _inductor() -> ModuleType:
     from lightning_ort.compiler.executors import inductor  # not at the top: whoever shows a report needs no torch
 
-    return inductor.backend_for(masks, records, *args)
-
-
-def _inductor_cost(step: StepFacts) -> float:
-    # a step of a hundred graphs has no more operations than one of two
-    return max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * step.operations, INDUCTOR_TO_ORT * step.on_ort)
-
-
-def _inductor_warm() -> float:
-    from lightning_ort.compiler.executors import inductor
-
-    return INDUCTOR_WARM if inductor.has_cache() else 1.0
-
-
-def _inductor_saves(step: StepFacts) -> float:
-    return 1.0 if step.on_gpu else INDUCTOR_SAVED
-
-
-def _inductor_is_ready() -> bool:
-    from lightning_ort.compiler.executors import inductor
-
-    return inductor.cpp_compiler() is not None
+    return inductor
 
 
 _INDUCTOR = Engine(
     label="inductor",
-    cost=_inductor_cost,
-    warm=_inductor_warm,
-    saves=_inductor_saves,
-    backend=_inductor_backend,
-    is_ready=_inductor_is_ready,
+    # a step of a hundred graphs has no more operations than one of two
+    cost=lambda step: max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * step.operations, INDUCTOR_TO_ORT * step.on_ort),
+    warm=lambda: INDUCTOR_WARM if _inductor().has_cache() else 1.0,
+    saves=lambda step: 1.0 if step.on_gpu else INDUCTOR_SAVED,
+    backend=lambda masks, *told: _inductor().backend_for(masks, False, *told),
+    is_ready=lambda: _inductor().cpp_compiler() is not None,
 )
 ORT, TORCH = "ort", "torch"
 ENGINES: Mapping[str, Engine] = {
     ORT: Engine(label="ONNX Runtime", cost=_ort_cost, warm=lambda: WARM, saves=_ort_saves),
     TORCH: Engine(label="PyTorch"),  # the unchanged step
     "inductor": _INDUCTOR,
-    "inductor-graphs": dataclasses.replace(  # torch.compile's mode "reduce-overhead"
+    "inductor-graphs": replace(  # torch.compile's mode "reduce-overhead"
         _INDUCTOR,
         label="inductor, CUDA graphs",
-        backend=functools.partial(_inductor_backend, records=True),
+        backend=lambda masks, *told: _inductor().backend_for(masks, True, *told),
         records=True,
     ),
 }
