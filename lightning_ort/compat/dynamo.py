@@ -5,9 +5,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from packaging.version import Version
@@ -16,6 +17,7 @@ from torch._C._dynamo import eval_frame as c_eval_frame
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc, trace_rules
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
@@ -138,33 +140,37 @@ def backend_error(error: BaseException | None) -> BaseException | None:
 # how dynamo compiles
 
 
-def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> AbstractContextManager[Any]:
-    """Return a context with the settings under which this thread compiles steps (torch 2.13).
+@contextmanager
+def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> Iterator[None]:
+    """Within the block this thread has the settings under which steps are compiled (torch 2.13).
 
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
-    settings: dict[str, Any]
-    if HAS_REGIONS:
-        # a call of a logger is otherwise a graph break; before torch 2.12 that setting loses all metrics
-        settings = {"ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls)}
-    else:
-        settings = {"recompile_limit": RECOMPILE_LIMIT}
+    settings: dict[str, Any] = {} if HAS_REGIONS else {"recompile_limit": RECOMPILE_LIMIT}
     if _LOOKS_AT_EACH_TENSOR:
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
-    return dynamo_config.patch(
-        settings
-        | {
-            # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
-            "allow_unspec_int_on_nn_module": True,
-            "suppress_errors": True,
-            # otherwise each `.item()`, which people log, ends a graph
-            "capture_scalar_outputs": numbers,
-            # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
-            "trace_numpy": False,
-            # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keep the call out of graphs
-            "allow_rnn": True,
-        }
-    )
+    # before torch 2.12 metrics of a compilation are lost where functions are among the settings that they show
+    quiet = nullcontext() if HAS_REGIONS else patch.object(dynamo_utils, "_get_dynamo_config_for_logging", lambda: None)
+    with (
+        quiet,
+        dynamo_config.patch(
+            settings
+            | {
+                # a call of a logger is otherwise a graph break
+                "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
+                # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
+                "allow_unspec_int_on_nn_module": True,
+                "suppress_errors": True,
+                # otherwise each `.item()`, which people log, ends a graph
+                "capture_scalar_outputs": numbers,
+                # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
+                "trace_numpy": False,
+                # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keeps it out
+                "allow_rnn": True,
+            }
+        ),
+    ):
+        yield
 
 
 @contextmanager

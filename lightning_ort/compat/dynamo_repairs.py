@@ -12,6 +12,7 @@ Each mend was read in torch 2.13; a version without the name that it replaces is
 
 import collections
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,10 @@ from torch._dynamo.source import AttrSource, TypeDictSource
 from torch._dynamo.variables.builder import VariableBuilder
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
+_ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
+    GuardBuilder.DICT_CONTAINS,
+    invert=True,  # torch 2.11
+)
 
 
 @contextmanager
@@ -122,7 +127,8 @@ def _guard_function(function: Any, tx: Any) -> None:
     if is_method and source is None and isinstance(function.obj, variables.UserDefinedObjectVariable):
         owner, name = function.obj, function.fn.__name__
         if owner.source is not None and owner.cls_source is not None and name in dir(type(owner.value)):
-            source = owner.get_source_by_walking_mro(tx, name)
+            walk: Any = owner.get_source_by_walking_mro
+            source = walk(tx, name) if "tx" in inspect.signature(walk).parameters else walk(name)  # torch 2.11
     _guard(source, functools.partial(_is_function, code=getattr(function.fn, "__code__", None)))
 
 
@@ -138,11 +144,10 @@ def _is_function(builder: Any, guard: Any, code: types.CodeType | None) -> None:
 def _find(find: Callable[..., Any]) -> Callable[..., Any]:
     """Guard that a class does not override what an object inherits, which dynamo checks of the bases alone."""
 
-    def get_source_by_walking_mro(self: Any, tx: Any, name: str) -> Any:
-        if name not in vars(type(self.value)):
-            absent = functools.partial(GuardBuilder.DICT_NOT_CONTAINS, key=name)
-            _guard(TypeDictSource(self.cls_source), absent)
-        return find(self, tx, name)
+    def get_source_by_walking_mro(self: Any, *args: Any) -> Any:
+        if (name := args[-1]) not in vars(type(self.value)):
+            _guard(TypeDictSource(self.cls_source), functools.partial(_ABSENT, key=name))
+        return find(self, *args)
 
     return get_source_by_walking_mro
 

@@ -211,6 +211,41 @@ def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     assert runs == [None, "gpu:0", None]
 
 
+class Owner:
+    """A session in Python."""
+
+
+class Native:
+    """What a session has in C++."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def __del__(self) -> None:
+        self.log.append("destroyed")
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_session_is_destroyed_after_its_runs(
+    recording: bool, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(streams, "_recorded", kept := [])
+    session = Owner()
+    streams.destroy_after_runs(session, Native(cuda.log), cuda.default)  # type: ignore[arg-type]
+    assert cuda.log == []
+    del session
+    assert cuda.log == ([] if recording else [(0, "is waited for"), "destroyed"])
+    assert len(kept) == recording
+
+
+def test_built_sessions_are_waited_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(session, "destroy_after_runs", lambda *args: waits.append(args))
+    built = build_one(cuda)
+    assert [(entry[0], entry[2]) for entry in waits] == [(built, cuda.default)]
+
+
 def test_what_sessions_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "_before", {})
     free, reserved = 900 << 20, 40 << 20

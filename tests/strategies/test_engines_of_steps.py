@@ -16,6 +16,7 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.race import race, ways
@@ -436,3 +437,26 @@ def test_the_compiler_is_the_one_of_the_environment(monkeypatch: pytest.MonkeyPa
     assert inductor.cpp_compiler() == "/usr/bin/clang++"
     found.clear()
     assert inductor.cpp_compiler() is None
+
+
+def test_sessions_of_what_lost_are_gone(
+    make_trainer: Callable[..., Any], paces: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each has memory of its own, and a process may collect its garbage rarely."""
+    built: list[weakref.ref[Any]] = []
+    build = session.build
+
+    def noting(*args: Any) -> Any:
+        built.append(weakref.ref(made := build(*args)))
+        return made
+
+    monkeypatch.setattr(session, "build", noting)
+    paces(torch=1.0, ort=2.0)
+    gc.disable()
+    try:
+        _, report = fit(make_trainer, engine="ort", start="now")
+        assert [made() for made in built if made() is not None] == []
+    finally:
+        gc.enable()
+    assert report.ort_runs > 0
+    assert built

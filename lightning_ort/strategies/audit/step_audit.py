@@ -146,8 +146,6 @@ class StepAudit:
         self._steps, self._next, self._epoch, self._unknown, self._suspected = 0, 0, -1, 0, False
         if self._module.config.audit == "off":
             self._next = math.inf
-        elif reason := self._module.not_audited(self._name):
-            self._stop(reason)
 
     def after_compiling(self) -> None:
         """Audit the steps that follow."""
@@ -169,6 +167,9 @@ class StepAudit:
         self._steps += 1
         epoch = self._module.module.trainer.current_epoch
         if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch):
+            return False
+        if reason := self._module.not_audited(self._name):
+            self._stop(reason)
             return False
         self._next = next((number for number in STEPS if number >= self._steps), self._steps + STEPS[-1])
         self._epoch = epoch

@@ -14,6 +14,7 @@ Before the next step it tells the race how this one went. It decides nothing. No
 """
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -238,9 +239,11 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _release(self, ways: Iterable[Way]) -> None:
         """Free what was compiled for ways that do not run any more."""
-        for way in list(ways):
-            dynamo.release_regions([dynamo.region_of(self._compiled.pop(way))])
+        if released := [dynamo.region_of(self._compiled.pop(way)) for way in list(ways)]:
+            dynamo.release_regions(released)
             self._recompiling = []
+            gc.collect()  # graphs are part of reference cycles; on a GPU their sessions have an arena each
+            malloc.trim()
 
     def _has_compiled(self, race: Race) -> bool:
         """Whether something is compiled, or child modules are, so that dynamo would not look at it again."""

@@ -5,8 +5,9 @@ right as it is fast while torch's own kernels are on the same stream. In another
 each side has to wait for the other. Only the CUDA provider is given torch's stream.
 """
 
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,32 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     onnxruntime's CUDA provider makes its own device the current one of the thread, and leaves it so.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_recorded: list[Any] = []  # what could not be destroyed while a CUDA graph was recorded
+
+
+def destroy_after_runs(session: Any, native: Any, stream: torch.cuda.Stream) -> None:
+    """Have a session destroyed when nothing that it has launched is left to do.
+
+    What it has copied to the GPU is freed by a callback on the stream. If that comes last, it destroys the session's
+    allocator, which a callback may not do: the process is aborted (onnxruntime 1.31).
+
+    Args:
+        session: A session of the CUDA provider.
+        native: What keeps alive all that the session has in C++.
+        stream: The stream for which the session was built.
+
+    """
+    weakref.finalize(session, _wait, native, stream)
+
+
+def _wait(native: Any, stream: torch.cuda.Stream) -> None:
+    with suppress(RuntimeError):  # after an error of the GPU, or in a forked process, there is nothing to wait for
+        if torch.cuda.is_current_stream_capturing():  # to wait would end the recording
+            _recorded.append(native)
+        else:
+            stream.synchronize()
 
 
 class OrderedRun:
