@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint, gpu_memory, timing
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors.ort import kernels, providers, streams
+from lightning_ort.compiler.executors.ort import kernels, providers, session, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
