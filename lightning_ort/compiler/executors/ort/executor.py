@@ -57,8 +57,8 @@ class OrtExecutor(Executor):
     def unsupported_reason(self) -> Reason | None:
         if not self.providers:
             return Reason(ReasonType.DEVICE, f"no execution provider for {self.device} in this onnxruntime")
-        others = self.device.type != "cpu" and {provider_of(name).tensors for name in self.providers}
-        if others and others.isdisjoint(("", self.device.type)):
+        reads = {provider_of(name).tensors for name in self.providers}
+        if self.device.type != "cpu" and reads.isdisjoint(("", self.device.type)):
             return Reason(ReasonType.DEVICE, f"{' and '.join(self.providers)} computes nothing on {self.device}")
         failure = self.kernels.provider_failure()
         return None if failure is None else Reason(ReasonType.DEVICE, failure)
