@@ -28,8 +28,9 @@ from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
-# before 2.13, guards miss that `requires_grad` of a parameter has changed, unless each tensor is looked at
-_LOOKS_AT_EACH_TENSOR = Version(torch.__version__) < Version("2.13")
+# before 2.13, guards miss that `requires_grad` of a parameter has changed, or which module an attribute is, unless each
+# object is looked at
+_LOOKS_AT_EACH_OBJECT = Version(torch.__version__) < Version("2.13")
 HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
 
 # what dynamo compiles
@@ -147,8 +148,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> I
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
     settings: dict[str, Any] = {} if HAS_REGIONS else {"recompile_limit": RECOMPILE_LIMIT}
-    if _LOOKS_AT_EACH_TENSOR:
-        settings["skip_tensor_guards_with_matching_dict_tags"] = False
+    if _LOOKS_AT_EACH_OBJECT:
+        settings |= {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
     # before torch 2.12 metrics of a compilation are lost where functions are among the settings that they show
     quiet = nullcontext() if HAS_REGIONS else patch.object(dynamo_utils, "_get_dynamo_config_for_logging", lambda: None)
     with (

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint, gpu_memory, timing
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors.ort import kernels, providers, session, streams
+from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
@@ -156,7 +156,6 @@ def test_the_provider_of_the_cpu_computes_nothing_on_a_gpu(cuda: FakeCuda) -> No
     assert fallback.reason.type is ReasonType.DEVICE
 
 
-UNSYNCHRONIZED = "disable_synchronize_execution_providers"
 TENSORRT = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
 
 
@@ -174,30 +173,32 @@ def test_another_provider_than_cuda_has_streams_of_its_own(cuda: FakeCuda, monke
 # runs
 
 
-def test_what_has_streams_of_its_own_waits_on_both_sides(cuda: FakeCuda) -> None:
-    region = Region("ort", 1)
+@pytest.mark.parametrize("on_torchs_stream", [False, True])
+def test_who_waits(on_torchs_stream: bool, cuda: FakeCuda) -> None:
+    """A run that does not wait at its end keeps memory of the host, until the session aborts the process (1.31)."""
+    given: list[Any] = []
+
+    def run(binding: Any, options: Any) -> None:
+        cuda.log.append("run")
+        given.append(options)
+
     session = SimpleNamespace(
         get_inputs=list,
         io_binding=lambda: SimpleNamespace(_iobinding=None),
-        _sess=SimpleNamespace(run_with_iobinding=lambda *args: cuda.log.append("run")),
+        _sess=SimpleNamespace(run_with_iobinding=run),
     )
-    bound = BoundSession(region, session, CUDA)  # type: ignore[arg-type]
+    stream = cuda.default if on_torchs_stream else None
+    bound = BoundSession(Region("ort", 1), session, CUDA, stream=stream)  # type: ignore[arg-type]
     assert list(bound()) == []
-    assert cuda.log == [(0, "is waited for"), "run"]
-    with pytest.raises(RuntimeError, match=UNSYNCHRONIZED):  # onnxruntime waits for its own streams
-        bound.run_options.get_run_config_entry(UNSYNCHRONIZED)
-    on_stream = BoundSession(region, session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
-    assert on_stream.run_options.get_run_config_entry(UNSYNCHRONIZED) == "1"
+    assert cuda.log == (["run"] if on_torchs_stream else [(0, "is waited for"), "run"])
+    assert given == [None]  # onnxruntime's default is to wait
 
 
 def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     runs: list[Any] = []
 
     def run(binding: Any, options: Any) -> None:
-        try:
-            runs.append(options.get_run_config_entry("memory.enable_memory_arena_shrinkage"))
-        except RuntimeError:
-            runs.append(None)
+        runs.append(options and options.get_run_config_entry("memory.enable_memory_arena_shrinkage"))
 
     session = SimpleNamespace(
         get_inputs=list,
@@ -211,39 +212,19 @@ def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     assert runs == [None, "gpu:0", None]
 
 
-class Owner:
-    """A session in Python."""
+def test_a_session_whose_run_failed_stays(cuda: FakeCuda) -> None:
+    class Run:
+        def __call__(self) -> None:
+            raise RuntimeError("no execution plan")
 
+        def __del__(self) -> None:
+            cuda.log.append("destroyed")
 
-class Native:
-    """What a session has in C++."""
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-
-    def __del__(self) -> None:
-        self.log.append("destroyed")
-
-
-@pytest.mark.parametrize("recording", [False, True])
-def test_a_session_is_destroyed_after_its_runs(
-    recording: bool, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
-    monkeypatch.setattr(streams, "_recorded", kept := [])
-    session = Owner()
-    streams.destroy_after_runs(session, Native(cuda.log), cuda.default)  # type: ignore[arg-type]
+    run = OrderedRun(Run(), CUDA, cuda.default)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no execution plan"):
+        run()
+    del run
     assert cuda.log == []
-    del session
-    assert cuda.log == ([] if recording else [(0, "is waited for"), "destroyed"])
-    assert len(kept) == recording
-
-
-def test_built_sessions_are_waited_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Any] = []
-    monkeypatch.setattr(session, "destroy_after_runs", lambda *args: waits.append(args))
-    built = build_one(cuda)
-    assert [(entry[0], entry[2]) for entry in waits] == [(built, cuda.default)]
 
 
 def test_what_sessions_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport
 from lightning_ort.strategies.race import view as race_view
 from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Way
 from lightning_ort.strategies.race.view import RaceView
@@ -148,3 +149,9 @@ def test_the_report_has_the_peak_of_memory_with_and_without(make_trainer: Callab
         text = trainer.strategy.report.to_text(width=200)
         assert ("before anything was compiled" in text) == compiles
         assert "without compiling: torch.SGD (fused), retained memory; together " in text
+
+
+def test_the_benchmarks_figure_is_claimed_only_where_memory_is_retained() -> None:
+    optimizers = [OptimizerReport("torch.AdamW", "torch.AdamW (fused)")]
+    assert "benchmark" in RunReport(optimizers, host_memory="retained").uncompiled_text
+    assert RunReport(optimizers, host_memory="default").uncompiled_text == "torch.AdamW (fused)"  # as on a GPU

@@ -73,8 +73,8 @@ class BoundSession:
         is_number = [not isinstance(value, torch.Tensor) for value in values]
         numbers = {index: dtype_of(node) for index, node in enumerate(region.inputs) if is_number[index]}
         self.session = session
-        self._device, self._stream = device, stream
-        self.run_options = run_options(stream)
+        self._device = device
+        self._options: onnxruntime.RunOptions | None = None
         self._run = run_function(session)
         if stream is not None:
             self._run = OrderedRun(self._run, device, stream)
@@ -138,20 +138,21 @@ class BoundSession:
                 bound_outputs[index] = (address, size)
         if self._pause_openmp:
             openmp.pause_openmp()
-        self._run(binding, self.run_options)
+        self._run(binding, self._options)
         for index, order in self._restride:
             outputs[index] = in_order(outputs[index], order)
         return outputs
 
     def shrink(self, args: Sequence[Any]) -> None:
         """Run it on these inputs once more, and give the memory back that its arena on the GPU then has free."""
-        usual, self.run_options = self.run_options, run_options(self._stream)
-        entry = ("memory.enable_memory_arena_shrinkage", f"gpu:{self._device.index or 0}")
-        self.run_options.add_run_config_entry(*entry)
+        import onnxruntime
+
+        self._options = onnxruntime.RunOptions()
+        self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self._device.index or 0}")
         try:
             self(*args)
         finally:
-            self.run_options = usual
+            self._options = None
 
     def _bind_input(self, binding: Any, index: int, size: tuple[int, ...], address: int) -> None:
         name, memory, dtype = self._inputs[index]
@@ -171,17 +172,6 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.data_ptr() and tensor.numel():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no memory")
     return tensor
-
-
-def run_options(stream: torch.cuda.Stream | None) -> "onnxruntime.RunOptions":
-    """Return the options of runs on a stream."""
-    import onnxruntime
-
-    options = onnxruntime.RunOptions()
-    if stream is not None:
-        # it is torch's, or waits for it, so there is no need to wait for the device
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
 
 
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:

@@ -14,13 +14,13 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from lightning_ort.compat.onnxruntime import is_ort_format, run_function, share_cpu_memory
+from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_memory
 from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import new_session
 from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
-from lightning_ort.compiler.executors.ort.streams import destroy_after_runs, handle_of
+from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.gpu_memory import note_first_session
 from lightning_ort.compiler.nodes import values_of
 from lightning_ort.compiler.regions import Region, RegionRejected
@@ -154,8 +154,6 @@ def build(
     if reason is not None:
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
-    if stream is not None:
-        destroy_after_runs(session, run_function(session), stream)
     return session
 
 

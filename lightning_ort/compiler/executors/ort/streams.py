@@ -1,13 +1,18 @@
 """Torch's CUDA streams and devices, as onnxruntime has to take them.
 
-A session launches its kernels on the one stream that it was built for, and nobody waits for anybody there: that is as
-right as it is fast while torch's own kernels are on the same stream. In another stream (``with torch.cuda.stream(s)``)
-each side has to wait for the other. Only the CUDA provider is given torch's stream.
+A session launches its kernels on the one stream that it was built for, so that they follow torch's own kernels there.
+In another stream (``with torch.cuda.stream(s)``) each side has to wait for the other. Only the CUDA provider is given
+torch's stream.
+
+Each run ends with a wait for the stream. Without it (``disable_synchronize_execution_providers``) onnxruntime keeps
+what kernels such as Concat's have copied to the GPU in host memory until the session is destroyed, and then frees it in
+a callback on the stream that may destroy the session's allocator too, which a callback must not: the process is aborted
+(1.31, on an H200).
 """
 
-import weakref
+import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,32 +35,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-_recorded: list[Any] = []  # what could not be destroyed while a CUDA graph was recorded
-
-
-def destroy_after_runs(session: Any, native: Any, stream: torch.cuda.Stream) -> None:
-    """Have a session destroyed when nothing that it has launched is left to do.
-
-    What it has copied to the GPU is freed by a callback on the stream. If that comes last, it destroys the session's
-    allocator, which a callback may not do: the process is aborted (onnxruntime 1.31).
-
-    Args:
-        session: A session of the CUDA provider.
-        native: What keeps alive all that the session has in C++.
-        stream: The stream for which the session was built.
-
-    """
-    weakref.finalize(session, _wait, native, stream)
-
-
-def _wait(native: Any, stream: torch.cuda.Stream) -> None:
-    with suppress(RuntimeError):  # after an error of the GPU, or in a forked process, there is nothing to wait for
-        if torch.cuda.is_current_stream_capturing():  # to wait would end the recording
-            _recorded.append(native)
-        else:
-            stream.synchronize()
-
-
 class OrderedRun:
     """Runs a session so that torch's kernels before it are done when it reads, and it is when torch's next ones read.
 
@@ -76,14 +55,22 @@ class OrderedRun:
         with on_device(self._device):
             current = torch.cuda.current_stream(self._device)
             if current == self._stream:
-                self._run(*args)
+                self._try(*args)
                 return
             self._stream.wait_stream(current)
             try:
-                self._run(*args)
+                self._try(*args)
             finally:
                 # torch's allocator may give the tensors' memory to others on this stream from here on, and no earlier
                 current.wait_stream(self._stream)
+
+    def _try(self, *args: Any) -> None:
+        try:
+            self._run(*args)
+        except Exception:
+            # it has not waited, so the session must never be destroyed, nor at the end of the interpreter
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._run))
+            raise
 
 
 class WaitingRun:
