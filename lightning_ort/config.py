@@ -18,7 +18,7 @@ from lightning_ort._arguments import (
     passed,
 )
 
-Engine = Literal["auto", "ort", "torch"]
+EngineSetting = Literal["auto", "ort", "torch"]
 DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
@@ -99,11 +99,11 @@ class ORTConfig:
 
     Args:
         engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
-            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also inductor, and
-            the fastest is kept. On a CPU inductor needs a C++ compiler, and with ``start="amortized"`` it is tried
-            later, once it is expected to pay; on a GPU it is tried before ONNX Runtime. ``None`` is ``"auto"`` with
-            ``placement="measured"`` on a GPU, and on a CPU if there is a C++ compiler and ``start`` is
-            ``"amortized"``; else ``"ort"``.
+            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also what else
+            compiles whole steps, such as inductor, and the fastest is kept. On a CPU inductor needs a C++ compiler, and
+            with ``start="amortized"`` it is tried later, once it is expected to pay; on a GPU it is tried before ONNX
+            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU if there is a C++
+            compiler and ``start`` is ``"amortized"``; else ``"ort"``.
         placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
             a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
@@ -136,7 +136,7 @@ class ORTConfig:
 
     """
 
-    engine: Engine | None = None
+    engine: EngineSetting | None = None
     placement: Placement = "measured"
     start: Start | None = None
     compile_budget: float = 0.05
@@ -201,7 +201,7 @@ class ORTConfig:
 
 _DEBUG = "DebugSettings"
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "engine": (*get_args(Engine), None),
+    "engine": (*get_args(EngineSetting), None),
     "dropout_masks": get_args(DropoutMasks),
     "placement": get_args(Placement),
     "start": (*get_args(Start), None),

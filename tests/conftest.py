@@ -126,7 +126,7 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., None]:
     """Races go by a script: the seconds of a step on each engine, and of one that compiles."""
-    from lightning_ort.strategies.race import ways
+    from lightning_ort.compiler import engines
     from lightning_ort.strategies.race.turn import Turn
 
     tell, seconds = Turn.tell, dict[str, float]()
@@ -137,8 +137,8 @@ def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., N
 
     monkeypatch.setattr(Turn, "tell", scripted)
     for name in ("COST", "COST_PER_OPERATION", "FIRST_COMPILATION", "INDUCTOR_COST", "INDUCTOR_COST_PER_OPERATION"):
-        monkeypatch.setattr(ways, name, 0.0)
-    monkeypatch.setattr(ways, "INDUCTOR_TO_ORT", 0.0)
+        monkeypatch.setattr(engines, name, 0.0)
+    monkeypatch.setattr(engines, "INDUCTOR_TO_ORT", 0.0)
 
     def script(**engines: float) -> None:
         seconds.update({"compiling": 0.0, **engines})

@@ -30,6 +30,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache_folder import default_folder, untrusted_reason
 from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
 from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.mask_kernel import unsupported_reason as mask_unsupported_reason
 from lightning_ort.compiler.masks import matches_torch
 from lightning_ort.compiler.request import CompileRequest
@@ -128,7 +129,7 @@ def _onnxruntime() -> Iterator[Finding]:
             if name == "onnxruntime-training":  # 1.19.2, the last one
                 todo += ", CUDA 11.8 and cuDNN 8; pip install 'lightning-ort[gpu]' instead is for today's"
             yield Finding(provider, "absent", text, todo)
-        elif provider in (kernels.CPU, kernels.CUDA):
+        elif provider_of(provider).by_default:
             available = kernels.Kernels("auto", (provider,), kernels.current_device((provider,)))
             found = [op for op in kernels.TRAINING_OPS if available.has_training(op)]
             text = f"{len(found)} of {len(kernels.TRAINING_OPS)} gradient kernels"

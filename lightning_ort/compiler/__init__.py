@@ -17,5 +17,5 @@
 
 Used by several: :mod:`.nodes` and :mod:`.layouts` (facts about nodes and tensors), :mod:`.output_shapes` (symbolic
 sizes as functions of a region's inputs), :mod:`.masks` and :mod:`.mask_kernel` (dropout masks),
-:mod:`.openmp` (torch's threads).
+:mod:`.openmp` (torch's threads). What a whole step can run on instead is in :mod:`.engines`.
 """

@@ -19,12 +19,12 @@ from lightning_ort.compat.torch import (
 )
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
-from lightning_ort.compiler.fallbacks import PASSES, GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
-from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
+from lightning_ort.compiler.report import GraphReport, Reason, ReasonType, RegionReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.compiler.writes import InputWrites
@@ -64,6 +64,12 @@ class Compilation:
         self._where = self._named("graph")
         self.monitor = PassMonitor(num_inputs)
         self._graphs: list[GraphReport] = []
+        self._aftermath = Aftermath(
+            self._where,
+            self._graphs,
+            backend.fall_back,
+            request.refuse or functools.partial(backend.record_choice, self._where),
+        )
 
     def _named(self, kind: str) -> str:
         return f"{self._prefix}{kind}_{self._number}"
@@ -73,7 +79,7 @@ class Compilation:
         gm, report = self._gm, self._report
         captured = Captured(gm, inputs, self._request, InputWrites(gm))
         if (reason := conflict_of(captured)) is not None:
-            self._refuse(reason)
+            self._aftermath.refuse(reason)
             return in_eager(captured)
         if not self._backend.available or not self._request.may_compile(gm):
             return gm.forward
@@ -181,7 +187,7 @@ class Compilation:
             except Exception as error:  # a bug of ours must not end the run
                 log.debug("compiling %s failed", graph.name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-                graph.regions = [Region(TORCH, 0, list(gm.graph.nodes)).report(reason=reason)]
+                graph.regions = [RegionReport.of(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
                 self._backend.fall_back(graph.name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start
@@ -190,7 +196,7 @@ class Compilation:
 
     def _guarded(self, run: Callable[..., Any], source: GraphSource | None) -> GuardedGraph:
         """Return what runs the compiled graph, or eager where it cannot."""
-        gm, monitor, request = self._gm, self.monitor, self._request
+        gm, monitor, request, aftermath = self._gm, self.monitor, self._request, self._aftermath
 
         def eager(*args: Any) -> Any:
             _ = gm.code  # generates the code of a lazy module; otherwise fx would print an error of the user's data
@@ -207,11 +213,11 @@ class Compilation:
             separate = request.label != "" and is_last and has_separate_gradients(gm)
             if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
                 passes = math.inf
-            return GuardedGraph(run, eager, monitor, self._give_up, self._leave_to_eager, passes, separate)
+            return GuardedGraph(run, eager, monitor, aftermath.failed, aftermath.for_eager, passes, separate)
         # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
         drop = None if reads_gradients() else request.drop_gradients
         step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request.writes_gradients, drop)
-        guard = GuardedGraph(step, eager, monitor, self._give_up, self._leave_to_eager, passes=0)
+        guard = GuardedGraph(step, eager, monitor, aftermath.failed, aftermath.for_eager, passes=0)
         return guard
 
     def _report_kept(self, graphs: list[GraphReport]) -> None:
@@ -221,29 +227,6 @@ class Compilation:
                 region.cached = True
             _log_compiled(graph, self._request.logs_graphs)
         self._report.graphs += graphs
-
-    # What happens after the graph is compiled
-
-    def _give_up(self, error: Exception) -> None:
-        """Report that a captured graph failed while it ran, and is left to eager."""
-        reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
-        _mark_left(self._graphs, reason)
-        self._backend.fall_back(self._where, reason)
-
-    def _leave_to_eager(self, reason: Reason) -> None:
-        _mark_left(self._graphs, reason)
-        self._refuse(reason)
-
-    def _refuse(self, reason: Reason) -> None:
-        if self._request.refuse is None:
-            self._backend.record_choice(self._where, reason)
-        else:
-            self._request.refuse(reason)
-
-
-def _mark_left(graphs: Sequence[GraphReport], reason: Reason) -> None:
-    for region in (region for graph in graphs for region in graph.regions):
-        region.executor, region.reason = TORCH, reason
 
 
 def _log_compiled(graph: GraphReport, shown: bool) -> None:

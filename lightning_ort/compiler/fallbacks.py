@@ -1,4 +1,9 @@
-"""Replaces a compiled graph by eager if it fails while it runs.
+"""Replaces a compiled graph by eager if it fails while it runs: :class:`GuardedGraph`, and :class:`Aftermath`.
+
+What else can fail ends elsewhere. A region fails alone, and goes on in torch
+(:mod:`~lightning_ort.compiler.guarded_region`); a graph that cannot be compiled does too
+(``Compilation.compile_graph``); of a step that cannot be captured as it is, of graphs of another engine, and of all
+that is for eager alone, :mod:`~lightning_ort.strategies.race.failures` says what is tried instead.
 
 If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
 torch's generators; inputs that the graph writes to get their values back. So nothing happens twice. If eager raises
@@ -28,7 +33,8 @@ from lightning_ort.compat.autograd import joint_facts, keeps_graph, version_of
 from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
 from lightning_ort.compiler.nodes import reached, results_of
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.regions import TORCH, RegionRejected
+from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SECOND_PASS = (
@@ -214,6 +220,40 @@ class GuardedGraph:
         """Go on in eager from now on."""
         self.leave()
         self._give_up(error)
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What follows once eager runs a captured graph, beside that.
+
+    Args:
+        where: The graph.
+        graphs: The reports of its passes.
+        fall_back: Takes a place and a reason; reports a fallback and warns, or raises under ``fallback="raise"``.
+        refuse: Takes why the graph is for eager alone. The race then gives up the whole step, if it is one; else it is
+            a note in the report.
+
+    """
+
+    where: str
+    graphs: Sequence[GraphReport]
+    fall_back: Callable[[str, Reason], None]
+    refuse: Callable[[Reason], None]
+
+    def failed(self, error: Exception) -> None:
+        """A pass has failed with an error; the step goes on in its way, with this graph in eager."""
+        reason = RegionRejected(ReasonType.RUN_FAILED, error).reason
+        self._mark(reason)
+        self.fall_back(self.where, reason)
+
+    def for_eager(self, reason: Reason) -> None:
+        """Nothing has failed, but the graph turned out to be one that only eager can run."""
+        self._mark(reason)
+        self.refuse(reason)
+
+    def _mark(self, reason: Reason) -> None:
+        for region in (region for graph in self.graphs for region in graph.regions):
+            region.executor, region.reason = TORCH, reason
 
 
 class RunState:

@@ -256,7 +256,8 @@ class RegionBuilder:
             text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
             raise RegionRejected(ReasonType.SLOWER, text, times)
         model = artifact if self._executor.artifact_is_onnx else None
-        report = self._region.report(
+        report = RegionReport.of(
+            self._region,
             ms=dict(times.ms),
             cached=cached,
             reproducer=Reproducer.of(self._region.module.graph, model),
@@ -329,7 +330,8 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     for (_, *nodes), times in lost.items():
         if set(region.nodes).issuperset(nodes):
             ms.update(times.ms)
-    return region.report(
+    return RegionReport.of(
+        region,
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,
         node_reasons={str(node.target): reason for node, reason in own_reasons},
         ms=dict(ms),

@@ -11,7 +11,6 @@ Runtime would have to copy it), and views at the end of the graph are taken in t
 """
 
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_ort.compat.torch import expression_of, flop_formula
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.nodes import is_compute, is_known, is_random, is_view, sizes_of, values_of
 from lightning_ort.compiler.region_module import RegionModule
-from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
+from lightning_ort.compiler.report import Reason, ReasonType
 
 TORCH = "torch"  # the executor that can run everything
 
@@ -93,11 +92,6 @@ class Region:
     def compute_nodes(self) -> list[fx.Node]:
         """The nodes that compute something."""
         return [node for node in self.nodes if is_compute(node)]
-
-    def report(self, **fields: Any) -> RegionReport:
-        """Return the region's report: what is known from its nodes, and these fields."""
-        ops = Counter(str(node.target) for node in self.compute_nodes)
-        return RegionReport(self.name, self.executor, ops.total(), dict(ops), **fields)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import enum
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.report_text import render_text
-from lightning_ort.compiler.report_view import in_use, share
+from lightning_ort.compiler.report_view import in_column, in_use, share
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lightning_ort.compiler.regions import Region
     from lightning_ort.compiler.reproducer import Reproducer
 
 
@@ -66,7 +68,7 @@ class ReasonType(enum.Enum):
     NOT_COMPILED = "not compiled"
     NOT_TRIED = "not tried"
     NOT_AUDITED = "not audited"
-    INDUCTOR_WON = "compiled by inductor"
+    INDUCTOR_WON = "compiled by torch.compile"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     HOOKED_RESULT = "a result has a hook of its gradient"
@@ -115,6 +117,8 @@ class Reason:
 class RegionReport:
     """One region of a graph.
 
+    A field with :func:`~lightning_ort.compiler.report_view.in_column` is a column of the report, in text and page.
+
     Args:
         name: Executor and number, such as ``ort_1``, as in the printed graph.
         executor: Which executor runs it, such as ``"ort"`` or ``"torch"``.
@@ -131,15 +135,21 @@ class RegionReport:
 
     name: str
     executor: str
-    num_nodes: int
+    num_nodes: int = field(metadata=in_column("nodes"))
     ops: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
     node_reasons: dict[str, Reason] = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     threads: int | None = None
-    runs: int = 0
+    runs: int = field(default=0, metadata=in_column("runs", sum))
     cached: bool = False
     reproducer: "Reproducer | None" = field(default=None, repr=False, compare=False, metadata={"json": False})
+
+    @classmethod
+    def of(cls, region: "Region", **fields: Any) -> "RegionReport":
+        """Return the report of a region: what is known from its nodes, and these fields."""
+        ops = Counter(str(node.target) for node in region.compute_nodes)
+        return cls(region.name, region.executor, ops.total(), dict(ops), **fields)
 
     def save_reproducer(self, folder: str | PathLike[str]) -> Path:
         """Write a Python script that runs this region alone, and its ONNX model if it has one.

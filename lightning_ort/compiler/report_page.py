@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._text import duration
+from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report_view import (
     ReportView,
     engines,
@@ -14,7 +15,6 @@ from lightning_ort.compiler.report_view import (
     speedup,
     startup_parts,
 )
-from lightning_ort.compiler.run_part import LABELS
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, RegionReport
@@ -35,7 +35,7 @@ def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" 
         report=report,
         view=ReportView.of(report),
         name=name,
-        labels=LABELS,
+        label_of=label_of,
         steps=_steps(report),
         engines=engines(report),
         totals=_totals(report),
@@ -126,16 +126,16 @@ def _entries(found: "Sequence[FallbackReport]") -> list[list[str]]:
 def _steps(report: "CompileReport") -> dict[str, Any] | None:
     if not report.steps:
         return None
-    tried = [engine for engine in LABELS if any(engine in step.ms for step in report.steps)]
+    tried = [engine for engine in ENGINES if any(engine in step.ms for step in report.steps)]
     rows = [
         [
             step.name,
-            LABELS.get(step.engine, step.engine),
+            label_of(step.engine),
             *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried),
         ]
         for step in report.steps
     ]
-    return {"columns": ["step", "continues with", *(f"{LABELS[engine]}, ms" for engine in tried)], "rows": rows}
+    return {"columns": ["step", "continues with", *(f"{label_of(engine)}, ms" for engine in tried)], "rows": rows}
 
 
 def _optimizers(report: "CompileReport") -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _timeline(report: "CompileReport") -> dict[str, Any] | None:
     rest = whole[-1] - sum(sums.values()) if whole else 0.0
     if rest > 0:
         parts.append({"executor": "rest", "title": f"the rest, {duration(rest)}", "ms": f"{rest:.4f}"})
-    found = [f"{duration(ms)} in {LABELS.get(executor, executor)}" for executor, ms in sums.items()]
+    found = [f"{duration(ms)} in {label_of(executor)}" for executor, ms in sums.items()]
     text = ", ".join([*found, *([f"{duration(rest)} elsewhere"] if rest > 0 else [])])
     return {"parts": parts, "text": f"{text}."}
 

@@ -1,6 +1,6 @@
 """The report as text: the verdict first, then the steps, the totals and a table of the regions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_ort._text import PlainTable, plain, rendered
@@ -42,17 +42,17 @@ def render_text(report: "CompileReport", width: int) -> str:
 def _table(view: ReportView, width: int) -> list[PlainTable | str]:
     """Return the headings, and for each graph its name and a table of its regions with the widths of the headings."""
     regions = [entry for _, rows in view.graphs for entry in rows]
-    numbers = ("nodes", "runs", *view.timed.values())
-    shown = [[*_numbers(entry, view.timed)] for entry in regions]
+    headings = [column.heading for column in view.columns]
+    shown = [_figures(view, entry) for entry in regions]
     widths = [
         max([len("region"), *(len(plain(entry.name, "utf-8")) for entry in regions)]),
-        *(max(len(name), *(len(row[index]) for row in shown), 0) for index, name in enumerate(numbers)),
+        *(max(len(name), *(len(row[index]) for row in shown), 0) for index, name in enumerate(headings)),
     ]
     left = max(_NARROWEST, width - sum(widths) - len(_GAP) * (len(widths) + 1))
     parts: list[PlainTable | str] = ["lightning-ort: what ran where"]
-    parts.append(_rows([["region", *numbers, "operations; in PyTorch also why"]], widths))
+    parts.append(_rows([["region", *headings, "operations; in PyTorch also why"]], widths))
     for graph, found in view.graphs:
-        rows = [[entry.name, *_numbers(entry, view.timed), _what(entry, left)] for entry in found]
+        rows = [[entry.name, *_figures(view, entry), _what(entry, left)] for entry in found]
         parts += [graph.name, *([_rows(rows, widths)] if rows else [])]
     return parts
 
@@ -71,11 +71,8 @@ def _rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> PlainTable:
     return table
 
 
-def _numbers(entry: EqualRegions, executors: Iterable[str]) -> Iterator[str]:
-    yield str(entry.first.num_nodes)
-    yield str(entry.runs)
-    for executor in executors:
-        yield _ms(entry.ms[executor]) if executor in entry.ms else ""
+def _figures(view: ReportView, entry: EqualRegions) -> list[str]:
+    return [column.cell(entry) for column in view.columns]
 
 
 def _what(entry: EqualRegions, width: int) -> str:
@@ -92,8 +89,3 @@ def _what(entry: EqualRegions, width: int) -> str:
             lines.append("")
         lines[-1] += f" {short}" if lines[-1] else short
     return "\n".join(lines)
-
-
-def _ms(ms: float) -> str:
-    """Return milliseconds without an exponent."""
-    return f"{ms:.3f}" if ms < 100 else f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"

@@ -1,10 +1,11 @@
 """What the text and the page of a report show, computed from its dataclasses: :class:`ReportView`, and figures."""
 
+import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.report import CompileReport, GraphReport, Reason, RegionReport
@@ -27,6 +28,17 @@ def short_ops(ops: dict[str, int]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
+def in_column(heading: str, of_equal: Callable[[Sequence[Any]], Any] = lambda values: values[0]) -> dict[str, Any]:
+    """Return the metadata of a field of ``RegionReport`` that text and page show, as a column of figures.
+
+    Args:
+        heading: Of the column.
+        of_equal: Makes one figure of those of equal regions, which share a row.
+
+    """
+    return {"column": (heading, of_equal)}
+
+
 @dataclass(frozen=True)
 class EqualRegions:
     """Regions of a graph that do the same work in the same place, such as those of equal layers."""
@@ -44,11 +56,6 @@ class EqualRegions:
         return self.first.name if len(self.regions) == 1 else f"{self.first.name} (x {len(self.regions)})"
 
     @property
-    def runs(self) -> int:
-        """How often the executor ran them, all together."""
-        return sum(region.runs for region in self.regions)
-
-    @property
     def reason(self) -> "Reason | None":
         """Why they run in torch."""
         return self.first.reason
@@ -61,6 +68,38 @@ class EqualRegions:
             for executor, ms in region.ms.items():
                 times.setdefault(executor, []).append(ms)
         return {executor: sum(found) / len(found) for executor, found in times.items()}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures in the tables of regions.
+
+    Args:
+        heading: Its heading.
+        cell: Returns what it says in a row.
+
+    """
+
+    heading: str
+    cell: Callable[[EqualRegions], str]
+
+    @classmethod
+    def of_field(cls, each: "dataclasses.Field[Any]") -> "Column":
+        """Return the column of a field that has :func:`in_column`."""
+        heading, of_equal = each.metadata["column"]
+        return cls(heading, lambda row: _figure(of_equal([getattr(region, each.name) for region in row.regions])))
+
+    @classmethod
+    def of_times(cls, executor: str) -> "Column":
+        """Return the column of the times of an executor."""
+        return cls(f"{'ORT' if executor == 'ort' else executor} ms", lambda row: _figure(row.ms.get(executor)))
+
+
+def _figure(value: Any) -> str:
+    """Return a number without an exponent; nothing for none."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.3f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def folded(graph: "GraphReport") -> list[EqualRegions]:
@@ -80,18 +119,20 @@ class ReportView:
 
     Args:
         graphs: Each with its rows.
-        timed: The executors whose times are shown, and the headings of these.
+        columns: Of figures, in each row.
         facts: Lines about a run, by what they are about.
 
     """
 
     graphs: "Sequence[tuple[GraphReport, Sequence[EqualRegions]]]"
-    timed: dict[str, str]
+    columns: "Sequence[Column]"
     facts: dict[str, str]
 
     @classmethod
     def of(cls, report: "CompileReport") -> "ReportView":
         """Return what is shown of a report."""
+        from lightning_ort.compiler.report import RegionReport
+
         graphs = [(graph, folded(graph)) for graph in report.graphs]
         timed = dict.fromkeys(executor for _, rows in graphs for entry in rows for executor in entry.ms)
         shown = [executor for executor in dict.fromkeys(("ort", "torch", *timed)) if executor in timed]
@@ -106,7 +147,10 @@ class ReportView:
         }
         return cls(
             graphs,
-            {executor: f"{'ORT' if executor == 'ort' else executor} ms" for executor in shown},
+            [
+                *(Column.of_field(each) for each in dataclasses.fields(RegionReport) if "column" in each.metadata),
+                *map(Column.of_times, shown),
+            ],
             {name: text for name, text in facts.items() if text},
         )
 

@@ -4,15 +4,6 @@ from dataclasses import dataclass, field
 
 from lightning_ort._text import duration
 
-# what runs a step or a region, in texts for people
-LABELS = {
-    "ort": "ONNX Runtime",
-    "torch": "PyTorch",
-    "inductor": "inductor",
-    "inductor-graphs": "inductor, CUDA graphs",
-}
-
-
 UNCOMPILED_GAIN = 1.20  # of stock, the mean over the models of docs/results.md, on a CPU
 
 

@@ -4,7 +4,6 @@ The states depend on the implementation: torch's Adam keeps two values of the pa
 per element and the scales of each block, Adafactor a row and a column of each matrix.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_type
-from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
 from lightning_ort.compat.torch_optimizers import inner_tensors
 from lightning_ort.optim.param_groups import EMBEDDINGS
+from lightning_ort.optim.registry import DEEPSPEED, REPLACEMENTS, TORCH_FLAGS, adam_bytes
 from lightning_ort.optim.swap import OptimizerSwap
-
-_SCALE = 4  # bytes of a block's float32 scale
-_MIN_8BIT_SIZE = 4096  # the default of bitsandbytes and torchao
 
 
 @dataclass(frozen=True)
@@ -42,45 +38,15 @@ class Memory:
         return self.parameters + self.gradients + math.ceil(self.states / check_integer("ranks", ranks, 1))
 
 
-def _adam(p: nn.Parameter) -> int:
-    return 2 * p.nbytes
-
-
-def _bitsandbytes(p: nn.Parameter, tensors: int = 2) -> int:
-    if p.numel() < _MIN_8BIT_SIZE:
-        return tensors * 4 * p.numel()
-    return tensors * (p.numel() + _SCALE * math.ceil(p.numel() / BLOCK_SIZE))
-
-
-def _torchao(p: nn.Parameter, bits: int, block: int) -> int:
-    if p.numel() < _MIN_8BIT_SIZE or p.numel() % block:
-        return 2 * p.nbytes
-    return 2 * (p.numel() * bits // 8 + _SCALE * p.numel() // block)
-
-
-def _adafactor(p: nn.Parameter) -> int:
-    if p.dim() < 2:
-        return p.nbytes
-    return p.element_size() * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
-
-
 # name of the optimizer -> bytes of the states of a parameter
 STATES: dict[str, Callable[[nn.Parameter], int]] = {
-    "keep": _adam,  # here the optimizer that is configured is torch's AdamW
-    "auto": _adam,
-    "adamw_torch_fused": _adam,
-    "adamw_torch_foreach": _adam,
-    "adamw_deepspeed": lambda p: 8 * p.numel(),
-    "adamw_bnb_8bit": _bitsandbytes,
-    "paged_adamw_8bit": _bitsandbytes,
-    "lion_8bit": functools.partial(_bitsandbytes, tensors=1),
-    "adamw_torchao_8bit": functools.partial(_torchao, bits=8, block=256),
-    "adamw_torchao_4bit": functools.partial(_torchao, bits=4, block=128),
-    "adafactor": _adafactor,
-    "adamw_anyprecision": lambda p: (6 if p.element_size() >= 4 else 8) * p.numel(),
+    # of "keep" and "auto": here the optimizer that is configured is torch's AdamW
+    **dict.fromkeys(("keep", "auto", *(f"adamw_torch_{flag}" for flag in TORCH_FLAGS)), adam_bytes),
+    "adamw_deepspeed": DEEPSPEED["cpu"].state_bytes,
+    **{
+        name: one.state_bytes for name, one in REPLACEMENTS.items() if one.package != "apex"
+    },  # whose nobody has measured
 }
-# for embeddings, where they are not quantized
-_EMBEDDING_STATES = {"adamw_bnb_8bit": 8, "paged_adamw_8bit": 8, "lion_8bit": 4}  # bytes per element
 
 
 def predict(module: nn.Module, optim: str) -> Memory:
@@ -93,10 +59,11 @@ def predict(module: nn.Module, optim: str) -> Memory:
     check_choice("optim", optim, STATES)
     trainable = _trainable(module)
     embeddings = {id(p) for m in module.modules() if isinstance(m, EMBEDDINGS) for p in m.parameters(recurse=False)}
+    per_element = REPLACEMENTS[optim].embedding_bytes if optim in REPLACEMENTS else None
     states = 0
     for parameter in trainable:
-        if id(parameter) in embeddings and optim in _EMBEDDING_STATES:
-            states += _EMBEDDING_STATES[optim] * parameter.numel()
+        if id(parameter) in embeddings and per_element is not None:
+            states += per_element * parameter.numel()
         else:
             states += STATES[optim](parameter)
     return _memory(module, optim, states)

@@ -1,7 +1,13 @@
-"""The names of ``optim=`` and the implementation that each one stands for."""
+"""The names of ``optim=`` and the implementation that each one stands for, with all that is particular to it.
+
+A new one is a name in :data:`OptimName` and an entry in :data:`REPLACEMENTS`; :class:`Implementation` says what that
+needs. If its states have a form of their own, :mod:`~lightning_ort.optim.states` learns to tell and to convert them.
+"""
 
 import difflib
+import functools
 import importlib
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +15,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning_utilities.core.imports import RequirementCache
-from torch import optim
+from torch import nn, optim
 
 from lightning_ort._arguments import check_type
+from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
 from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
 from lightning_ort.optim.states import Algorithm, Form
@@ -33,27 +40,74 @@ OptimName = Literal[
     "adamw_anyprecision",
 ]
 
-# other hyperparameters of torch's Adam raise an error if they are set and an implementation does not have them
+_SCALE = 4  # bytes of the float32 scale of a block of quantized states
+_MIN_8BIT_SIZE = 4096  # the default of bitsandbytes and torchao
 _BASIC = frozenset({"lr", "betas", "eps", "weight_decay"})
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
+def adam_bytes(p: nn.Parameter) -> int:
+    """Return the bytes of two values of the parameter's dtype for each element."""
+    return 2 * p.nbytes
+
+
+def _bitsandbytes_bytes(p: nn.Parameter, tensors: int = 2) -> int:
+    if p.numel() < _MIN_8BIT_SIZE:
+        return tensors * 4 * p.numel()
+    return tensors * (p.numel() + _SCALE * math.ceil(p.numel() / BLOCK_SIZE))
+
+
+def _torchao_bytes(p: nn.Parameter, bits: int = 8, block: int = 256) -> int:
+    if p.numel() < _MIN_8BIT_SIZE or p.numel() % block:
+        return 2 * p.nbytes
+    return 2 * (p.numel() * bits // 8 + _SCALE * p.numel() // block)
+
+
+def _adafactor_bytes(p: nn.Parameter) -> int:
+    if p.dim() < 2:
+        return p.nbytes
+    return p.element_size() * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A class that runs an optimizer algorithm."""
+    """A class that runs an optimizer algorithm, in place of the Adam or AdamW of torch that a module configures.
 
-    path: str  # "module:name" of the class
+    It is called with parameter groups and keyword arguments, and is an optimizer of torch. A checkpoint has to load
+    into torch's optimizer, and one of torch's into it.
+
+    Args:
+        path: ``"module:name"`` of the class; imported when it is used.
+        algorithm: What it computes; of another one than torch's Adam a checkpoint is refused.
+        package: The requirement that installs it; empty for torch and for this package.
+        install: The command, where it is not ``pip install <package>``.
+        devices: The types of devices that it supports.
+        dtypes: Those of the parameters that it supports; empty for all.
+        hyperparameters: Those of torch's Adam that it has too. Others raise an error if they are set.
+        arguments: For its constructor.
+        form: Of the states that it saves, as :func:`~lightning_ort.optim.states.form` tells them apart.
+        adopt: Converts states that were loaded in torch's form.
+        to_save: Corrects its state dicts.
+        commands: Programs on the PATH with which it compiles its extension.
+        state_bytes: Returns the bytes of the states of a parameter, for ``lightning-ort memory``.
+        embedding_bytes: The bytes of states for an element of an embedding, if these are not as others.
+
+    """
+
+    path: str
     algorithm: Algorithm = "adam"
-    package: str = ""  # the requirement that installs it; empty for torch and for this package
-    install: str = ""  # the command, where it is not `pip install <package>`
+    package: str = ""
+    install: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: frozenset[torch.dtype] = frozenset()  # of the parameters; empty for all
-    hyperparameters: frozenset[str] = _BASIC  # those of torch's Adam that it has too
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # for its constructor
-    form: Form = "torch"  # of the states that it saves
-    adopt: Callable[[optim.Optimizer], None] | None = None  # converts states that were loaded in torch's form
-    to_save: Callable[[optim.Optimizer, dict[str, Any]], None] | None = None  # corrects its state dicts
-    commands: tuple[str, ...] = ()  # programs on the PATH with which it compiles its extension
+    dtypes: frozenset[torch.dtype] = frozenset()
+    hyperparameters: frozenset[str] = _BASIC
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = "torch"
+    adopt: Callable[[optim.Optimizer], None] | None = None
+    to_save: Callable[[optim.Optimizer, dict[str, Any]], None] | None = None
+    commands: tuple[str, ...] = ()
+    state_bytes: Callable[[nn.Parameter], int] = adam_bytes
+    embedding_bytes: int | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why it cannot be used on a device and how to install it, or ``None``."""
@@ -74,7 +128,13 @@ class Implementation:
         return getattr(importlib.import_module(module), name)
 
 
-_BNB: dict[str, Any] = {"package": "bitsandbytes", "dtypes": _FLOATS, "form": "bitsandbytes"}
+_BNB: dict[str, Any] = {
+    "package": "bitsandbytes",
+    "dtypes": _FLOATS,
+    "form": "bitsandbytes",
+    "state_bytes": _bitsandbytes_bytes,
+    "embedding_bytes": 8,  # which it does not quantize
+}
 _TORCHAO: dict[str, Any] = {
     "package": "torchao",
     "dtypes": _FLOATS,
@@ -96,10 +156,12 @@ REPLACEMENTS: Mapping[str, Implementation] = {
         path=f"{_EIGHT_BIT}:Lion8bit",
         algorithm="lion",
         hyperparameters=frozenset({"lr", "betas", "weight_decay"}),
-        **_BNB,
+        **_BNB | {"state_bytes": functools.partial(_bitsandbytes_bytes, tensors=1), "embedding_bytes": 4},
     ),
-    "adamw_torchao_8bit": Implementation(path="torchao.optim:AdamW8bit", **_TORCHAO),
-    "adamw_torchao_4bit": Implementation(path="torchao.optim:AdamW4bit", **_TORCHAO),
+    "adamw_torchao_8bit": Implementation(path="torchao.optim:AdamW8bit", state_bytes=_torchao_bytes, **_TORCHAO),
+    "adamw_torchao_4bit": Implementation(
+        path="torchao.optim:AdamW4bit", state_bytes=functools.partial(_torchao_bytes, bits=4, block=128), **_TORCHAO
+    ),
     "adamw_apex_fused": Implementation(
         path="apex.optimizers:FusedAdam",
         package="apex",
@@ -112,15 +174,17 @@ REPLACEMENTS: Mapping[str, Implementation] = {
         path="torch.optim:Adafactor",
         algorithm="adafactor",
         hyperparameters=frozenset({"lr", "weight_decay", "maximize"}),
+        state_bytes=_adafactor_bytes,
     ),
     "adamw_anyprecision": Implementation(
         path="lightning_ort.optim.anyprecision:AnyPrecisionAdamW",
         dtypes=_FLOATS,
         hyperparameters=_BASIC | {"maximize"},
         form="anyprecision",
+        state_bytes=lambda p: (6 if p.element_size() >= 4 else 8) * p.numel(),
     ),
 }
-_DEEPSPEED = {
+DEEPSPEED = {
     "cpu": Implementation(
         path="deepspeed.ops.adam:DeepSpeedCPUAdam",
         package="deepspeed",
@@ -129,6 +193,7 @@ _DEEPSPEED = {
         arguments={"adamw_mode": True},
         adopt=states.count_in_integers,
         commands=("g++", "ninja"),
+        state_bytes=lambda p: 8 * p.numel(),
     ),
     "cuda": Implementation(
         path="deepspeed.ops.adam:FusedAdam",
@@ -168,7 +233,7 @@ def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]
     if (flag := name.removeprefix("adamw_torch_")) in TORCH_FLAGS:
         return flag, ""
     if name == "adamw_deepspeed":
-        return _DEEPSPEED.get(device.type, _DEEPSPEED["cuda"]), ""
+        return DEEPSPEED.get(device.type, DEEPSPEED["cuda"]), ""
     implementation = REPLACEMENTS[name]
     slow = implementation.package == "bitsandbytes" and device.type == "cpu"
     return (

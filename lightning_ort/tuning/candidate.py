@@ -17,7 +17,7 @@ _OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
 
 
 @dataclass(frozen=True)
-class Engine:
+class StrategyChoice:
     """What the engine of a candidate stands for."""
 
     strategy: str  # Lightning's name, or a class of this package
@@ -27,16 +27,16 @@ class Engine:
 
 
 # Candidates name settings of ORTConfig here, and nowhere else.
-ENGINES = {
-    "stock": Engine("auto"),
-    "compile": Engine("auto"),  # and torch.compile for the module's children
-    "ort": Engine("ORTStrategy", True),
-    "auto": Engine("ORTStrategy", True, {"engine": "auto"}),
-    "off": Engine("ORTStrategy", True, {"engine": "torch"}),
-    "ddp": Engine("ddp", has_several_processes=True),
-    "ort_ddp": Engine("ORTDDPStrategy", True, has_several_processes=True),
-    "ort_zero1": Engine("ORTZeRO1Strategy", True, has_several_processes=True),
-    "ort_zero1_native": Engine("ORTNativeZeRO1Strategy", True, has_several_processes=True),
+STRATEGIES = {
+    "stock": StrategyChoice("auto"),
+    "compile": StrategyChoice("auto"),  # and torch.compile for the module's children
+    "ort": StrategyChoice("ORTStrategy", True),
+    "auto": StrategyChoice("ORTStrategy", True, {"engine": "auto"}),
+    "off": StrategyChoice("ORTStrategy", True, {"engine": "torch"}),
+    "ddp": StrategyChoice("ddp", has_several_processes=True),
+    "ort_ddp": StrategyChoice("ORTDDPStrategy", True, has_several_processes=True),
+    "ort_zero1": StrategyChoice("ORTZeRO1Strategy", True, has_several_processes=True),
+    "ort_zero1_native": StrategyChoice("ORTNativeZeRO1Strategy", True, has_several_processes=True),
 }
 # fields of a candidate: where they are among the strategy's arguments
 _OF_STRATEGY = {"recompute": ("config", "recompute"), "host_memory": ("host_memory",), "optim": ("optim",)}
@@ -55,7 +55,7 @@ class Candidate:
     """One way to train. What is ``None`` stays as the user has it.
 
     Args:
-        engine: One of :data:`ENGINES`.
+        engine: One of :data:`STRATEGIES`.
         precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for
             :class:`~lightning_ort.ORTMatmulPrecision`.
         optim: An implementation of the optimizer.
@@ -100,7 +100,7 @@ class Candidate:
         """
         rest, _, precision = text.partition("@")
         engine, _, optim = rest.partition("+")
-        allowed = [name for name, one in ENGINES.items() if not one.has_several_processes]
+        allowed = [name for name, one in STRATEGIES.items() if not one.has_several_processes]
         if engine not in allowed:
             raise ValueError(
                 f"Variant {text!r}: unknown engine {engine!r}; allowed are {', '.join(allowed)}. "
@@ -122,12 +122,12 @@ class Candidate:
     @property
     def is_ours(self) -> bool:
         """Whether its strategy is one of this package."""
-        return self.engine is not None and ENGINES[self.engine].is_ours
+        return self.engine is not None and STRATEGIES[self.engine].is_ours
 
     @property
     def has_several_processes(self) -> bool:
         """Whether its strategy is one for several processes."""
-        return self.engine is not None and ENGINES[self.engine].has_several_processes
+        return self.engine is not None and STRATEGIES[self.engine].has_several_processes
 
     @property
     def changes_loader(self) -> bool:
@@ -207,7 +207,7 @@ def _put_strategy(
     made: Configured, candidate: Candidate, prefix: str, devices: int, ort_config: Mapping[str, Any]
 ) -> None:
     assert candidate.engine is not None
-    engine, trainer = ENGINES[candidate.engine], made.config["trainer"]
+    engine, trainer = STRATEGIES[candidate.engine], made.config["trainer"]
     if engine.is_ours:
         _put_ours(made, candidate, f"{prefix}{engine.strategy}", ort_config)
     else:
@@ -229,7 +229,7 @@ def _put_ours(made: Configured, candidate: Candidate, path: str, ort_config: Map
     made.config["trainer"]["strategy"] = {"class_path": path} | ({"init_args": arguments} if arguments else {})
     at: Path = ("trainer", "strategy")
     made.paths[(*at, "class_path")] = "engine"
-    for name, value in ENGINES[candidate.engine].config.items():
+    for name, value in STRATEGIES[candidate.engine].config.items():
         made.put((*at, "init_args", "config", name), value, "engine")
     for name, place in _OF_STRATEGY.items():
         if (value := getattr(candidate, name)) is not None:

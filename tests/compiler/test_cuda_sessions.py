@@ -1,6 +1,7 @@
 """How sessions on a GPU are built, how their runs are ordered with torch's, and what is kept; without a GPU."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint, gpu_memory, timing
 from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.executors.ort import kernels, session, streams
+from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
@@ -113,7 +114,8 @@ def test_tf32_follows_torchs_two_settings(
         graph.call_function(getattr(torch.ops.aten, name).default)
     region = Region("ort", 1)
     region.module = SimpleNamespace(graph=graph)  # type: ignore[assignment]
-    assert session._cuda_options(region, Stream(5, []))["use_tf32"] == expected  # type: ignore[arg-type]
+    options = providers.PROVIDERS[providers.CUDA].options(region, Stream(5, []))  # type: ignore[arg-type]
+    assert options["use_tf32"] == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,9 @@ def test_a_provider_that_does_not_load_is_a_fallback(cuda: FakeCuda, monkeypatch
         raise RuntimeError("CUDA failure 35")
 
     monkeypatch.setattr(Session, "without_kernel", fail)
-    monkeypatch.setattr(kernels, "cuda_provider_error", lambda: "libcudnn.so.9: cannot open shared object file")
+    text = "libcudnn.so.9: cannot open shared object file"
+    failing = replace(providers.PROVIDERS[providers.CUDA], load_error=lambda: text)
+    monkeypatch.setitem(providers.PROVIDERS, providers.CUDA, failing)  # type: ignore[arg-type]
     report = run_op(lambda x: x.relu() + 1, torch.randn(4, 4))
     (fallback,) = report.fallbacks
     assert fallback.reason.type is ReasonType.DEVICE

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +15,8 @@ from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
+from lightning_ort.compiler.executors.ort import kernels, providers
+from lightning_ort.compiler.executors.ort.providers import Provider
 from lightning_ort.compiler.regions import Region, RegionRejected, Support, Variant
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType, RegionReport
 
@@ -176,3 +179,27 @@ def test_views_that_it_cannot_repeat_are_taken_in_torch() -> None:
     (graph,) = backend.report.graphs
     assert [region.executor for region in graph.regions] == ["ort", "numpy", "numpy", "ort"]
     assert not backend.report.fallbacks
+
+
+def test_an_entry_of_the_table_makes_a_provider_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = Provider(tensors="cpu", by_default=True, options=lambda region, stream: {"device_type": "NPU"})
+    installed = ["NewExecutionProvider", "CPUExecutionProvider"]
+    for module in (providers, kernels):
+        monkeypatch.setattr(module, "PROVIDERS", {installed[0]: new, **providers.PROVIDERS})
+    assert kernels.providers_for(torch.device("cpu")) == ("CPUExecutionProvider",)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: installed)
+    built = []
+
+    class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *args: Any, providers: Any, **kwargs: Any) -> None:
+            built.append(dict(providers))
+            super().__init__(*args, providers=["CPUExecutionProvider"], **kwargs)
+
+        def get_providers(self) -> list[str]:
+            return installed
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    backend = ORTBackend({"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1}})
+    compare(backend, torch.randn(4, 6))
+    assert backend.report.ort_runs > 0
+    assert built[-1] == {"NewExecutionProvider": {"device_type": "NPU"}, "CPUExecutionProvider": {}}

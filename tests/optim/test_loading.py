@@ -67,7 +67,7 @@ STAND_INS = {"apex": LikeApex, "deepspeed": LikeDeepSpeed}
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[nn.Module, optim.Optimizer]]:
-    targets = {"apex": registry.REPLACEMENTS["adamw_apex_fused"], "deepspeed": registry._DEEPSPEED["cuda"]}
+    targets = {"apex": registry.REPLACEMENTS["adamw_apex_fused"], "deepspeed": registry.DEEPSPEED["cuda"]}
 
     def load(target: Implementation) -> type[optim.Optimizer]:
         return STAND_INS[next(name for name, known in targets.items() if known is target)]

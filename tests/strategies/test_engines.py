@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTConfig, ORTStrategy
+from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
@@ -99,19 +100,19 @@ def test_no_recording_of_sizes_that_vary_or_gradients_that_stay() -> None:
 
 def test_what_ways_are_expected_to_cost() -> None:
     known = Ways(module_on(), "training_step", None)
-    assert known.expect(ORT).cost == ways.COST + 100 * ways.COST_PER_OPERATION
-    assert known.expect(Way("inductor")).cost == ways.INDUCTOR_COST + 100 * ways.INDUCTOR_COST_PER_OPERATION
+    assert known.expect(ORT).cost == engines.COST + 100 * engines.COST_PER_OPERATION
+    assert known.expect(Way("inductor")).cost == engines.INDUCTOR_COST + 100 * engines.INDUCTOR_COST_PER_OPERATION
     # a hundred graphs: what ONNX Runtime took says more
     module = module_on()
     module.races["training_step"].events.append(Event(ORT, "compiles", 3, seconds={ORT: 30.0}))
-    assert Ways(module, "training_step", None).expect(Way("inductor")).cost == 30 * ways.INDUCTOR_TO_ORT
-    assert Ways(module, "validation_step", None).expect(ORT).cost == 30 * ways.EVALUATION
+    assert Ways(module, "training_step", None).expect(Way("inductor")).cost == 30 * engines.INDUCTOR_TO_ORT
+    assert Ways(module, "validation_step", None).expect(ORT).cost == 30 * engines.EVALUATION
 
 
 def test_the_first_graphs_tell_what_the_others_will_take() -> None:
     known = Ways(module_on(operations=1000), "training_step", None)
     assert known.projected_cost(0.1, 10) == 0.1  # what is done once
-    assert known.projected_cost(ways.COST + 0.2, 100) == pytest.approx(ways.COST + 2.0)
+    assert known.projected_cost(engines.COST + 0.2, 100) == pytest.approx(engines.COST + 2.0)
     assert known.projected_cost(3.0, 2000) == 3.0
 
 
@@ -122,7 +123,7 @@ def test_the_first_graphs_tell_what_the_others_will_take() -> None:
         (Startup(10.0, 3.0, {"ort": 1.0, "torch": 2.0}, True), 3.0, 0.5, ""),
         (
             Startup(10.0, None, {"ort": 3.0, "torch": 2.0}, True),
-            10 * ways.WARM,
+            10 * engines.WARM,
             0.0,
             "the unchanged step was the fastest",
         ),
@@ -186,10 +187,10 @@ def test_on_a_gpu_onnxruntime_is_tried_where_it_can_still_win() -> None:
 
 
 def test_what_inductor_is_told() -> None:
-    exact, fast = (inductor.backend_for("inductor", masks).compile.config for masks in ("exact", "fast"))
+    exact, fast = (inductor.backend_for(masks).compile.config for masks in ("exact", "fast"))
     assert exact == {"fallback_random": True}
     assert fast == {"fallback_random": False}
-    recorded = inductor.backend_for("inductor-graphs", "exact").compile.options
+    recorded = inductor.backend_for("exact", records=True).compile.options
     # these are options of the installed torch, and those of its mode
     mode = torch._inductor.list_mode_options("reduce-overhead")
     assert recorded == {"fallback_random": True, **mode}
@@ -236,7 +237,7 @@ def test_results_of_a_recording_outlive_the_next_run(recorder: Recorder) -> None
         kept.append(x * 2)
         return {"y": x + 1, "view": x[0], "name": "x"}
 
-    compiled = torch.compile(step, backend=inductor.backend_for("inductor-graphs", "exact"), fullgraph=True)
+    compiled = torch.compile(step, backend=inductor.backend_for("exact", records=True), fullgraph=True)
     inputs = [torch.full((2, 2), number) for number in (1.0, 2.0)]
     first, second = map(compiled, inputs)
     assert recorder.events == ["run", "run"]

@@ -13,6 +13,7 @@ from ort_settings import config_of
 from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import session
@@ -176,6 +177,31 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 
+def test_an_entry_of_the_table_is_all_that_an_engine_needs(
+    make_trainer: Callable[..., Any], paces: Any, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def backend(masks: Any, *told: Any) -> Any:
+        def compile(gm: Any, inputs: Any) -> Any:
+            return lambda *args: (ran.append(masks), gm.forward(*args))[1]
+
+        return inductor.GuardedBackend(compile, *told)
+
+    new = engines.Engine(label="a new engine", backend=backend, is_ready=lambda: True)
+    monkeypatch.setitem(engines.ENGINES, "new", new)
+    monkeypatch.setattr(ways, "ON_CPU", ("ort", "new"))
+    paces(torch=2.0, ort=3.0, new=1.0)
+    module, report = fit(make_trainer)
+    assert report.ort_runs > 0
+    assert len(ran) > STEPS // 2
+    (step,) = report.steps
+    assert (step.engine, step.ms["new"]) == ("new", 1000.0)
+    assert engines.label_of(step.engine) == "a new engine"
+    assert report.notes[-1].reason.text == "2 s unchanged, 1 s compiled by new"
+    assert module.losses == pytest.approx(losses, rel=1e-4)
+
+
 @pytest.mark.parametrize(("seconds", "winner", "ort_runs"), [(1.0, "inductor", 0), (3.0, "ort", STEPS // 3)])
 def test_it_is_tried_against_onnxruntime_that_gained_little(
     seconds: float,
@@ -226,7 +252,7 @@ def test_later_runs_try_what_won_at_once(
     paces(torch=2.0, ort=3.0, inductor=1.0, compiling=2.1)
     assert fit(make_trainer)[1].ort_runs > 0
     compiled.clear()
-    monkeypatch.setattr(ways, "INDUCTOR_COST", 1e9)  # for a module that is not known
+    monkeypatch.setattr(engines, "INDUCTOR_COST", 1e9)  # for a module that is not known
     report = fit(make_trainer)[1]
     assert report.graphs == []
     assert compiled
@@ -259,7 +285,7 @@ def test_an_inductor_that_failed_is_no_cheap_start(
     assert no_inductor
     assert [step.ms.keys() for step in report.steps] == [{"ort", "torch"}]  # the duel that was
     no_inductor.clear()
-    monkeypatch.setattr(ways, "INDUCTOR_COST", 1e9)
+    monkeypatch.setattr(engines, "INDUCTOR_COST", 1e9)
     assert fit(make_trainer)[1].graphs == []
     assert no_inductor == []
 
@@ -317,7 +343,7 @@ def test_a_deterministic_run_ends_the_waiting(
 ) -> None:
     """Before anything is tried, and after ONNX Runtime has lost, while inductor waits."""
     paces(torch=2.0, ort=3.0)
-    monkeypatch.setattr(ways, "INDUCTOR_COST", 1e9)
+    monkeypatch.setattr(engines, "INDUCTOR_COST", 1e9)
     strategy, module = ORTStrategy(config={"start": "amortized"}), Long()
     settings = {"limit_val_batches": 0, "max_epochs": 1}
     make_trainer(strategy=strategy, limit_train_batches=steps, **settings).fit(module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort._imports import LIGHTNING
+from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
@@ -287,7 +288,7 @@ def test_later_runs_know_what_earlier_ones_found(
     assert [step.engine for step in first.steps] == ["torch"]
     assert first.run.verdict.startswith("not worth it: ")
     (file,) = names()
-    monkeypatch.setattr(ways, "COST", 1e6)
+    monkeypatch.setattr(engines, "COST", 1e6)
     second = fit(Dropped(), amortized(), make_trainer).strategy.report
     assert second.graphs == []  # nothing is tried that was slower
     assert "in an earlier run the unchanged step was the fastest" in second.run.verdict
@@ -307,7 +308,7 @@ def test_a_faster_step_is_known_to_later_runs(
     paces(torch=2.0, ort=1.0, compiling=2.5)
     assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
     # without a file of an earlier run this would not start
-    monkeypatch.setattr(ways, "COST", 1e9)
+    monkeypatch.setattr(engines, "COST", 1e9)
     assert fit(Dropped(), amortized(), make_trainer).strategy.report.ort_runs > 0
     assert fit(Dropped(), amortized(cache_dir=None), make_trainer).strategy.report.graphs == []
 

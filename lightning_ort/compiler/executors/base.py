@@ -17,7 +17,13 @@ class Executor(ABC):
     """Runs regions of graphs on one device.
 
     An executor needs names, :meth:`supports` and :meth:`build`, and a line in
-    :mod:`~lightning_ort.compiler.executors.registry`.
+    :mod:`~lightning_ort.compiler.executors.registry`; ``tests/compiler/test_executors.py`` has one of twenty lines.
+
+    A region is a graph of ATen ops, ``region.module``, of which ``region.inputs`` and ``region.outputs`` are the nodes
+    that it reads and returns; their ``meta["val"]`` has shapes, strides and dtypes as traced, and a size may be
+    symbolic. Whoever cannot build a region raises :class:`~lightning_ort.compiler.regions.RegionRejected`, and the next
+    executor gets it, or torch. The same happens if it fails in a run, or is slower than torch: timing, cache and report
+    are not its business.
     """
 
     name: ClassVar[str]  # in the report and in the names of regions, such as "ort"

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -28,10 +28,6 @@ from lightning_ort.compiler.report import Reason
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.writes import InputWrites
 from lightning_ort.config import DropoutMasks
-
-NAME: Final = "inductor"
-GRAPHS: Final = "inductor-graphs"  # with its kernels recorded as CUDA graphs: torch.compile's mode "reduce-overhead"
-ENGINES: Final = (NAME, GRAPHS)
 
 
 def cpp_compiler_name() -> str:
@@ -56,14 +52,17 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponenti
 
 
 def backend_for(
-    engine: str,
     masks: DropoutMasks,
+    records: bool = False,
     on_failure: Callable[[Exception], None] = lambda error: None,
     request: Callable[[], CompileRequest] = CompileRequest,
 ) -> "GuardedBackend":
-    """Return what compiles graphs for an engine; with ``"exact"`` masks random numbers are the same as in eager."""
+    """Return what compiles graphs, and maybe records their kernels as CUDA graphs.
+
+    With ``"exact"`` masks random numbers are the same as in eager.
+    """
     options = {"fallback_random": masks == "exact"}
-    if engine == GRAPHS:  # what torch.compile's mode sets
+    if records:  # what torch.compile's mode sets
         return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure, request)
     return GuardedBackend(inductor_backend(options), on_failure, request)
 

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
-from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
@@ -22,7 +22,7 @@ from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
 from lightning_ort.strategies.race.outlook import TRAINING, Outlook, at_window_start, outlook_of
-from lightning_ort.strategies.race.race import Engine, Race
+from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.view import is_announced
 from lightning_ort.strategies.race.ways import is_amortized, setting_for
 
@@ -69,7 +69,7 @@ class CapturedModule:
         self.optimizers: Any = None
         self._gradients: tuple[bool, bool] | None = None  # whether they may be written, and dropped
         self.in_backward = False  # whether a backward pass of the Trainer runs
-        self._module_shims: dict[Engine, ModuleShims] = {}
+        self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
         _collect_garbage()
@@ -229,19 +229,18 @@ class CapturedModule:
         """Return what graphs are compiled for in this call."""
         return CompileRequest() if self.running is None else self.running.request()
 
-    def compile(self, function: Callable[..., Any], engine: Engine = "ort") -> Callable[..., Any]:
+    def compile(self, function: Callable[..., Any], engine: str = "ort") -> Callable[..., Any]:
         """Compile a function for an engine; dynamo starts at its first call."""
         backend: Callable[..., Any] = self.backend
-        if engine in inductor.ENGINES:
+        if (make := ENGINES[engine].backend) is not None:
             on_failure = functools.partial(weakly(self._on_failure), engine)
-            masks, request = self.config.dropout_masks, weakly(self.request, CompileRequest())
-            backend = inductor.backend_for(engine, masks, on_failure, request)
+            backend = make(self.config.dropout_masks, on_failure, weakly(self.request, CompileRequest()))
         compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
         dynamo.release_backend(backend)
         self._regions.append(dynamo.region_of(compiled))
         return compiled
 
-    def _on_failure(self, engine: Engine, error: Exception) -> None:
+    def _on_failure(self, engine: str, error: Exception) -> None:
         if self.running is not None:  # or has run last, so that its backward pass may run now
             self.running.engine_failed(engine, error)
 
@@ -253,7 +252,7 @@ class CapturedModule:
         before, self.monitor.numbers = self.monitor.numbers, False
         return before
 
-    def module_shims(self, engine: Engine) -> ModuleShims:
+    def module_shims(self, engine: str) -> ModuleShims:
         """Return the compiled children."""
         if engine not in self._module_shims:
             children = [child for child in callable_children(self.module) if compiled_by_user(child) is None]

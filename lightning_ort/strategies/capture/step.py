@@ -32,6 +32,7 @@ from lightning_ort.compat.dynamo_messages import is_about_numbers
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler import malloc
+from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.nodes import num_operations
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
@@ -265,9 +266,9 @@ class CapturedStep(AbstractContextManager[None]):
         if way is UNCHANGED:
             return self._run_unchanged(*args, **kwargs)
         module, turn = self._module, self._turn
-        if way.engine == inductor.GRAPHS:
+        if ENGINES[way.engine].records:
             if not module.may_record(self._name):
-                self._fail(way, failures.of_inductor("gradients are accumulated now"))
+                self._fail(way, failures.of_torch_compile("gradients are accumulated now"))
                 turn.counts = False
                 return self._user.call(*args, **kwargs)
             inductor.begin_recorded_step()
@@ -418,7 +419,7 @@ class CapturedStep(AbstractContextManager[None]):
                 return run(*args, **kwargs)
         module = self._module
         # the gradients of a recording are copied: people read them in the next step, or add to them
-        new = [p for p in module.module.parameters() if p.grad is None] if turn.way.engine == inductor.GRAPHS else ()
+        new = [p for p in module.module.parameters() if p.grad is None] if ENGINES[turn.way.engine].records else ()
         module.in_backward = True
         try:
             with turn.timed() if turn.is_timed else _NO_CONTEXT:
@@ -441,7 +442,7 @@ class CapturedStep(AbstractContextManager[None]):
         """A graph of inductor's has failed while it ran."""
         way = self._turn.way
         if way.engine == engine:
-            self._fail(way, failures.of_inductor(f"{type(error).__name__}: {error}".splitlines()[0]))
+            self._fail(way, failures.of_torch_compile(f"{type(error).__name__}: {error}".splitlines()[0]))
 
     def _leave_as_wrong(self, text: str) -> None:
         """Run the step unchanged from now on, as an audit has found that it does something else when it is captured."""

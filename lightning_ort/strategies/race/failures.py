@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import plain_reason
-from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.strategies.race.race import Failure, Way
 
@@ -62,8 +62,8 @@ class Situation:
 
 def after_compiling(way: Way, outcome: "Outcome", situation: Situation) -> Failure | None:
     """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
-    if way.engine in inductor.ENGINES:
-        return _of_inductor(way, outcome)
+    if ENGINES[way.engine].backend is not None:
+        return _of_torch_compile(way, outcome)
     instead = Way(way.engine, "modules") if situation.children or way.part == "modules" else None
     cause = dynamo.backend_error(outcome.error)
     if outcome.error is not None:
@@ -102,8 +102,8 @@ def without_one_graph(way: Way, why: str) -> Failure:
     return Failure(Cause(Reason(ReasonType.SPLIT, why)), Way(way.engine, way.part))
 
 
-def of_inductor(why: str) -> Failure:
-    """Return the failure of a way that inductor runs."""
+def of_torch_compile(why: str) -> Failure:
+    """Return the failure of a way that another backend of torch.compile runs."""
     return _choice(why, None, ReasonType.INDUCTOR_FAILED)
 
 
@@ -130,18 +130,18 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
         follows = "its child modules are captured instead"
         if failure.instead.part == "step":
             follows = "the step is captured as two graphs"
-    elif way.engine in inductor.ENGINES and not failure.final:
+    elif ENGINES[way.engine].backend is not None and not failure.final:
         follows = f"{way.engine} is {'given up' if was_used else 'not tried'}"
     else:
         follows = "the step stays in PyTorch"
     return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")
 
 
-def _of_inductor(way: Way, outcome: "Outcome") -> Failure | None:
+def _of_torch_compile(way: Way, outcome: "Outcome") -> Failure | None:
     cause = outcome.error and (dynamo.backend_error(outcome.error) or outcome.error)
     if cause is not None or outcome.limit is not None:
-        return of_inductor(dynamo.explanation(str(cause or outcome.limit)))
-    return of_inductor("sizes vary") if way.engine == inductor.GRAPHS and outcome.recompiles else None
+        return of_torch_compile(dynamo.explanation(str(cause or outcome.limit)))
+    return of_torch_compile("sizes vary") if ENGINES[way.engine].records and outcome.recompiles else None
 
 
 def _failure(text: str, instead: Way | None, kind: ReasonType, error: BaseException | None = None) -> Failure:

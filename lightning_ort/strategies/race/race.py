@@ -31,7 +31,6 @@ STOP, GRACE = 2.0, 1.5
 MEMORY, WORTH = 0.1, 0.03
 NO_LIMIT = math.inf  # as a share: everything starts at once
 
-Engine = Literal["torch", "ort", "inductor", "inductor-graphs"]
 Agree = Callable[[str, Mapping[str, float]], Mapping[str, float]]
 
 
@@ -40,13 +39,13 @@ class Way:
     """One way to run a step.
 
     Args:
-        engine: What runs it; ``"torch"`` is the unchanged step.
+        engine: What runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step.
         part: What is compiled: the step, or its child modules.
         graphs: Of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2.
 
     """
 
-    engine: Engine
+    engine: str
     part: Literal["step", "modules"] = "step"
     graphs: int = 2
 
@@ -399,7 +398,10 @@ class Race:
     def _may_cost(self, expected: Expected) -> float:
         """The rule to start: a way may cost less than this, a share of what the step itself has still to take.
 
-        Of a way that saves less than the share at most, the share is what it saves more than the champion does.
+        Of a way that saves less than the share at most, the share is what it saves more than the champion does. The
+        share is ``compile_budget``; ``usual`` is measured in unchanged steps; how many are left the Trainer knows, or
+        as many as were done. Of what a way costs and saves :mod:`.ways` knows what earlier runs have found, or else
+        the estimate of its engine. Nothing else takes part.
         """
         gained = self._saving / self.usual if self.usual > 0 else 0.0
         share = min(self.share, expected.saves - gained)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
-from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report import ReasonType, StepReport
-from lightning_ort.compiler.run_part import LABELS
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Waiting, Way
 
@@ -78,7 +77,7 @@ class RaceView:
             self._note(ReasonType.NOT_COMPILED, why)
             run.waiting = run.waiting or f"{self._name}: {why}"
         elif waiting and waiting.way not in started:
-            text = f"{LABELS[waiting.way.engine]}: {_why_waiting(waiting).partition(';')[0]}"
+            text = f"{label_of(waiting.way.engine)}: {_why_waiting(waiting).partition(';')[0]}"
             self._note(ReasonType.NOT_TRIED, text, announced=True)
         if race.trying is not None:
             why = "the run ended before it could be timed"
@@ -95,7 +94,7 @@ class RaceView:
             self._waits_no_more()
             run = self._module.backend.report.run
             run.peak_bytes_before = run.peak_bytes_before or peak_bytes(self._module.device) or 0
-            label = LABELS[event.way.engine]
+            label = label_of(event.way.engine)
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
             self._excluded = True
@@ -105,7 +104,7 @@ class RaceView:
         elif event.what == "costs too much":
             assert isinstance(event.why, Waiting)
             text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed"
-            after = f"{LABELS[event.way.engine]} is given up" if race.champion is not UNCHANGED else STAYS
+            after = f"{label_of(event.way.engine)} is given up" if race.champion is not UNCHANGED else STAYS
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
             if race.champion is UNCHANGED:
                 self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
@@ -139,7 +138,7 @@ class RaceView:
         if winner is UNCHANGED:
             text = f"timed {again}: {took}" if again else took
             self._note(ReasonType.SLOWER, f"{text}; {STAYS}", announced=True)
-        elif winner.engine in inductor.ENGINES:
+        elif ENGINES[winner.engine].backend is not None:
             self._note(ReasonType.INDUCTOR_WON, took, announced=True)
 
     def _verdict(self, race: Race, event: Event, found: Verdict, winner: Way, loser: Way) -> str:
@@ -147,11 +146,11 @@ class RaceView:
         outcome = "wins"
         if found.more_memory:
             larger = f"{found.more_memory:.0%} more memory"
-            outcome = f"goes on, since {LABELS[loser.engine]} is hardly faster and takes {larger}"
+            outcome = f"goes on, since {label_of(loser.engine)} is hardly faster and takes {larger}"
         elif not found.is_clear:
             outcome = "goes on, without a clear difference"
-        rival = f"{duration(times[loser])} in {LABELS[loser.engine]}"
-        text = f"{LABELS[winner.engine]} {outcome}, {duration(times[winner])} a step ({rival})"
+        rival = f"{duration(times[loser])} in {label_of(loser.engine)}"
+        text = f"{label_of(winner.engine)} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
         elif found.is_clear and loser is UNCHANGED:

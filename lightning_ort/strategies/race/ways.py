@@ -1,12 +1,7 @@
 """Which ways of running a step are tried, in which order, and what is expected of them: :class:`Ways`.
 
-On a CPU ONNX Runtime comes first; inductor takes several times as long to compile. On a GPU ONNX Runtime's standard
-kernels fuse few elementwise operations and no gradients, so a training step is several times as many kernels as in
-eager. There inductor is tried first, and ONNX Runtime in steps without a backward pass, and in others where it may
-still win.
-
-What earlier runs on this machine found of a step of the same module, on batches of the same sizes, is kept in the
-cache.
+What is particular to an engine is in :mod:`~lightning_ort.compiler.engines`; here it meets the step. What
+earlier runs on this machine found of a step of the same module, on batches of the same sizes, is kept in the cache.
 """
 
 import dataclasses
@@ -18,30 +13,16 @@ from torch import nn
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
-from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.engines import ENGINES, EVALUATION, ON_CPU, ON_GPU, ORT, TORCH, StepFacts, ort_fixed_cost
 from lightning_ort.compiler.fingerprint import digest, program
-from lightning_ort.config import DEFAULT_START, ORTConfig
-from lightning_ort.config import Engine as Setting
+from lightning_ort.config import DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import STOP, UNCHANGED, Event, Expected, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
 
-# Seconds, and seconds for each operation with a gradient that an unchanged step calls. With one thread 1.4 for an
-# MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
-# (616).
-COST, COST_PER_OPERATION = 0.5, 0.015
 PER_LAYER = 10  # operations, where no step with gradients was seen
-FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
-WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
-EVALUATION = 0.5  # of what the training step takes: there is no backward graph
-DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
-SAVED_DISPATCH, SAVED = 0.3, 0.1  # shares of a step that capture saves
-INDUCTOR_SAVED = 0.1  # a share of the step, before anything was tried; it was 0.06 to 0.2 where inductor won
-INDUCTOR_COST, INDUCTOR_COST_PER_OPERATION = 15.0, 0.01  # seconds
-INDUCTOR_WARM = 0.2  # of the cold start-up's seconds: torch keeps what the C++ compiler made
-INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Runtime, at least
 
 
 def is_amortized(config: ORTConfig) -> bool:
@@ -53,29 +34,30 @@ def is_amortized(config: ORTConfig) -> bool:
     return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
 
 
-def setting_for(config: ORTConfig, device: torch.device) -> Setting:
+def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
     """Return the engine that a config asks for.
 
-    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and inductor can compile.
+    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and another engine can compile.
     """
     if config.engine is not None:
         return config.engine
     if config.placement != "measured":
         return "ort"
-    tries_inductor = device.type == "cuda" or (is_amortized(config) and inductor.cpp_compiler() is not None)
-    return "auto" if tries_inductor else "ort"
+    tries_others = device.type == "cuda" or (
+        is_amortized(config) and any(ENGINES[engine].is_ready() for engine in ON_CPU)
+    )
+    return "auto" if tries_others else "ort"
 
 
 def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
     """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
     if module.setting == "ort" or not module.is_measured:
         return [first]
-    others = [Way("inductor", first.part)]
-    if module.device.type != "cuda":
-        return [first, *others]
-    if module.may_record(step) and module.config.dynamic is not True:  # a recording is of fixed sizes
-        others.append(Way("inductor-graphs", first.part))
-    return [*others, first]
+    # a recording is of fixed sizes
+    records = module.may_record(step) and module.config.dynamic is not True
+    engines = ON_GPU if module.device.type == "cuda" else ON_CPU
+    allowed = [engine for engine in engines if records or not ENGINES[engine].records]
+    return [first if engine == first.engine else Way(engine, first.part) for engine in allowed]
 
 
 class Ways:
@@ -94,55 +76,46 @@ class Ways:
         about = f"{name}\n{_describe(module.module)}\n{_shapes(batch)}"
         cache, settings = module.backend.cache, module.settings
         self._files = {
-            engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ("ort", *inductor.ENGINES)
+            engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ENGINES if engine != TORCH
         }
         # whoever wants to start now wants to try again what was in vain
         amortized = module.is_amortized
         self._known = {engine: self._load(file) if amortized else None for engine, file in self._files.items()}
-        self._fixed = self._fixed_cost()
+        self._fixed = ort_fixed_cost(not module.backend.compiled_in_process())
 
     def expect(self, way: Way) -> Expected:
         """Return what is expected of a way."""
+        engine, facts = ENGINES[way.engine], self._facts(way)
+        cost = engine.cost(facts)
         refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
-            return Expected(self._cost(way), 0.0, why)
+            return Expected(cost, 0.0, why)
+        saves = engine.saves(facts) if self._module.is_amortized or facts.on_gpu else 1.0
         known = self._known.get(way.engine)
         if known is None:
-            return Expected(self._cost(way), self._prior(way))
-        saves, why = self._prior(way), ""
-        if {"torch", way.engine} <= known.ms.keys():
-            saves = max(0.0, 1 - known.ms[way.engine] / known.ms["torch"])
-            times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in known.ms.items())
+            return Expected(cost, saves)
+        why = ""
+        if {TORCH, way.engine} <= known.ms.keys():
+            saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
+            times = ", ".join(f"{duration(ms)} {name}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
         if not known.finished:  # it takes more than that
-            return Expected(max(STOP * known.cold, self._cost(way)), saves, why)
-        warm = known.warm if known.warm is not None else self._warm(way, known.cold)
-        return Expected(warm, saves, why)
+            return Expected(max(STOP * known.cold, cost), saves, why)
+        return Expected(engine.warm() * known.cold if known.warm is None else known.warm, saves, why)
 
-    def _prior(self, way: Way) -> float:
-        """The share of the step that a way saves at most, before it was tried."""
-        module = self._module
-        if not module.is_amortized and module.device.type != "cuda":
-            return 1.0
-        if way.engine in inductor.ENGINES:
-            return INDUCTOR_SAVED if module.device.type != "cuda" else 1.0
-        if module.device.type != "cuda" or self._name != TRAINING:
-            return 1.0
-        return SAVED_DISPATCH if module.races[self._name].usual < DISPATCH_BOUND else SAVED
-
-    def _cost(self, way: Way) -> float:
-        operations = self._operations(self._name)
-        if way.engine in inductor.ENGINES:
-            # a step of a hundred graphs has no more operations than one of two
-            others = INDUCTOR_TO_ORT * self._spent(self._name, "ort")
-            return max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * operations, others)
-        if self._name != TRAINING and (training := self._spent(TRAINING, way.engine)):
-            return EVALUATION * training
-        return self._fixed_cost() + COST_PER_OPERATION * operations
-
-    def _fixed_cost(self) -> float:
-        return COST + FIRST_COMPILATION * (not self._module.backend.compiled_in_process())
+    def _facts(self, way: Way) -> StepFacts:
+        module, name = self._module, self._name
+        race = module.races.get(name)
+        return StepFacts(
+            on_gpu=module.device.type == "cuda",
+            trains=name == TRAINING,
+            operations=self._operations(name),
+            usual=0.0 if race is None else race.usual,
+            is_first=not module.backend.compiled_in_process(),
+            on_ort=self._spent(name, ORT),
+            training=self._spent(TRAINING, way.engine),
+        )
 
     def projected_cost(self, seconds: float, done: float) -> float:
         """Return how many seconds compiling the step will take in all, by what its first graphs took.
@@ -168,12 +141,6 @@ class Ways:
         """The seconds that compiling a step for an engine has taken in this run."""
         race = self._module.races.get(name)
         return 0.0 if race is None else sum(_compiling(race.of_run, engine))
-
-    @staticmethod
-    def _warm(way: Way, cold: float) -> float:
-        if way.engine not in inductor.ENGINES:
-            return WARM * cold
-        return INDUCTOR_WARM * cold if inductor.has_cache() else cold
 
     def store(self, events: list[Event]) -> None:
         """Keep what a run has found, by its events, for later ones."""

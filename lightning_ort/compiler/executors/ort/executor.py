@@ -14,6 +14,7 @@ from lightning_ort.compiler.executors.ort import kernels, session, support
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
+from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.regions import Region, Support, Variant, count_flops
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.config import ORTConfig
@@ -56,8 +57,9 @@ class OrtExecutor(Executor):
     def unsupported_reason(self) -> Reason | None:
         if not self.providers:
             return Reason(ReasonType.DEVICE, f"no execution provider for {self.device} in this onnxruntime")
-        if self.device.type == "cuda" and self.providers == (kernels.CPU,):
-            return Reason(ReasonType.DEVICE, f"{kernels.CPU} computes nothing on {self.device}")
+        reads = {provider_of(name).tensors for name in self.providers}
+        if self.device.type != "cpu" and reads.isdisjoint(("", self.device.type)):
+            return Reason(ReasonType.DEVICE, f"{' and '.join(self.providers)} computes nothing on {self.device}")
         failure = self.kernels.provider_failure()
         return None if failure is None else Reason(ReasonType.DEVICE, failure)
 
@@ -120,7 +122,7 @@ class OrtExecutor(Executor):
     def _stream(self) -> torch.cuda.Stream | None:
         """The stream of a session: torch's current one, on which neither waits for the other.
 
-        ``None`` for one on the CPU, or with another provider first, which has streams of its own.
+        ``None`` for one on the CPU, or with a provider first that has streams of its own.
         """
-        on_cuda = self.device.type == "cuda" and self.providers[0] == kernels.CUDA
-        return torch.cuda.current_stream(self.device) if on_cuda else None
+        on_stream = self.device.type == "cuda" and provider_of(self.providers[0]).takes_stream
+        return torch.cuda.current_stream(self.device) if on_stream else None

@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ from packaging.version import Version
 
 from lightning_ort.compat.onnxruntime import (
     binds_bfloat16,
-    cuda_provider_error,
     ep_devices,
     import_onnxruntime,
     without_device_warning,
 )
+from lightning_ort.compiler.executors.ort.providers import CPU, CUDA, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.reproducer_script import DISABLED_OPTIMIZERS
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     import onnxruntime
 
 log = logging.getLogger(__name__)
-
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-_ON_GPU = (CUDA, "TensorrtExecutionProvider")  # which take the number of the GPU
 
 # all of them install the same import package `onnxruntime`
 _BUILDS = ("", "-gpu", "-training", "-training-cpu", "-directml", "-openvino", "-qnn")
@@ -111,18 +108,21 @@ def available_providers() -> list[str]:
 
 def current_device(providers: Sequence[str]) -> torch.device:
     """Return the device on which providers are asked what they can do, before there is any tensor."""
-    if CUDA not in providers:
+    if not _are_for_cuda(providers):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 def providers_for(device: torch.device) -> tuple[str, ...] | None:
     """Return the installed execution providers for tensors on a device, or ``None``."""
-    if device.type == "cpu":
-        return (CPU,)
-    if device.type == "cuda" and CUDA in available_providers():
-        return (CUDA, CPU)
-    return None
+    installed = available_providers()
+    fitting = [name for name, one in PROVIDERS.items() if one.by_default and one.tensors == device.type]
+    first = next((name for name in fitting if name in installed), None)
+    return None if first is None else tuple(dict.fromkeys((first, CPU)))
+
+
+def _are_for_cuda(providers: Sequence[str]) -> bool:
+    return any(provider_of(name).tensors == "cuda" for name in providers)
 
 
 def new_session(
@@ -130,11 +130,11 @@ def new_session(
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
+    provider_options: Mapping[str, Mapping[str, str]] | None = None,
     *,
     disabled_optimizers: Sequence[str] = DISABLED_OPTIMIZERS,
-    **cuda_options: str,
 ) -> "onnxruntime.InferenceSession":
-    """Return a session, on the GPU of ``device`` if it has the CUDA provider; torch's current device stays as it is."""
+    """Return a session, on the GPU of ``device`` if a provider is for one; torch's current device stays as it is."""
     import onnxruntime
 
     built_in = onnxruntime.get_available_providers()
@@ -145,10 +145,12 @@ def new_session(
         return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
     # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
     on_gpu = {"device_id": str(device.index)} if device.index else {}
-    options_of = {provider: {**on_gpu, **(cuda_options if provider == CUDA else {})} for provider in _ON_GPU}
-    configured = [(each, options_of[each]) if each in options_of else each for each in providers]
+    own = provider_options or {}
+    configured = [
+        (name, {**(on_gpu if provider_of(name).takes_number else {}), **own.get(name, {})}) for name in providers
+    ]
     quiet = without_device_warning() if on_gpu else nullcontext()
-    with on_device(device if CUDA in providers else torch.device("cpu")), quiet:
+    with on_device(device if _are_for_cuda(providers) else torch.device("cpu")), quiet:
         return onnxruntime.InferenceSession(
             model, options, providers=configured, disabled_optimizers=disabled_optimizers
         )
@@ -196,10 +198,12 @@ class Kernels:
         return f"onnxruntime {onnxruntime.__version__} cannot bind a tensor of bfloat16; 1.20 and later ones can"
 
     def provider_failure(self) -> str | None:
-        """Return why the CUDA provider, which the build contains, does not load here, or ``None``."""
-        if self.providers[0] != CUDA or (error := self.missing(_identity(OPSETS[-1]))) is None:
+        """Return why a provider that the build contains does not load here, or ``None``."""
+        first = self.providers[0]
+        load_error = provider_of(first).load_error
+        if load_error is None or (error := self.missing(_identity(OPSETS[-1]))) is None:
             return None
-        return f"{CUDA} does not load: {cuda_provider_error() or error}"
+        return f"{first} does not load: {load_error() or error}"
 
     def layer_norm_is_exact(self, dtype: torch.dtype) -> bool:
         """Return whether the kernel of LayerNormalization may be used, which a GPU has to show."""
@@ -232,9 +236,9 @@ def _load_error(model: "ir.Model", providers: tuple[str, ...], device: torch.dev
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    if providers[0] == CUDA:
-        # alone: beside the CPU's provider every op has a kernel, and two copies between the memories
-        providers = (CUDA,)
+    if provider_of(providers[0]).asked_alone:
+        # beside the CPU's provider every op has a kernel, and two copies between the memories
+        providers = providers[:1]
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
         new_session(ir.to_proto(model).SerializeToString(), options, providers, device)

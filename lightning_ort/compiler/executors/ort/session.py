@@ -7,7 +7,7 @@ import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -18,7 +18,8 @@ from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_memory
 from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
-from lightning_ort.compiler.executors.ort.kernels import CUDA, new_session
+from lightning_ort.compiler.executors.ort.kernels import new_session
+from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
 from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.gpu_memory import note_first_session
 from lightning_ort.compiler.nodes import values_of
@@ -39,8 +40,6 @@ _ATTRIBUTES = {
     for kind in ("FLOAT", "INT", "STRING", "TENSOR")
     for plural in ("", "S")
 }
-_CONVOLUTION = torch.ops.aten.convolution.default
-_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot")}
 _MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and index tables
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
@@ -144,14 +143,14 @@ def build(
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    cuda_options = _cuda_options(region, stream) if CUDA in providers else {}
+    provider_options = {name: provider_of(name).options(region, stream) for name in providers}
     try:
-        session = new_session(model, options, providers, device, **cuda_options)
+        session = new_session(model, options, providers, device, provider_options)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
     reason = provider_missing_reason(session, providers[0])
     if reason is None and stream is not None:
-        reason = other_stream_reason(session, device, stream)
+        reason = other_stream_reason(session, providers[0], device, stream)
     if reason is not None:
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
@@ -229,10 +228,10 @@ def provider_missing_reason(session: "onnxruntime.InferenceSession", provider: s
 
 
 def other_stream_reason(
-    session: "onnxruntime.InferenceSession", device: torch.device, stream: torch.cuda.Stream
+    session: "onnxruntime.InferenceSession", provider: str, device: torch.device, stream: torch.cuda.Stream
 ) -> str | None:
     """Return why a session's kernels would not be in order with torch's, from the options that it was built with."""
-    options = session.get_provider_options()[CUDA]
+    options = session.get_provider_options()[provider]
     wanted = {"device_id": str(device.index or 0), "has_user_compute_stream": "1"}
     wanted["user_compute_stream"] = str(handle_of(stream))
     found = {name: options.get(name) for name in wanted}
@@ -242,31 +241,6 @@ def other_stream_reason(
 def _has_float64(region: Region) -> bool:
     values = (value for node in region.module.graph.nodes for value in values_of(node))
     return any(isinstance(value, torch.Tensor) and value.dtype is torch.float64 for value in values)
-
-
-def _cuda_options(region: Region, stream: torch.cuda.Stream | None) -> dict[str, str]:
-    # on torch's stream neither side has to wait for the other
-    on_stream = {} if stream is None else {"user_compute_stream": str(handle_of(stream))}
-    searches = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
-    return {
-        **on_stream,
-        "do_copy_in_default_stream": "1",
-        # not by powers of two: torch's allocator needs the rest of the memory
-        "arena_extend_strategy": "kSameAsRequested",
-        # onnxruntime uses TF32 by default, and has one setting where torch has two
-        "use_tf32": "1" if _may_use_tf32(region) else "0",
-        # as torch: onnxruntime's default times each algorithm for each new shape, in all memory that is free
-        "cudnn_conv_algo_search": "EXHAUSTIVE" if searches else "HEURISTIC",
-    }
-
-
-def _may_use_tf32(region: Region) -> bool:
-    """Whether torch computes all matrix products and convolutions of a region with TF32."""
-    targets = {node.target for node in region.module.graph.nodes}
-    convolves, multiplies = (not targets.isdisjoint(ops) for ops in ({_CONVOLUTION}, _PRODUCTS))
-    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # torch makes it with a class for modules
-    backends = ((convolves, conv), (multiplies, torch.backends.cuda.matmul))
-    return all(backend.fp32_precision == "tf32" for is_used, backend in backends if is_used)
 
 
 def save(model: bytes, folder: str, name: str) -> None:

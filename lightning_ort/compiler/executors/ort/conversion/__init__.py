@@ -1,14 +1,41 @@
 """ATen ops as ONNX: one short function per op, one file per family.
 
-A backward op is converted in the file of its forward op, also where torch decomposes the forward op itself.
+What a converter needs
+----------------------
 
-In reading order:
+It is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX nodes for
+tensors and symbolic integers, plain Python values for the rest. It returns a :class:`Value`, or a tuple of them for an
+op with several results. Its docstring is the ATen schema, or one of them if it converts several overloads:
+``@converts`` compares the names in it with the op's. A backward op is in the file of its forward op, also where torch
+decomposes the forward op itself.
 
-1. :mod:`registry`: which overload is converted by which function, and how one refuses.
-2. :mod:`metadata`: dtypes and shapes of FX nodes; :mod:`checks`: arguments that are refused or brought into form.
-3. :mod:`graph`: the ONNX graph under construction, and its values, which have operators; :mod:`cuda_kernels`: what has
-   no kernel on a GPU.
-4. :mod:`elementary`: exp, log, sqrt and others, right at the edges too.
+- ``ctx.value(x)`` is the value of an argument, of a number too; ``ctx.value(x, dtype)`` casts it. Values compute as
+  tensors do, ``(1 - y * y) < 0``, with numbers or with values of their own dtype, and have ``cast``, ``reshape``,
+  ``expand``, ``squeeze``, ``unsqueeze``, ``transpose``, ``min``, ``max`` and ``is_nan``.
+- ``x.op("Erf")`` or ``ctx.op("Gemm", a, b, c, transB=1)`` emits any operator of opset 18 with its attributes, and takes
+  lists of integers for inputs such as axes; ``outputs=2`` returns a tuple, ``dtype=`` is that of the result where it is
+  not that of the first input. ``ctx.const(value, dtype)``, ``ctx.ints([0, 1])`` and ``ctx.sizes(sizes)`` are constants,
+  the last also with symbolic sizes; ``ctx.shape_tensor(x)`` is a shape when the model runs.
+- :mod:`.metadata` says what was traced: ``dtype_of(x)``, ``shape_of(x)``, ``rank_of(x)``, and ``static(sizes)`` whether
+  no size is symbolic. :mod:`.checks` brings dimensions into form, as ``axis_of(dim, rank)``, and refuses symbolic ones.
+- ``raise Unsupported("why")`` for what it cannot express, or for what onnxruntime's kernel does wrong or slowly: the
+  node stays in torch, with that reason in the report. Quirks get a comment with the version.
+- ``where`` and the functions of :mod:`.elementary` (``exp``, ``log``, ``sqrt``, ...) in place of onnxruntime's own,
+  which are slow, or wrong for infinities, NaN and denormals.
+- ``@converts(..., variants=("GeluGrad", EXPANDED))`` for an op that can be written as a kernel of the training builds,
+  or expanded: ask ``ctx.variant(node)`` which. ``takes_empty=True`` where operands may have no elements.
+
+That is all for most ops: what has a converter is left whole while the step is traced, is looked for in the installed
+onnxruntime, and is timed. ``python -m tests.conversion.opinfo --ops NAME`` says if results are laid out in memory
+otherwise than eager's; then the op belongs to ``LAYOUTS`` (:mod:`~lightning_ort.compiler.lowering.eager_layouts`).
+
+The files
+---------
+
+1. :mod:`registry`: which overload is converted by which function.
+2. :mod:`metadata`; :mod:`checks`.
+3. :mod:`graph`: the ONNX graph under construction, and its values; :mod:`cuda_kernels`: what has no kernel on a GPU.
+4. :mod:`elementary`; :mod:`choice`: choice by a condition, and what takes less time where that is exact.
 5. :mod:`pointwise`: arithmetic, casts; :mod:`logic`: comparison and choice; :mod:`activations`.
 6. :mod:`linalg`: matrix products.
 7. :mod:`shape`: views, layout, tensors made from sizes.

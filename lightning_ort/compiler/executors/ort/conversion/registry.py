@@ -1,15 +1,4 @@
-"""Which ATen overload is converted by which function.
-
-A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX
-nodes for tensors (and for symbolic integers), plain Python values for the rest. It emits ONNX nodes through ``ctx`` and
-returns one :class:`~.graph.Value`, or a tuple of them for an op with several results. It refuses what it cannot express
-by raising :class:`Unsupported`: the node then stays in torch, with that reason in the report. Its docstring is the ATen
-schema, or one of them if it converts several overloads; :func:`converts` compares the names in it with the op's.
-
-Some ops can be written in several variants: as a contributed kernel, or expanded into ONNX's own operators. Their
-converters list the variants and ask ``ctx.variant(node)`` which to write; :mod:`~lightning_ort.compiler.autotune` times
-them.
-"""
+"""Which ATen overload is converted by which function; the docstring of this package says what one needs."""
 
 import re
 from collections.abc import Callable

@@ -1,0 +1,126 @@
+"""The calls of lightning_ort in one settled training step, in order, with the time that each takes itself.
+
+Of a module of five small layers, whose kernels take next to nothing. Times are the least of ten means of
+ten steps under cProfile, without torch's and onnxruntime's operations. It makes calls dearer than they are: compare
+them with each other alone.
+``--source`` also prints each function: the whole path, to read at one go.
+``python benchmarks/settled_step.py [--unchanged] [--source]``
+"""
+
+import argparse
+import cProfile
+import inspect
+import math
+import os
+import pstats
+import sys
+import warnings
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from harness import console, table_of
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+import lightning_ort
+
+PACKAGE = str(Path(lightning_ort.__file__).parent) + os.sep
+FIRST, LAST, EACH = 150, 250, 10  # steps under a profiler, none of which is audited, and of each profiler
+STEPS = LAST + 10
+
+
+class Layers(LightningModule):
+    """Five layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        """Return batches of 8."""
+        return torch.utils.data.DataLoader(torch.randn(8 * STEPS, 16), batch_size=8)
+
+
+class Watch(Callback):
+    """Profiles some steps, and then lists the calls of another one."""
+
+    def __init__(self) -> None:
+        self.profiles: list[cProfile.Profile] = []
+        self.calls: list[tuple[int, CodeType]] = []  # each with how many calls of ours it is within
+        self._depth = 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin."""
+        if FIRST <= batch_idx <= LAST and batch_idx % EACH == 0:
+            if self.profiles:
+                self.profiles[-1].disable()
+            if batch_idx < LAST:
+                self.profiles.append(cProfile.Profile())
+                self.profiles[-1].enable()
+        elif batch_idx == LAST + 1:
+            sys.setprofile(self._see)
+        elif batch_idx == LAST + 2:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        if event == "call":
+            self.calls.append((self._depth, frame.f_code))
+        self._depth += {"call": 1, "return": -1}.get(event, 0)
+
+
+def watch(unchanged: bool = False) -> Watch:
+    """Return what a fit has shown."""
+    settings = {"start": "amortized"} if unchanged else {"start": "now", "placement": "always"}
+    watched = Watch()
+    trainer = Trainer(
+        strategy=lightning_ort.ORTStrategy(config={"cache_dir": None, **settings}),
+        callbacks=[watched],
+        accelerator="cpu",
+        max_epochs=1,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    trainer.fit(Layers())
+    sys.setprofile(None)
+    return watched
+
+
+def main() -> None:
+    """Print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unchanged", action="store_true", help="a step that nothing is compiled for")
+    parser.add_argument("--source", action="store_true", help="print the functions too")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found = watch(arguments.unchanged)
+    times: dict[tuple[str, int, str], float] = {}
+    for profile in found.profiles:
+        for place, (_, count, seconds, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+            times[place] = min(times.get(place, math.inf), seconds / count)
+    table = table_of(f"{len(found.calls)} calls in a step", ("call", "at"), ("us",))
+    for depth, code in found.calls:
+        seconds = times.get((code.co_filename, code.co_firstlineno, code.co_name), math.nan)
+        name = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
+        at = f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno}"
+        table.add_row(f"{'  ' * depth}{name}", at, f"{1e6 * seconds:.1f}")
+    out = console()
+    out.print(table)
+    if arguments.source:
+        for code in dict.fromkeys(code for _, code in found.calls):
+            out.print(f"\n# {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno}", highlight=False)
+            out.print(inspect.getsource(code), highlight=False, markup=False, end="")
+
+
+if __name__ == "__main__":
+    main()

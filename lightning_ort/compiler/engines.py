@@ -1,0 +1,134 @@
+"""What a whole step can run on: :data:`ENGINES`, with all that is particular to each.
+
+A new engine is one more entry, its place in :data:`ON_CPU` or :data:`ON_GPU`, and a function that makes its backend of
+``torch.compile``, such as :func:`~lightning_ort.compiler.executors.inductor.backend_for`. A compiler that is called as
+inductor is can use :class:`~lightning_ort.compiler.executors.inductor.GuardedBackend`, which leaves to eager what is
+on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. The race, the report and the console read
+this table, and ask for no engine by name but ONNX Runtime and the unchanged step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+# Seconds, and seconds for each operation with a gradient that an unchanged step calls. With one thread 1.4 for an
+# MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
+# (616).
+COST, COST_PER_OPERATION = 0.5, 0.015
+FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
+WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
+EVALUATION = 0.5  # of what the training step takes: there is no backward graph
+DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
+SAVED_DISPATCH, SAVED = 0.3, 0.1  # shares of a step that capture saves on a GPU
+INDUCTOR_SAVED = 0.1  # a share of the step, before anything was tried; it was 0.06 to 0.2 where inductor won
+INDUCTOR_COST, INDUCTOR_COST_PER_OPERATION = 15.0, 0.01  # seconds
+INDUCTOR_WARM = 0.2  # of the cold start-up's seconds: torch keeps what the C++ compiler made
+INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Runtime, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What is known of a step that an engine has not compiled yet.
+
+    Args:
+        on_gpu: Whether it computes on a GPU of CUDA.
+        trains: Whether it is the training step.
+        operations: How many operations with a gradient it calls.
+        usual: The seconds that it takes unchanged; 0 if they are not known.
+        is_first: Whether nothing was compiled for ONNX Runtime in this process.
+        on_ort: Seconds that compiling it for ONNX Runtime has taken in this run; 0 if it was not tried.
+        training: The same of the training step, for this engine.
+
+    """
+
+    on_gpu: bool
+    trains: bool
+    operations: float
+    usual: float
+    is_first: bool
+    on_ort: float
+    training: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What a step can run on.
+
+    Args:
+        label: What people read.
+        cost: Returns the seconds until a step runs on it for the first time.
+        warm: Returns the share of these that an earlier run has not made superfluous.
+        saves: Returns the share of a step that it saves at most, before it was tried; 1 if nobody knows.
+        backend: Takes the setting ``dropout_masks``, a function that gets what a graph failed with, and one that
+            returns the :class:`~lightning_ort.compiler.request.CompileRequest`; returns a backend of
+            ``torch.compile``. ``None``: the strategy's own, or none.
+        is_ready: Whether it can compile on a CPU. With ``engine=None`` one has to be, or none of them is tried there.
+        records: Whether its results are at the same addresses in each run, as those of CUDA graphs. Sizes may not vary
+            then, nor may gradients add up to older ones.
+
+    """
+
+    label: str
+    cost: Callable[[StepFacts], float] = lambda step: 0.0
+    warm: Callable[[], float] = lambda: 1.0
+    saves: Callable[[StepFacts], float] = lambda step: 1.0
+    backend: Callable[..., Callable[..., Any]] | None = None
+    is_ready: Callable[[], bool] = lambda: False
+    records: bool = False
+
+
+def ort_fixed_cost(is_first: bool) -> float:
+    """Return the seconds that ONNX Runtime needs for a step of no operations."""
+    return COST + FIRST_COMPILATION * is_first
+
+
+def _ort_cost(step: StepFacts) -> float:
+    if not step.trains and step.training:
+        return EVALUATION * step.training
+    return ort_fixed_cost(step.is_first) + COST_PER_OPERATION * step.operations
+
+
+def _ort_saves(step: StepFacts) -> float:
+    if not step.on_gpu or not step.trains:
+        return 1.0
+    return SAVED_DISPATCH if step.usual < DISPATCH_BOUND else SAVED
+
+
+def _inductor() -> ModuleType:
+    from lightning_ort.compiler.executors import inductor  # not at the top: whoever shows a report needs no torch
+
+    return inductor
+
+
+_INDUCTOR = Engine(
+    label="inductor",
+    # a step of a hundred graphs has no more operations than one of two
+    cost=lambda step: max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * step.operations, INDUCTOR_TO_ORT * step.on_ort),
+    warm=lambda: INDUCTOR_WARM if _inductor().has_cache() else 1.0,
+    saves=lambda step: 1.0 if step.on_gpu else INDUCTOR_SAVED,
+    backend=lambda masks, *told: _inductor().backend_for(masks, False, *told),
+    is_ready=lambda: _inductor().cpp_compiler() is not None,
+)
+ORT, TORCH = "ort", "torch"
+ENGINES: Mapping[str, Engine] = {
+    ORT: Engine(label="ONNX Runtime", cost=_ort_cost, warm=lambda: WARM, saves=_ort_saves),
+    TORCH: Engine(label="PyTorch"),  # the unchanged step
+    "inductor": _INDUCTOR,
+    "inductor-graphs": replace(  # torch.compile's mode "reduce-overhead"
+        _INDUCTOR,
+        label="inductor, CUDA graphs",
+        backend=lambda masks, *told: _inductor().backend_for(masks, True, *told),
+        records=True,
+    ),
+}
+# The order in which they are tried on a CPU and on a GPU. Inductor takes several times as long to compile. On a GPU
+# ONNX Runtime's standard kernels fuse few elementwise operations and no gradients, so a training step is several times
+# as many kernels as in eager: it comes last, and still wins in some steps, most of them without a backward pass.
+ON_CPU: Sequence[str] = (ORT, "inductor")
+ON_GPU: Sequence[str] = ("inductor", "inductor-graphs", ORT)
+
+
+def label_of(name: str) -> str:
+    """Return what people read for what runs a step or a region."""
+    return ENGINES[name].label if name in ENGINES else name

@@ -1,0 +1,17 @@
+"""What a settled step costs: so many calls of ours, whatever their number of lines."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from settled_step import watch
+
+
+@pytest.mark.parametrize(("unchanged", "most"), [(False, 40), (True, 20)])
+def test_a_settled_step_makes_few_calls(unchanged: bool, most: int) -> None:
+    names = [code.co_name for _, code in watch(unchanged).calls]
+    assert ("_bind_input" in names or "allocate" in names) == (not unchanged), "which onnxruntime runs"
+    assert len(names) <= most, names
