@@ -64,9 +64,9 @@ def torchs_loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # whatever the default is: no test is long enough for compiling to pay; those of the amortized start ask for it
+    """Steps are captured at once by default, as ``start="now"`` does where a test can say it: none is long enough."""
     monkeypatch.setattr("lightning_ort.strategies.race.ways.DEFAULT_START", "now")
 
 

@@ -94,6 +94,7 @@ def _source() -> Any:
     return _load("language_model/data.py").StandardLibrarySource()
 
 
+@pytest.mark.usefixtures("captured_at_once")
 def test_hello_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     _load("hello.py").main(steps=4)
     assert "training_step/step_0" in capsys.readouterr().out  # tests compile at once

@@ -95,6 +95,7 @@ def test_spawned_processes(make_trainer: Callable[..., Any], tmp_path: Path) -> 
     assert ours[0]["weight"] == ours[1]["weight"]
 
 
+@pytest.mark.usefixtures("captured_at_once")
 def test_measured_placement_is_the_same_on_all_ranks(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     ours = fit(Recorded(tmp_path, "ours"), ORTDDPStrategy(start_method=START), make_trainer)
     assert executors(ours[0])
@@ -121,7 +122,7 @@ class Long(Recorded):
     """Enough batches for a trial of the step."""
 
     def train_dataloader(self) -> Any:
-        return loader(8 * 80)
+        return loader(8 * 120)  # 60 in each of two processes
 
 
 def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp
             ms = next(times)
             medians = property(lambda self, ms=ms: dict(zip(self.samples, (ms / 1000, 3 * ms / 1000), strict=True)))
             Duel.medians = medians  # type: ignore[method-assign]
-            strategy = ORTDDPStrategy(config={"placement": "measured"})
+            strategy = ORTDDPStrategy(config={"placement": "measured", "start": "now"})
             trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0)
             trainer.fit(Long(folder, name))
 

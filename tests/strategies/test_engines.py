@@ -36,6 +36,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ({"engine": "auto"}, CPU, "auto"),
     ],
 )
+@pytest.mark.usefixtures("captured_at_once")
 def test_a_gpu_tries_inductor_by_default(settings: Any, device: torch.device, expected: str) -> None:
     assert setting_for(ORTConfig(**settings), device) == expected
 
@@ -324,6 +325,7 @@ def test_fast_masks_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
         read_environment()
 
 
+@pytest.mark.usefixtures("captured_at_once")
 def test_the_report_says_where_fast_masks_have_no_effect(make_trainer: Callable[..., Any]) -> None:
     strategy = ORTStrategy(config={"dropout_masks": "fast", "placement": "measured"})
     make_trainer(strategy=strategy, max_steps=2).fit(Small())

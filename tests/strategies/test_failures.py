@@ -28,6 +28,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "where"), cases())
+@pytest.mark.usefixtures("captured_at_once")
 def test_a_failing_pass_ends_no_fit(
     name: str, where: str, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:

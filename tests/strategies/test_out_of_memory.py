@@ -82,6 +82,7 @@ class Inductor:
         ("compile", 1, ERRORS[1]),
     ],
 )
+@pytest.mark.usefixtures("captured_at_once")
 def test_inductor(
     where: str,
     call: int,

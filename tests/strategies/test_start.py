@@ -278,6 +278,7 @@ def test_the_rest_of_a_call_is_left_to_torch(make_trainer: Callable[..., Any], p
     assert module.losses == pytest.approx(stock.losses, rel=1e-4)
 
 
+@pytest.mark.usefixtures("captured_at_once")
 def test_later_runs_know_what_earlier_ones_found(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, paces: Callable[..., None]
 ) -> None:
@@ -302,6 +303,7 @@ def test_later_runs_know_what_earlier_ones_found(
     assert "an earlier run" not in third.run.verdict
 
 
+@pytest.mark.usefixtures("captured_at_once")
 def test_a_faster_step_is_known_to_later_runs(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
 ) -> None:
