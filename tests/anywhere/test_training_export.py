@@ -192,23 +192,100 @@ def test_dropout_draws_in_the_model(tmp_path: Path) -> None:
     assert results[0]["loss"] == pytest.approx(float(module.eval().training_step(batch, 0)), rel=1e-5)
 
 
+class Tuned(Small):
+    """A trained layer on a frozen body, a part of which is large."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.body = nn.Linear(4, 4).requires_grad_(False)
+        self.wide = nn.Linear(4, 10_000).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"]).square().mean() + self.wide(batch["x"]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
 def test_frozen_parameters_are_constants(tmp_path: Path) -> None:
-    class Tuned(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, 4).requires_grad_(False)
-            self.wide = nn.Linear(4, 6000).requires_grad_(False)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.layer(self.body(batch["x"])).square().mean() + self.wide(batch["x"]).mean()
-
     exported = export_training(Tuned(), small_batch(), tmp_path / "exported")
     training, _ = steps_of(exported.path, [small_batch()])
     assert set(training.state) == {"layer.weight", "layer.bias"}
-    assert (exported.trained, exported.frozen) == (15, 20 + 30_000)
-    assert (exported.path / "frozen.data").stat().st_size >= 96_000
+    assert (exported.trained, exported.frozen) == (15, 20 + 50_000)
+    assert (exported.path / "frozen.data").stat().st_size >= 160_000
     about = json.loads((exported.path / "training.json").read_text())
     assert about["frozen"] == ["body.weight", "body.bias", "wide.weight", "wide.bias"]
+    assert (about["float16"], exported.rounding) == (None, None)
+
+
+def test_frozen_parameters_in_float16(tmp_path: Path) -> None:
+    """The models compute with what float16 holds, in float32; how far that is from float32 is told."""
+    module, batch = Tuned(), small_batch()
+    exact = copy.deepcopy(module)
+    plain = export_training(module, batch, tmp_path / "plain")
+    exported = export_training(module, batch, tmp_path / "halved", float16=True)
+    assert all(torch.equal(value, exact.state_dict()[name]) for name, value in module.state_dict().items())
+    sizes = [(each.path / "frozen.data").stat().st_size for each in (plain, exported)]
+    assert sizes == [160_000, 80_000]
+    half = {"body.weight", "body.bias", "wide.weight", "wide.bias"}
+    for path in exported.path.glob("*.onnx"):
+        graph = onnx.load(path).graph
+        of_half = {each.name for each in graph.initializer if each.data_type == onnx.TensorProto.FLOAT16}
+        assert of_half == (half if path.stem != "prediction" else half - {"wide.weight", "wide.bias"})
+        assert all(
+            each.type.tensor_type.elem_type != onnx.TensorProto.FLOAT16 for each in [*graph.input, *graph.output]
+        )
+
+    batches = [small_batch(5 + seed % 3, seed) for seed in range(4)]
+    rounded = copy.deepcopy(exact)
+    for parameter in rounded.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.half().float()
+    training, results = steps_of(exported.path, batches)
+    losses: dict[str, list[float]] = {"exact": [], "rounded": []}
+    for name, each in (("exact", exact), ("rounded", rounded)):
+        each.on_train_batch_end = lambda outputs, *_, kept=losses[name]: kept.append(outputs["loss"].item())
+        fit(each, batches)
+    np.testing.assert_allclose([result["loss"] for result in results], losses["rounded"], rtol=1e-5)
+    assert_same(rounded, training.state, 1e-6)
+    change = abs(losses["exact"][0] - losses["rounded"][0])
+    assert 1e-6 < change < 1e-3
+    assert exported.rounding is not None
+    assert change / 2 < exported.rounding.loss < 10 * change  # over steps with other batches
+    assert exported.rounding.state > 1e-7
+    about = json.loads((exported.path / "training.json").read_text())
+    assert about["float16"] == {"loss": exported.rounding.loss, "state": exported.rounding.state}
+    assert f"float16 saves 100.0 kB, and changes the loss by {exported.rounding.loss:.2g}" in str(exported)
+    with torch.no_grad():
+        expected = rounded(batch["x"]).numpy()
+    np.testing.assert_allclose(training.predict({"x": batch["x"].numpy()})["output"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_without_anything_to_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"float16=True: Small has no frozen parameters \(requires_grad=False\)"):
+        export_training(Small(), small_batch(), tmp_path / "out", float16=True)
+    module = Tuned()
+    module.wide.weight.data[0, 0] = 1e6
+    with pytest.raises(ValueError, match=r"wide\.weight has values up to 1e\+06, float16 up to 65504"):
+        export_training(module, small_batch(), tmp_path / "out", float16=True)
+    with pytest.raises(ValueError, match="float16='yes'"):
+        export_training(module, small_batch(), tmp_path / "out", float16="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs training=True"):
+        OnnxExport(tmp_path / "out.onnx", float16=True)
+    seen: list[int] = []
+    untrained = Small()
+    untrained.on_train_start = lambda: seen.append(1)
+    with pytest.raises(ValueError, match="Small has no frozen parameters"):
+        fit(untrained, [small_batch()], callbacks=[OnnxExport(tmp_path / "out", training=True, float16=True)])
+    assert (seen, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_callback_stores_float16(tmp_path: Path) -> None:
+    fit(Tuned(), [small_batch()], callbacks=[OnnxExport(tmp_path / "exported", training=True, float16=True)])
+    assert runner.Training.load(tmp_path / "exported").about["float16"]["loss"] > 0
 
 
 def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
@@ -387,6 +464,13 @@ def test_command(tmp_path: Path) -> None:
     assert runner.Training.load(tmp_path / "exported").updates == 0
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (again.returncode, "already exists" in again.stderr) == (1, True)
+
+
+def test_command_refuses_what_only_training_takes(tmp_path: Path) -> None:
+    from lightning_ort.cli.export import export
+
+    with pytest.raises(SystemExit, match=r"^--gradient-clip-val, --float16: pass --training too"):
+        export(tmp_path / "x.ckpt", module="a:B", output=tmp_path / "out", float16=True, gradient_clip_val=1.0)
 
 
 def test_logged_metrics(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The models of a folder: from a traced step to an ONNX model with named inputs and outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ def convert(
     parameters: Mapping[str, Tensor],
     settings: Settings | None = None,
     drops: bool = True,
+    halved: Collection[str] = (),
 ) -> Model:
     """Make a model of a traced step.
 
@@ -86,13 +87,14 @@ def convert(
         parameters: All that are trained, in their order.
         settings: For a model that trains.
         drops: Whether dropout draws numbers.
+        halved: The frozen parameters that are stored in float16.
 
     Raises:
         ExportFailed: If an operation cannot be written, with its module and the user's line.
 
     """
     writer = _Writer(trace, what, drops)
-    writer.declare()
+    writer.declare(halved)
     writer.run()
     if settings is not None:
         writer.update(parameters, settings)
@@ -106,7 +108,7 @@ class _Writer:
         self.inputs: list[Port] = []
         self.outputs: list[tuple[Port, Value]] = []
 
-    def declare(self) -> None:
+    def declare(self, halved: Collection[str]) -> None:
         """Make the graph's inputs inputs of the model, or constants."""
         joint, constants = self.trace.joint, self.trace.constants
         for name, node in zip(self.trace.fields, joint.arguments, strict=True):
@@ -115,7 +117,8 @@ class _Writer:
             for name, node in nodes.items():
                 if name in constants:
                     if node.users:
-                        self.ctx.add_tensor(node, name, constants[name])
+                        stored = torch.float16 if name in halved else None
+                        self.ctx.add_tensor(node, name, constants[name], stored)
                 else:
                     self._input(node, name, role)
         for node in joint.tangents:

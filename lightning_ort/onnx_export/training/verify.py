@@ -1,8 +1,8 @@
 """Some steps of an exported folder in onnxruntime, compared with the module's in PyTorch."""
 
 import copy
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_ort.onnx_export.training.models import Settings
 from lightning_ort.onnx_export.training.steps import Step
 
 STEPS = 3
+Batch = tuple[Any, Mapping[str, Tensor]]  # as the module takes it, and by field
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,20 @@ class Reference:
     """The module's own training, on copies of its parameters and buffers."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        dtype: torch.dtype = torch.float32,
+        halved: Collection[str] = (),
     ) -> None:
-        def taken(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone().to(dtype if tensor.is_floating_point() else tensor.dtype)
+        def taken(tensor: Tensor, name: str = "") -> Tensor:
+            kept = tensor.detach().half() if name in halved else tensor.detach().clone()
+            return kept.to(dtype if tensor.is_floating_point() else tensor.dtype)
 
         self.module, self.settings, self.dtype = module, settings, dtype
         self.values: dict[str, Tensor] = {
-            name: taken(value).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
+            name: taken(value, name).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
         }
         self.buffers = {name: taken(value) for name, value in module.named_buffers()}
         self.optimizer = None if optimizer is None else self._copied(optimizer)
@@ -139,8 +146,9 @@ def verify(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     settings: Settings,
-    batches: list[tuple[Any, Mapping[str, Tensor]]],
+    batches: list[Batch],
     tolerance: float,
+    halved: Collection[str] = (),
 ) -> Difference:
     """Compare steps of a folder, whose model drops nothing, with the module's.
 
@@ -151,6 +159,7 @@ def verify(
         settings: What the folder was exported with.
         batches: Batches, each as the module takes it and by field.
         tolerance: The largest difference of losses and states.
+        halved: The frozen parameters that it has in float16; they are compared with a module that has them so too.
 
     Raises:
         ExportFailed: If there is a larger one. PyTorch's own error, its difference from float64, is allowed for: Adam
@@ -162,16 +171,41 @@ def verify(
         training = runner.Training.load(folder)
     except runner.TrainingError as error:
         raise ExportFailed(f"The exported model is not valid: {error}") from error
-    with ExitStack() as stack:
-        for context in (NoDropout(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([])):
-            stack.enter_context(context)
-        single, double = (Reference(module, optimizer, settings, dtype) for dtype in (torch.float32, torch.float64))
+    with _as_exported():
+        single, double = (
+            Reference(module, optimizer, settings, dtype, halved) for dtype in (torch.float32, torch.float64)
+        )
         loss = 0.0
         for batch, fields in batches:
             loss = max(loss, _step(training, single, double, batch, fields, tolerance))
         exact = single if double.failed else double
         state = _compare_states(training, single.state(), exact.state(), tolerance)
     return Difference(loss, state)
+
+
+def rounding(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    batches: list[Batch],
+    halved: Collection[str],
+) -> Difference:
+    """How far steps of the module are from its own if these parameters are rounded to float16."""
+    with _as_exported():
+        own, rounded = (Reference(module, optimizer, settings, halved=names) for names in ((), halved))
+        losses = [(own.step(batch)[0], rounded.step(batch)[0]) for batch, _ in batches]
+    loss = max(largest_difference(torch.tensor(got), torch.tensor(expected)) for expected, got in losses)
+    expected = own.state()
+    state = max(
+        largest_difference(value, expected[name]) for name, value in rounded.state().items() if name not in halved
+    )
+    return Difference(loss, state)
+
+
+@contextmanager
+def _as_exported() -> Iterator[None]:
+    with NoDropout(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([]):
+        yield
 
 
 def _step(
