@@ -58,8 +58,9 @@ def batches_of(kind: Any, first: int, last: int, rows: int = 8) -> list[Any]:
 
 
 def fit(module: LightningModule, batches: list[Any], **settings: Any) -> Trainer:
+    ckpt_path = settings.pop("ckpt_path", None)
     trainer = Trainer(max_epochs=1, **{**QUIET, **settings})
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -91,8 +92,9 @@ def test_it_trains_as_a_trainer_does(kind: type[Module], tmp_path: Path) -> None
     np.testing.assert_allclose([result["loss"] for result in results], losses, rtol=1e-4)
     assert_same(module, training.state)
     assert results[0]["train_loss"] == results[0]["loss"]
-    domains = {node.domain for node in onnx.load(exported.path / "training.onnx").graph.node}
-    assert domains <= {"", "ai.onnx"}
+    nodes = onnx.load(exported.path / "training.onnx").graph.node
+    assert {node.domain for node in nodes} <= {"", "ai.onnx"}
+    assert "DequantizeLinear" not in {node.op_type for node in nodes}  # wrong on WebGPU (onnxruntime-web 1.30)
     # the two others on what has been trained
     module.eval()
     batch = batches[0]
@@ -130,8 +132,7 @@ def test_round_trip(digits: Path, tmp_path: Path) -> None:
     path = load_training_state(back, folder).checkpoint(tmp_path / "back.ckpt")
     assert_same(back, training.state, 0)
     again = DigitsCNN(4)
-    trainer = Trainer(max_epochs=1, **QUIET)
-    trainer.fit(again, DataLoader(batches_of(DigitsCNN, 6, 9), batch_size=None), ckpt_path=str(path))
+    trainer = fit(again, batches_of(DigitsCNN, 6, 9), ckpt_path=str(path))
     assert trainer.global_step == 9
     assert_same(never_left, {name: value.numpy() for name, value in again.state_dict().items()})
 

@@ -94,6 +94,11 @@ class PortableGraph(GraphBuilder):
         else:
             self.values[node] = written(self, node, *node.args, **node.kwargs)
 
+    @property
+    @override
+    def dequantizes(self) -> bool:
+        return False  # onnxruntime-web reads bytes wrongly on WebGPU (1.30)
+
     @override
     def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:
         raise Unsupported(f"{op_type}, which is not an operator of ONNX", ReasonType.NO_KERNEL)
