@@ -193,6 +193,38 @@ def test_dropout_draws_in_the_model(tmp_path: Path) -> None:
     assert results[0]["loss"] == pytest.approx(float(module.eval().training_step(batch, 0)), rel=1e-5)
 
 
+class DropPath(nn.Module):
+    """Leaves out the whole of some rows, as in many vision models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(x.shape[0], 1).bernoulli_(0.8) / 0.8 if self.training else x
+
+
+class DropsPaths(Small):
+    """Has it, and is called like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), DropPath()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.drop(self.norm(self.layer(batch["x"]))).square().mean()
+
+
+def test_what_drops_paths_is_left_out_with_dropout(tmp_path: Path) -> None:
+    module = DropsPaths()
+    with pytest.raises(ExportFailed, match=r"aten\.bernoulli\.p in drop: .* dropout=False leaves out what drops paths"):
+        export_training(module, small_batch(), tmp_path / "drops")
+    export_training(module, small_batch(), tmp_path / "off", dropout=False)
+    assert (module.training, module.drop.training) == (True, True)
+    training, _ = steps_of(tmp_path / "off", [small_batch(seed=seed) for seed in range(3)])
+    module.drop.eval()
+    module.train = lambda mode=True: module  # type: ignore[method-assign]  # the Trainer would switch it on
+    fit(module, [small_batch(seed=seed) for seed in range(3)])
+    assert_same(module, training.state)
+    assert np.abs(training.state["norm.running_mean"]).max() > 0  # the norm itself trains
+
+
 class Tuned(Small):
     """A trained layer on a frozen body, a part of which is large."""
 
@@ -323,6 +355,16 @@ def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
     module.training_step({"tokens": tokens[:3]}, 0).backward()
     for name, parameter in module.named_parameters():
         np.testing.assert_allclose(training.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_pooling_of_transposed_rows(tmp_path: Path) -> None:
+    """Its result has strides of its own, along dimensions of one element (Swin, ConvNeXt)."""
+    module = Small(lambda self, hidden: nn.AdaptiveAvgPool1d(1)(hidden.transpose(1, 2)).flatten(1))
+    batch = {"x": torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))}
+    export_training(module, batch, tmp_path / "exported")
+    training, _ = steps_of(tmp_path / "exported", [{"x": batch["x"][:rows]} for rows in (4, 6)])
+    fit(module, [{"x": batch["x"][:rows]} for rows in (4, 6)])
+    assert_same(module, training.state, 1e-6)
 
 
 def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """From a LightningModule and a batch to a folder that trains: :func:`export_training`."""
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightning_ort.onnx_export.training.verify import STEPS, Batch, Difference, 
 
 log = logging.getLogger(__name__)
 
+_DROPPING = re.compile("drop|StochasticDepth", re.IGNORECASE)
 CONFIGURED: Literal["configured"] = "configured"
 
 
@@ -124,7 +126,7 @@ def export_training(
         gradient_clip_val: Clip gradients, as the Trainer's argument.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         accumulate_grad_batches: Add up the gradients of so many batches before an update.
-        dropout: Whether dropout draws numbers, in the model.
+        dropout: Whether dropout draws numbers, in the model. ``False`` is also for modules that drop whole paths.
         sizes: Which dimensions of which field may change, such as ``{"tokens": [0, 1]}``. By default the batch, and
             the second dimension of integers, where the step allows it.
         tolerance: Largest difference of losses, parameters and states from the module's.
@@ -152,6 +154,8 @@ def export_training(
     with left_alone(module, quiet), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         if not module.training:  # parts that the user keeps in evaluation mode stay so
             module.train()
+        if not dropout:
+            _stop_dropping(module)
         return _write(task, Path(temporary), folder)
 
 
@@ -196,6 +200,14 @@ def _check_dtypes(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dtype is not torch.float32:
             raise ExportFailed(f"The parameter {name} is of {parameter.dtype}; models train in float32: call .float().")
+
+
+def _stop_dropping(module: nn.Module) -> None:
+    """Put into evaluation mode what drops values or, as `DropPath` and `StochasticDepth`, whole paths."""
+    for child in module.modules():
+        is_plain = not any(True for _ in (*child.parameters(), *child.buffers()))
+        if is_plain and _DROPPING.search(type(child).__name__):
+            child.eval()
 
 
 def check_halved(module: nn.Module) -> tuple[str, ...]:

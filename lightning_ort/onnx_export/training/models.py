@@ -164,6 +164,8 @@ class _Writer:
         where = f" in {modules[-1][0].removeprefix('module.')}" if modules and modules[-1][0] else ""
         if isinstance(reason, Unsupported) and reason.reason.type is ReasonType.NO_CONVERTER:
             reason = "this operation has no form in standard operators"
+            if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+                reason = "a model draws random numbers for dropout alone; dropout=False leaves out what drops paths"
         text = f"{self.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
         return f"{text}\n  at {line}" if line else text

@@ -136,6 +136,20 @@ def adaptive_avg_pool_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _mapped(grad, [_adaptive(*pair) for pair in zip(sizes, outs, strict=True)], sizes, transposed=True)
 
 
+def _to_one_place(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Adaptive average pooling; as a plain mean where one place is left, whose strides torch would set to others."""
+    spatial = len(output_size)
+    if spatial == 1:
+        return _to_one_place(x.unsqueeze(-2), (1, *output_size)).squeeze(-2)
+    if all(out == 1 for out in output_size):
+        return x.mean(list(range(-spatial, 0)), keepdim=True)
+    return (aten._adaptive_avg_pool2d if spatial == 2 else aten._adaptive_avg_pool3d)(x, output_size)
+
+
+for _op in (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default):
+    with_its_gradient(_op, _to_one_place)
+
+
 # interpolation
 
 
