@@ -1,10 +1,11 @@
 """100 steps of six modules in PyTorch, in onnxruntime alone, in WebAssembly, and there and back again.
 
-python run.py [--page] [--json FILE] [--python PYTHON ...] [--minilm FOLDER] [--modules NAME ...] [--steps 100]
+python run.py [--page [differences] [times]] [--json FILE] [--python PYTHON ...] [--minilm FOLDER] [--modules NAME ...]
+              [--steps 100]
 
 Other interpreters need numpy and onnxruntime alone; the first is timed, and all are compared. Without the folder of a
 pretrained MiniLM a small random BERT takes its place. Node and its packages have to be installed (`make node`). With
-``--page`` the tables of docs/test_reports/train_anywhere.md are written.
+``--page`` the tables of docs/test_reports/train_anywhere.md are written, or those of them that are named.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from tests.anywhere.modules import SIX  # noqa: E402
 
 NODE = ROOT / "tests" / "anywhere" / "node"
 ROWS = 16
+ABOUT = ("trained", "frozen", "nodes", "bytes", "torch_ms")  # of a module; then where it was trained
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
@@ -163,38 +165,49 @@ def there_and_back(work: Work, losses: Sequence[float], state: Mapping[str, np.n
     }
 
 
-def tables(results: Mapping[str, Any]) -> list[str]:
-    """What was found, as Markdown."""
-    places = list(next(iter(results.values())))[5:]
-    runtimes = [place for place in places if place != "there and back"]
-    titles = {"web": "WebAssembly", "node": "Node"}
-    named = [titles.get(place, place) for place in places]
+def places_of(results: Mapping[str, Any]) -> dict[str, str]:
+    """Where the modules were trained: what it is called in the results, and in tables."""
+    places = list(next(iter(results.values())))[len(ABOUT) :]
+    return {place: {"web": "WebAssembly", "node": "Node"}.get(place, place) for place in places}
+
+
+def differences(results: Mapping[str, Any]) -> list[str]:
+    """How far each place is from PyTorch, as Markdown."""
+    places = places_of(results)
+    named = places.values()
     lines = [
         f"| module | {' | '.join(f'{name}: loss, parameters' for name in named)} |",
         "|---" * (1 + len(named)) + "|",
     ]
     for name, found in results.items():
-        differences = [f"{found[place]['loss']:.0e}, {found[place]['parameters']:.0e}" for place in places]
-        lines.append(f"| {name} | {' | '.join(differences)} |")
-    named = [titles.get(place, place) for place in runtimes]
-    lines += ["", "Step times in ms, medians, and sizes:", ""]
-    lines += [f"| module | trained parameters | nodes | model, state | Trainer | {' | '.join(named)} |"]
-    lines += ["|---" * (5 + len(named)) + "|"]
+        pairs = [f"{found[place]['loss']:.0e}, {found[place]['parameters']:.0e}" for place in places]
+        lines.append(f"| {name} | {' | '.join(pairs)} |")
+    return lines
+
+
+def times(results: Mapping[str, Any]) -> list[str]:
+    """Sizes, and times of steps, as Markdown."""
+    places = {place: name for place, name in places_of(results).items() if place != "there and back"}
+    named = [f"{name}, ms" for name in ("Trainer", *places.values())]
+    lines = [f"| module | trained parameters | nodes | model, state | {' | '.join(named)} |"]
+    lines += ["|---" * (4 + len(named)) + "|"]
     for name, found in results.items():
         sizes = [size / 1e3 for size in found["bytes"].values()]
         size = f"{sizes[0]:.0f} kB, {sizes[1]:.0f} kB" + (f", frozen {sizes[2] / 1e3:.0f} MB" if sizes[2] else "")
         frozen = f" ({found['frozen'] / 1e6:.1f} million frozen)" if found["frozen"] else ""
-        times = [found["torch_ms"], *(found[place]["ms"] for place in runtimes)]
-        numbers = " | ".join(f"{each:.2f}" for each in times)
+        numbers = " | ".join(f"{each:.2f}" for each in (found["torch_ms"], *(found[place]["ms"] for place in places)))
         lines.append(f"| {name} | {found['trained']:,}{frozen} | {found['nodes']:,} | {size} | {numbers} |")
     return lines
+
+
+PARTS = {"differences": differences, "times": times}
 
 
 def main() -> None:
     """Train them all, and print and write what was found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--page", nargs="*", choices=PARTS)
     parser.add_argument("--python", nargs="+", default=[sys.executable])
     parser.add_argument("--minilm")
     parser.add_argument("--modules", nargs="*")
@@ -209,10 +222,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = results[kind.__name__] = one(Work(kind, options, Path(folder)))
         print(kind.__name__, json.dumps(found), flush=True)
-    lines = [f"{options.steps} steps of {ROWS} rows; {about}.", "", *tables(results)]
-    print("\n".join(lines))
-    if options.page:
-        written("run.py", lines)
+    for part, table in PARTS.items():
+        lines = [f"{part.capitalize()}, {options.steps} steps of {ROWS} rows; {about}.", "", *table(results)]
+        print("\n".join(lines), end="\n\n")
+        if options.page is not None and part in (options.page or PARTS):
+            written(f"run.py, {part}", lines)
     if options.json is not None:
         options.json.write_text(json.dumps({"about": about, "modules": results}, indent=1) + "\n")
 

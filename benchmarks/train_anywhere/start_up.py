@@ -85,7 +85,9 @@ def main() -> None:
                 )
     runtime = onnxruntime_of(options.python)
     lines = [
-        f"TabularMLP, {options.steps} steps of 32 rows, medians of {options.rounds} processes each; {about}.",
+        "From the start of a process to the end of its first step, peak memory, and a settled step, made by",
+        f"`benchmarks/train_anywhere/start_up.py`: TabularMLP, {options.steps} steps of 32 rows, medians of",
+        f"{options.rounds} processes each; {about}.",
         "",
         "| | first step ends after | peak memory | step |",
         "|---|---|---|---|",

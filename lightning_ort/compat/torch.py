@@ -27,12 +27,12 @@ from torch._prims_common import (
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["OpOverload", "is_contiguous_or_false", "suggest_memory_format"]
+__all__ = ["OpOverload", "TorchDispatchMode", "is_contiguous_or_false", "suggest_memory_format"]
 
 # Ops
 

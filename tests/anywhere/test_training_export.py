@@ -211,10 +211,13 @@ class DropsPaths(Small):
         return self.drop(self.norm(self.layer(batch["x"]))).square().mean()
 
 
-def test_what_drops_paths_is_left_out_with_dropout(tmp_path: Path) -> None:
+def test_what_drops_paths_draws_or_is_left_out(tmp_path: Path) -> None:
     module = DropsPaths()
-    with pytest.raises(ExportFailed, match=r"aten\.bernoulli\.p in drop: .* dropout=False leaves out what drops paths"):
-        export_training(module, small_batch(), tmp_path / "drops")
+    export_training(module, small_batch(40), tmp_path / "drops")
+    _, results = steps_of(tmp_path / "drops", [small_batch(40)] * 20, lr=0.0)
+    assert len({result["loss"] for result in results}) == 20
+    # rows of mean 1, in which a fifth are left out and the others count 1.25 times
+    assert np.mean([result["loss"] for result in results]) == pytest.approx(1.25, rel=0.1)
     export_training(module, small_batch(), tmp_path / "off", dropout=False)
     assert (module.training, module.drop.training) == (True, True)
     training, _ = steps_of(tmp_path / "off", [small_batch(seed=seed) for seed in range(3)])
@@ -367,6 +370,37 @@ def test_pooling_of_transposed_rows(tmp_path: Path) -> None:
     assert_same(module, training.state, 1e-6)
 
 
+NORMAL = torch.distributions.Normal
+
+
+def checkpointed(self: Any, hidden: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda x: torch.tanh(self.layer(x)), torch.tanh(hidden @ self.layer.weight), use_reentrant=False)
+
+
+WRITTEN: dict[str, Any] = {
+    "channels dropped": lambda self, hidden: F.dropout2d(hidden[:, :, None, None], 0.4, self.training),
+    "alpha dropout": lambda self, hidden: F.feature_alpha_dropout(F.alpha_dropout(hidden, 0.3, True), 0.2, True),
+    "random mask": lambda self, hidden: hidden * torch.bernoulli(hidden.sigmoid().detach()),
+    "distribution": lambda self, hidden: NORMAL(hidden[:, 0], hidden[:, 1].exp()).log_prob(hidden[:, 2]),
+    "checkpoint": checkpointed,
+    "uneven max pooling": lambda self, hidden: F.adaptive_max_pool1d(hidden[:, None], 2),
+    "even max pooling": lambda self, hidden: F.adaptive_max_pool2d(hidden[:, None, :, None].repeat(1, 1, 2, 4), (3, 2)),
+    "at most so many rows": lambda self, hidden: hidden + torch.arange(5.0)[: len(hidden), None],
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_can_be_exported(case: str, tmp_path: Path) -> None:
+    """The export compares with the module, in which what is drawn has its mean, and fails otherwise."""
+    module = Small(WRITTEN[case], make=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    exported = export_training(module, small_batch(), tmp_path / "exported")
+    assert exported.difference.state < 1e-6
+    _, results = steps_of(exported.path, [small_batch()] * 2, lr=0.0)
+    assert (results[0] == results[1]) is ("drop" not in case and "random" not in case)
+
+
 def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:
     class Normed(Small):
         def __init__(self) -> None:
@@ -398,6 +432,11 @@ def branching(self: Any, hidden: Tensor) -> Tensor:
     return hidden if hidden.sum() > 0 else hidden * 2
 
 
+def narrow(self: Any, hidden: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.layer(hidden @ torch.ones(3, 4)).float()
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "operation": (inverted, r"aten\.linalg_inv_ex\.default[\s\S]*in inverted: return torch\.linalg\.inv"),
     "counter": (counted, r"changes Small\.calls, which a model cannot hold: register it as a buffer"),
@@ -406,6 +445,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "global step": (lambda self, hidden: hidden * self.global_step, r"reads trainer\.global_step"),
     "epoch": (lambda self, hidden: hidden * self.current_epoch, r"reads trainer\.current_epoch"),
     "optimizers": (lambda self, hidden: hidden * len(self.optimizers()), r"calls self\.optimizers\(\)"),
+    "autocast": (
+        narrow,
+        r"aten\.\S+: torch\.bfloat16: a model computes in float32; leave out autocast",
+    ),
     "print": (lambda self, hidden: self.print(hidden) or hidden, r"calls self\.print\(\)"),
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_number, check_path, check_type, check_writable
 from lightning_ort.compat.torch import tree_map
+from lightning_ort.compiler.nodes import is_random
 from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
@@ -305,10 +306,8 @@ def _written(module: nn.Module, traced: Trace) -> dict[str, Tensor]:
 
 
 def _drops(traced: Trace) -> bool:
-    dropout = torch.ops.aten.native_dropout.default
-    return any(
-        node.args[2] is not False for node in traced.joint.module.graph.find_nodes(op="call_function", target=dropout)
-    )
+    drawn = [node for node in traced.joint.module.graph.nodes if node.op == "call_function" and is_random(node)]
+    return any(len(node.args) < 3 or node.args[2] is not False for node in drawn)  # the third is whether to drop
 
 
 def _batch_of(task: _Task, fields: Mapping[str, Tensor]) -> Batch:
@@ -319,6 +318,8 @@ def _batches(task: _Task, traced: Trace) -> list[Batch]:
     """Batches of different sizes, for some steps."""
     size, varies = batch_size(task.fields), BATCH in traced.symbols.values()
     counts = [size, size + 1, max(size - 1, 2)] if varies else [size] * STEPS
+    _, highest = next((traced.sizes[symbol] for symbol, name in traced.symbols.items() if name == BATCH), (1, None))
+    counts = [size if highest is not None and count > highest else count for count in counts]
     return [_batch_of(task, rows(task.fields, count)) for count in counts]
 
 

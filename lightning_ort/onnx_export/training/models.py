@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compiler.nodes import is_random, values_of
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
@@ -150,6 +151,7 @@ class _Writer:
                 self.ctx.add_tensor(node, f"constant/{node.name}", _attribute(graph, str(node.target)))
             elif node.op == "call_function":
                 try:
+                    _refuse_narrow(node)
                     self.ctx.convert(node)
                 except Unsupported as error:
                     raise ExportFailed(self._explained(node, error)) from error
@@ -164,7 +166,7 @@ class _Writer:
         where = f" in {modules[-1][0].removeprefix('module.')}" if modules and modules[-1][0] else ""
         if isinstance(reason, Unsupported) and reason.reason.type is ReasonType.NO_CONVERTER:
             reason = "this operation has no form in standard operators"
-            if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+            if is_random(node):
                 reason = "a model draws random numbers for dropout alone; dropout=False leaves out what drops paths"
         text = f"{self.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
@@ -251,6 +253,12 @@ class _Writer:
         ports = [port for port in self.inputs if port.name in names]
         fields = [port for port in self.inputs if port.role == "field"]
         return Model(model, fields, ports, [port for port, _ in self.outputs])
+
+
+def _refuse_narrow(node: fx.Node) -> None:
+    values = [value for value in values_of(node) if isinstance(value, Tensor)]
+    if narrow := [value.dtype for value in values if value.dtype in (torch.bfloat16, torch.float16)]:
+        raise Unsupported(f"{narrow[0]}: a model computes in float32; leave out autocast", ReasonType.DTYPE)
 
 
 def _chosen(condition: Value, x: Value, y: Value) -> Value:

@@ -164,6 +164,7 @@ def _own(error: BaseException | None) -> ExportFailed | None:
 @contextlib.contextmanager
 def _quiet() -> Any:
     with (
+        _checking_no_values(),
         torch.random.fork_rng([]),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),
@@ -172,6 +173,18 @@ def _quiet() -> Any:
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
         warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
         yield
+
+
+@contextlib.contextmanager
+def _checking_no_values() -> Any:
+    """Within the block distributions do not look at their arguments, which a graph cannot."""
+    kind = torch.distributions.Distribution
+    before = vars(kind)["_validate_args"]
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def _prepare(joint: JointGraph) -> None:

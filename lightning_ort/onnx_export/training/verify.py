@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
+from lightning_ort.compat.torch import TorchDispatchMode
 from lightning_ort.compiler.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import Settings
 from lightning_ort.onnx_export.training.steps import Step
 
+aten = torch.ops.aten
+_BERNOULLI = (aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.float, aten.bernoulli_.Tensor)
 STEPS = 3
 Batch = tuple[Any, Mapping[str, Tensor]]  # as the module takes it, and by field
 
@@ -32,21 +34,19 @@ class Difference:
     state: float
 
 
-class NoDropout(TorchFunctionMode):
-    """Within the block dropout passes its input on, also where it is a function."""
+class MeanDraws(TorchDispatchMode):
+    """Within the block dropout passes its input on: what it draws is always the mean."""
 
-    _PLACES = {torch.dropout: 1, torch.native_dropout: 1, nn.functional.dropout: 1}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._PLACES:
-            return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            args = args[:4]
-        if func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu) and len(args) >= 9:
-            args = (*args[:5], 0.0, *args[6:])
-        return func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli.default:
+            return args[0].clone()
+        if func in _BERNOULLI:
+            chance = args[1] if len(args) > 1 else 0.5
+            result = args[0] if func in (aten.bernoulli_.float, aten.bernoulli_.Tensor) else torch.empty_like(args[0])
+            return result.copy_(chance) if isinstance(chance, Tensor) else result.fill_(chance)
+        return func(*args, **(kwargs or {}))
 
 
 class Reference:
@@ -93,12 +93,11 @@ class Reference:
 
     def step(self, batch: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Train on a batch; return the loss, what is logged and the gradients, as they are after clipping."""
-        run = _Called(self.module, Step(self.module, "training_step"))
+        run = _Called(self.module, Step(self.module, "training_step"), self.settings.accumulate)
         loss, logged = functional_call(
             run, {f"module.{name}": value for name, value in (self.values | self.buffers).items()}, (batch,)
         )
         trained = {name: value for name, value in self.values.items() if value.requires_grad}
-        (loss / self.settings.accumulate).backward()
         self.pending += 1
         gradients: dict[str, Tensor] = {}
         if self.optimizer is None or self.pending >= self.settings.accumulate:
@@ -132,13 +131,18 @@ class Reference:
 
 
 class _Called(nn.Module):
-    def __init__(self, module: nn.Module, step: Step) -> None:
+    """A step and its backward pass, in which checkpointed parts run again with the same parameters."""
+
+    def __init__(self, module: nn.Module, step: Step, accumulate: int) -> None:
         super().__init__()
         self.module = module
-        self._step = step
+        self._step, self._accumulate = step, accumulate
 
     def forward(self, batch: Any) -> Any:
-        return self._step(batch)
+        loss, logged = self._step(batch)
+        assert loss is not None
+        (loss / self._accumulate).backward()
+        return loss.detach(), logged
 
 
 def verify(
@@ -204,7 +208,7 @@ def rounding(
 
 @contextmanager
 def _as_exported() -> Iterator[None]:
-    with NoDropout(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([]):
+    with MeanDraws(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([]):
         yield
 
 
