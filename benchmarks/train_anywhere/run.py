@@ -172,32 +172,32 @@ def places_of(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(results: Mapping[str, Any]) -> list[str]:
-    """How far each place is from PyTorch, as Markdown."""
+    """Sizes, and how far each place is from PyTorch, as Markdown."""
     places = places_of(results)
-    named = places.values()
-    lines = [
-        f"| module | {' | '.join(f'{name}: loss, parameters' for name in named)} |",
-        "|---" * (1 + len(named)) + "|",
-    ]
-    for name, found in results.items():
-        pairs = [f"{found[place]['loss']:.0e}, {found[place]['parameters']:.0e}" for place in places]
-        lines.append(f"| {name} | {' | '.join(pairs)} |")
-    return lines
-
-
-def times(results: Mapping[str, Any]) -> list[str]:
-    """Sizes, and times of steps, as Markdown."""
-    places = {place: name for place, name in places_of(results).items() if place != "there and back"}
-    named = [f"{name}, ms" for name in ("Trainer", *places.values())]
-    lines = [f"| module | trained parameters | nodes | model, state | {' | '.join(named)} |"]
-    lines += ["|---" * (4 + len(named)) + "|"]
+    named = [f"{name}: loss, parameters" for name in places.values()]
+    rows = []
     for name, found in results.items():
         sizes = [size / 1e3 for size in found["bytes"].values()]
         size = f"{sizes[0]:.0f} kB, {sizes[1]:.0f} kB" + (f", frozen {sizes[2] / 1e3:.0f} MB" if sizes[2] else "")
         frozen = f" ({found['frozen'] / 1e6:.1f} million frozen)" if found["frozen"] else ""
-        numbers = " | ".join(f"{each:.2f}" for each in (found["torch_ms"], *(found[place]["ms"] for place in places)))
-        lines.append(f"| {name} | {found['trained']:,}{frozen} | {found['nodes']:,} | {size} | {numbers} |")
-    return lines
+        pairs = [f"{found[place]['loss']:.0e}, {found[place]['parameters']:.0e}" for place in places]
+        rows.append([name, f"{found['trained']:,}{frozen}", f"{found['nodes']:,}", size, *pairs])
+    return table(["module", "trained parameters", "nodes", "model, state", *named], rows)
+
+
+def times(results: Mapping[str, Any]) -> list[str]:
+    """Times of steps, as Markdown."""
+    places = {place: name for place, name in places_of(results).items() if place != "there and back"}
+    rows = [
+        [name, *(f"{each:.2f}" for each in (found["torch_ms"], *(found[place]["ms"] for place in places)))]
+        for name, found in results.items()
+    ]
+    return table(["module", *(f"{name}, ms" for name in ("Trainer", *places.values()))], rows)
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows)]
 
 
 PARTS = {"differences": differences, "times": times}
@@ -222,8 +222,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = results[kind.__name__] = one(Work(kind, options, Path(folder)))
         print(kind.__name__, json.dumps(found), flush=True)
-    for part, table in PARTS.items():
-        lines = [f"{part.capitalize()}, {options.steps} steps of {ROWS} rows; {about}.", "", *table(results)]
+    for part, made in PARTS.items():
+        lines = [f"{part.capitalize()}, {options.steps} steps of {ROWS} rows; {about}.", "", *made(results)]
         print("\n".join(lines), end="\n\n")
         if options.page is not None and part in (options.page or PARTS):
             written(f"run.py, {part}", lines)
