@@ -101,6 +101,18 @@ def replace_kernel(op: str, key: str, make: Callable[[Callable[..., Any]], Calla
     return library._destroy
 
 
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """Within the block distributions do not look at their arguments, whose values a graph has not (torch 2.13)."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
 def promoted_dtype(*operands: Any) -> torch.dtype:
     """The dtype of the result of an elementwise op on tensors and numbers, which half types keep (torch 2.13)."""
     # the first of the two is the dtype in which torch computes: float32 for half types

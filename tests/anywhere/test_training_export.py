@@ -324,7 +324,8 @@ def test_callback_stores_float16(tmp_path: Path) -> None:
     assert runner.Training.load(tmp_path / "exported").about["float16"]["loss"] > 0
 
 
-def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_sizes_vary(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = SmallGPT(depth=1)
     batch = SmallGPT.batch(4, 0)
@@ -335,8 +336,6 @@ def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
     for rows, length in ((1, 9), (6, 17), (3, 4)):
         got = training.step(SmallGPT.batch(rows, 1)[:, :length].numpy(), lr=0.0)["loss"]
         assert got == pytest.approx(module.loss(SmallGPT.batch(rows, 1)[:, :length]).item(), rel=1e-4)
-    # a loss over one image has statistics of several numbers, and batch norm takes it
-    assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
 
 
 def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
@@ -401,7 +400,10 @@ def test_what_can_be_exported(case: str, tmp_path: Path) -> None:
     assert (results[0] == results[1]) is ("drop" not in case and "random" not in case)
 
 
-def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:
+def test_a_batch_of_one_is_refused_where_the_module_refuses_it(digits: Path, tmp_path: Path) -> None:
+    # a loss over one image has statistics of several numbers, and batch norm takes it
+    assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
+
     class Normed(Small):
         def __init__(self) -> None:
             super().__init__()

@@ -127,7 +127,8 @@ def export_training(
         gradient_clip_val: Clip gradients, as the Trainer's argument.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         accumulate_grad_batches: Add up the gradients of so many batches before an update.
-        dropout: Whether dropout draws numbers, in the model. ``False`` is also for modules that drop whole paths.
+        dropout: Whether dropout draws numbers, in the model. Otherwise what is drawn, also by ``torch.bernoulli``, has
+            its mean, so that nothing is dropped, and modules that drop whole paths are in evaluation mode.
         sizes: Which dimensions of which field may change, such as ``{"tokens": [0, 1]}``. By default the batch, and
             the second dimension of integers, where the step allows it.
         tolerance: Largest difference of losses, parameters and states from the module's.

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort.compat.joint_export import JointGraph, joint_graph, keeping_frames, symbols_of
-from lightning_ort.compat.torch import expression_of
+from lightning_ort.compat.torch import expression_of, without_validation
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.compiler.nodes import results_of
@@ -164,7 +164,7 @@ def _own(error: BaseException | None) -> ExportFailed | None:
 @contextlib.contextmanager
 def _quiet() -> Any:
     with (
-        _checking_no_values(),
+        without_validation(),
         torch.random.fork_rng([]),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),
@@ -173,18 +173,6 @@ def _quiet() -> Any:
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
         warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
         yield
-
-
-@contextlib.contextmanager
-def _checking_no_values() -> Any:
-    """Within the block distributions do not look at their arguments, which a graph cannot."""
-    kind = torch.distributions.Distribution
-    before = vars(kind)["_validate_args"]
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
 
 
 def _prepare(joint: JointGraph) -> None:
