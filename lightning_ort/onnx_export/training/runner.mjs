@@ -162,14 +162,15 @@ export class Training {
 
   async #create(name, model) {
     const options = { ...this.#options };
-    if (name === 'training' && options.executionProviders?.some((each) => (each.name ?? each) === 'webgpu')) {
+    const isWeb = !!this.ort.env?.versions?.web;
+    if (name === 'training' && isWeb && options.executionProviders?.some((each) => (each.name ?? each) === 'webgpu')) {
       // elsewhere the runtimes have no way to leave results where they are: they copy them to JavaScript
       const stay = model.outputs.filter(({ role, dtype }) => isState(role) && dtype === 'float32');
       options.preferredOutputLocation ??= Object.fromEntries(stay.map((output) => [output.name, 'gpu-buffer']));
     }
     try {
       // onnxruntime-web finds no file beside a model, in Node neither
-      if (this.#files.path && !this.ort.env?.versions?.web) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
+      if (this.#files.path && !isWeb) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
       if (this.about.files['frozen.data']) {
         options.externalData = [{ path: 'frozen.data', data: await this.#files.read('frozen.data') }];
       }
