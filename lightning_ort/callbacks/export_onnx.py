@@ -38,6 +38,7 @@ class ExportOnnxCallback(_Callback):
         training: Export the training step instead, with the Trainer's optimizer as it is then, its clipping and its
             accumulation of gradients, see :func:`~lightning_ort.export_training`. ``dynamic_batch`` and ``quantize``
             have no effect on it, and must not be passed.
+        float16: With ``training=True``, store frozen parameters in float16.
 
     Raises:
         ValueError: If a setting is not one of the allowed ones; when the fit starts, if there is no sample.
@@ -58,14 +59,17 @@ class ExportOnnxCallback(_Callback):
         tolerance: float = 1e-4,
         quantize: Quantize | None = None,
         training: bool = False,
+        float16: bool = False,
     ) -> None:
         check_choice("training", training, (True, False))
+        if float16 and not training:
+            raise ValueError("OnnxExport(float16=True) needs training=True; quantize='fp16' is for the module alone.")
         if training:
             from lightning_ort.onnx_export.training.export import check_settings as check_training
 
             if not dynamic_batch or quantize is not None:
                 raise ValueError("OnnxExport(training=True) takes neither dynamic_batch nor quantize: leave them out.")
-            check_training(path, None, "norm", 1, True, tolerance)
+            check_training(path, None, "norm", 1, True, tolerance, float16)
         else:
             from lightning_ort.onnx_export.export import check_settings  # loads onnx, which training does not need
 
@@ -73,7 +77,7 @@ class ExportOnnxCallback(_Callback):
         check_choice("best", best, (True, False))
         self.path, self.sample, self.best = Path(path), sample, best
         self.dynamic_batch, self.tolerance, self.quantize = dynamic_batch, tolerance, quantize
-        self.training, self._batch = training, sample if training else None
+        self.training, self.float16, self._batch = training, float16, sample if training else None
         self._best: tuple[str, Any] | None = None
 
     @override
@@ -127,12 +131,15 @@ class ExportOnnxCallback(_Callback):
             _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
 
     def _check_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        from lightning_ort.onnx_export.training.export import check_halved
         from lightning_ort.onnx_export.training.steps import check_module
 
         check_module(pl_module)
         if len(trainer.optimizers) != 1:
             count = len(trainer.optimizers)
             raise ValueError(f"OnnxExport(training=True): a model has one optimizer; the module configures {count}.")
+        if self.float16:
+            check_halved(pl_module)
 
     def _export_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", folder: Path) -> None:
         from lightning_ort.onnx_export.training.export import export_training
@@ -151,6 +158,7 @@ class ExportOnnxCallback(_Callback):
             optimizer=trainer.optimizers[0],
             accumulate_grad_batches=accumulate,
             tolerance=self.tolerance,
+            float16=self.float16,
             **clipping,
         )
         _log.info("%s", exported)

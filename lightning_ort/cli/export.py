@@ -38,6 +38,7 @@ def export(
     accumulate_grad_batches: int = 1,
     dropout: bool = True,
     gradients_only: bool = False,
+    float16: bool = False,
 ) -> None:
     """Export the module of a checkpoint as an ONNX model and compare the model with the module.
 
@@ -64,6 +65,7 @@ def export(
         accumulate_grad_batches: With --training, batches whose gradients are added up before an update.
         dropout: With --training, whether dropout is part of the model.
         gradients_only: With --training, return gradients and leave the optimizer out.
+        float16: With --training, store frozen parameters in float16.
         trust: Also load a checkpoint that names functions and classes to call, for example because hyperparameters are
             objects. Such a file may do anything on this machine, so only use this for a checkpoint that you trust.
 
@@ -80,8 +82,15 @@ def export(
             accumulate_grad_batches=accumulate_grad_batches,
             dropout=dropout,
             tolerance=tolerance,
+            float16=float16,
         )
         return
+    for_training = {"--data": data, "--data-args": data_args, "--gradient-clip-val": gradient_clip_val}
+    for_training |= {"--gradient-clip-algorithm": gradient_clip_algorithm != "norm", "--dropout": not dropout}
+    for_training |= {"--accumulate-grad-batches": accumulate_grad_batches != 1, "--gradients-only": gradients_only}
+    for_training |= {"--float16": float16}
+    if given := [name for name, value in for_training.items() if value not in (None, False)]:
+        sys.exit(f"{', '.join(given)}: pass --training too, or leave this out.")
     if checkpoint is None or module is None:
         sys.exit("Pass a checkpoint and --module, or --training to export a module's training step.")
     inputs = (sample, input_shape)

@@ -27,12 +27,12 @@ from torch._prims_common import (
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["OpOverload", "is_contiguous_or_false", "suggest_memory_format"]
+__all__ = ["OpOverload", "TorchDispatchMode", "is_contiguous_or_false", "suggest_memory_format"]
 
 # Ops
 
@@ -99,6 +99,18 @@ def replace_kernel(op: str, key: str, make: Callable[[Callable[..., Any]], Calla
         warnings.simplefilter("ignore")  # that there is a kernel already
         library.impl(op.partition("::")[2], make(functools.partial(kernel.call_boxed, keys)), key)
     return library._destroy
+
+
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """Within the block distributions do not look at their arguments, whose values a graph has not (torch 2.13)."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def promoted_dtype(*operands: Any) -> torch.dtype:

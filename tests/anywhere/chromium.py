@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars --no-first-run"
+FLAGS = "--headless=new --no-sandbox --disable-background-networking --hide-scrollbars --no-first-run"
+# WebGPU without a GPU, by Chromium's own renderer
+SOFTWARE_GPU = "--enable-unsafe-webgpu --use-webgpu-adapter=swiftshader"
 
 
 class Page:
@@ -82,7 +84,7 @@ def _box(selector: str) -> str:
 
 
 @contextlib.contextmanager
-def page(url: str) -> Iterator[Page]:
+def page(url: str, flags: str = "--disable-gpu") -> Iterator[Page]:
     """Open a page in a browser of its own."""
     assert CHROMIUM is not None
     (read_commands, commands), (results, write_results) = os.pipe(), os.pipe()
@@ -93,7 +95,7 @@ def page(url: str) -> Iterator[Page]:
         os.dup2(second, 4)
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [CHROMIUM, *FLAGS.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        command = [CHROMIUM, *FLAGS.split(), *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         process = subprocess.Popen(command, close_fds=False, preexec_fn=connect, stderr=subprocess.DEVNULL)
         try:
             tab = Page(commands, results)

@@ -248,6 +248,18 @@ def test_safetensors_is_what_others_write(original: Path, tmp_path: Path) -> Non
     assert (set(again), theirs) == (set(values), metadata)
 
 
+def test_parameters_stay_where_they_are(original: Path) -> None:
+    """A step reads one array and writes another, and the next step the other way round."""
+    training = runner.Training.load(original)
+    places = []
+    for _ in range(6):
+        training.step(BATCH)
+        places.append({name: array.ctypes.data for name, array in training._front.items()})
+    assert places[0] == places[2] == places[4]
+    assert places[1] == places[3] == places[5]
+    assert not set(places[0].values()) & set(places[1].values())
+
+
 def test_state_of_a_step_that_fails_stays(tmp_path: Path) -> None:
     """An index beyond an embedding is found while the model runs."""
 

@@ -58,8 +58,9 @@ def batches_of(kind: Any, first: int, last: int, rows: int = 8) -> list[Any]:
 
 
 def fit(module: LightningModule, batches: list[Any], **settings: Any) -> Trainer:
+    ckpt_path = settings.pop("ckpt_path", None)
     trainer = Trainer(max_epochs=1, **{**QUIET, **settings})
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -91,8 +92,9 @@ def test_it_trains_as_a_trainer_does(kind: type[Module], tmp_path: Path) -> None
     np.testing.assert_allclose([result["loss"] for result in results], losses, rtol=1e-4)
     assert_same(module, training.state)
     assert results[0]["train_loss"] == results[0]["loss"]
-    domains = {node.domain for node in onnx.load(exported.path / "training.onnx").graph.node}
-    assert domains <= {"", "ai.onnx"}
+    nodes = onnx.load(exported.path / "training.onnx").graph.node
+    assert {node.domain for node in nodes} <= {"", "ai.onnx"}
+    assert "DequantizeLinear" not in {node.op_type for node in nodes}  # wrong on WebGPU (onnxruntime-web 1.30)
     # the two others on what has been trained
     module.eval()
     batch = batches[0]
@@ -130,8 +132,7 @@ def test_round_trip(digits: Path, tmp_path: Path) -> None:
     path = load_training_state(back, folder).checkpoint(tmp_path / "back.ckpt")
     assert_same(back, training.state, 0)
     again = DigitsCNN(4)
-    trainer = Trainer(max_epochs=1, **QUIET)
-    trainer.fit(again, DataLoader(batches_of(DigitsCNN, 6, 9), batch_size=None), ckpt_path=str(path))
+    trainer = fit(again, batches_of(DigitsCNN, 6, 9), ckpt_path=str(path))
     assert trainer.global_step == 9
     assert_same(never_left, {name: value.numpy() for name, value in again.state_dict().items()})
 
@@ -192,26 +193,139 @@ def test_dropout_draws_in_the_model(tmp_path: Path) -> None:
     assert results[0]["loss"] == pytest.approx(float(module.eval().training_step(batch, 0)), rel=1e-5)
 
 
+class DropPath(nn.Module):
+    """Leaves out the whole of some rows, as in many vision models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(x.shape[0], 1).bernoulli_(0.8) / 0.8 if self.training else x
+
+
+class DropsPaths(Small):
+    """Has it, and is called like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), DropPath()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.drop(self.norm(self.layer(batch["x"]))).square().mean()
+
+
+def test_what_drops_paths_draws_or_is_left_out(tmp_path: Path) -> None:
+    module = DropsPaths()
+    export_training(module, small_batch(40), tmp_path / "drops")
+    _, results = steps_of(tmp_path / "drops", [small_batch(40)] * 20, lr=0.0)
+    assert len({result["loss"] for result in results}) == 20
+    # rows of mean 1, in which a fifth are left out and the others count 1.25 times
+    assert np.mean([result["loss"] for result in results]) == pytest.approx(1.25, rel=0.1)
+    export_training(module, small_batch(), tmp_path / "off", dropout=False)
+    assert (module.training, module.drop.training) == (True, True)
+    training, _ = steps_of(tmp_path / "off", [small_batch(seed=seed) for seed in range(3)])
+    module.drop.eval()
+    module.train = lambda mode=True: module  # type: ignore[method-assign]  # the Trainer would switch it on
+    fit(module, [small_batch(seed=seed) for seed in range(3)])
+    assert_same(module, training.state)
+    assert np.abs(training.state["norm.running_mean"]).max() > 0  # the norm itself trains
+
+
+class Tuned(Small):
+    """A trained layer on a frozen body, a part of which is large."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.body = nn.Linear(4, 4).requires_grad_(False)
+        self.wide = nn.Linear(4, 10_000).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"]).square().mean() + self.wide(batch["x"]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
 def test_frozen_parameters_are_constants(tmp_path: Path) -> None:
-    class Tuned(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, 4).requires_grad_(False)
-            self.wide = nn.Linear(4, 6000).requires_grad_(False)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.layer(self.body(batch["x"])).square().mean() + self.wide(batch["x"]).mean()
-
     exported = export_training(Tuned(), small_batch(), tmp_path / "exported")
     training, _ = steps_of(exported.path, [small_batch()])
     assert set(training.state) == {"layer.weight", "layer.bias"}
-    assert (exported.trained, exported.frozen) == (15, 20 + 30_000)
-    assert (exported.path / "frozen.data").stat().st_size >= 96_000
+    assert (exported.trained, exported.frozen) == (15, 20 + 50_000)
+    assert (exported.path / "frozen.data").stat().st_size >= 160_000
     about = json.loads((exported.path / "training.json").read_text())
     assert about["frozen"] == ["body.weight", "body.bias", "wide.weight", "wide.bias"]
+    assert (about["float16"], exported.rounding) == (None, None)
 
 
-def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
+def test_frozen_parameters_in_float16(tmp_path: Path) -> None:
+    """The models compute with what float16 holds, in float32; how far that is from float32 is told."""
+    module, batch = Tuned(), small_batch()
+    exact = copy.deepcopy(module)
+    plain = export_training(module, batch, tmp_path / "plain")
+    exported = export_training(module, batch, tmp_path / "halved", float16=True)
+    assert all(torch.equal(value, exact.state_dict()[name]) for name, value in module.state_dict().items())
+    sizes = [(each.path / "frozen.data").stat().st_size for each in (plain, exported)]
+    assert sizes == [160_000, 80_000]
+    half = {"body.weight", "body.bias", "wide.weight", "wide.bias"}
+    for path in exported.path.glob("*.onnx"):
+        graph = onnx.load(path).graph
+        of_half = {each.name for each in graph.initializer if each.data_type == onnx.TensorProto.FLOAT16}
+        assert of_half == (half if path.stem != "prediction" else half - {"wide.weight", "wide.bias"})
+        assert all(
+            each.type.tensor_type.elem_type != onnx.TensorProto.FLOAT16 for each in [*graph.input, *graph.output]
+        )
+
+    batches = [small_batch(5 + seed % 3, seed) for seed in range(4)]
+    rounded = copy.deepcopy(exact)
+    for parameter in rounded.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.half().float()
+    training, results = steps_of(exported.path, batches)
+    losses: dict[str, list[float]] = {"exact": [], "rounded": []}
+    for name, each in (("exact", exact), ("rounded", rounded)):
+        each.on_train_batch_end = lambda outputs, *_, kept=losses[name]: kept.append(outputs["loss"].item())
+        fit(each, batches)
+    np.testing.assert_allclose([result["loss"] for result in results], losses["rounded"], rtol=1e-5)
+    assert_same(rounded, training.state, 1e-6)
+    change = abs(losses["exact"][0] - losses["rounded"][0])
+    assert 1e-6 < change < 1e-3
+    assert exported.rounding is not None
+    assert change / 2 < exported.rounding.loss < 10 * change  # over steps with other batches
+    assert exported.rounding.state > 1e-7
+    about = json.loads((exported.path / "training.json").read_text())
+    assert about["float16"] == {"loss": exported.rounding.loss, "state": exported.rounding.state}
+    assert f"float16 saves 100.0 kB, and changes the loss by {exported.rounding.loss:.2g}" in str(exported)
+    with torch.no_grad():
+        expected = rounded(batch["x"]).numpy()
+    np.testing.assert_allclose(training.predict({"x": batch["x"].numpy()})["output"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_without_anything_to_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"float16=True: Small has no frozen parameters \(requires_grad=False\)"):
+        export_training(Small(), small_batch(), tmp_path / "out", float16=True)
+    module = Tuned()
+    module.wide.weight.data[0, 0] = 1e6
+    with pytest.raises(ValueError, match=r"wide\.weight has values up to 1e\+06, float16 up to 65504"):
+        export_training(module, small_batch(), tmp_path / "out", float16=True)
+    with pytest.raises(ValueError, match="float16='yes'"):
+        export_training(module, small_batch(), tmp_path / "out", float16="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs training=True"):
+        OnnxExport(tmp_path / "out.onnx", float16=True)
+    seen: list[int] = []
+    untrained = Small()
+    untrained.on_train_start = lambda: seen.append(1)
+    with pytest.raises(ValueError, match="Small has no frozen parameters"):
+        fit(untrained, [small_batch()], callbacks=[OnnxExport(tmp_path / "out", training=True, float16=True)])
+    assert (seen, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_callback_stores_float16(tmp_path: Path) -> None:
+    fit(Tuned(), [small_batch()], callbacks=[OnnxExport(tmp_path / "exported", training=True, float16=True)])
+    assert runner.Training.load(tmp_path / "exported").about["float16"]["loss"] > 0
+
+
+@pytest.mark.slow
+def test_sizes_vary(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = SmallGPT(depth=1)
     batch = SmallGPT.batch(4, 0)
@@ -222,8 +336,6 @@ def test_sizes_vary(digits: Path, tmp_path: Path) -> None:
     for rows, length in ((1, 9), (6, 17), (3, 4)):
         got = training.step(SmallGPT.batch(rows, 1)[:, :length].numpy(), lr=0.0)["loss"]
         assert got == pytest.approx(module.loss(SmallGPT.batch(rows, 1)[:, :length]).item(), rel=1e-4)
-    # a loss over one image has statistics of several numbers, and batch norm takes it
-    assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
 
 
 def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
@@ -247,7 +359,58 @@ def test_slices_of_sizes_that_vary(tmp_path: Path) -> None:
         np.testing.assert_allclose(training.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_of_one_is_refused_where_the_module_refuses_it(tmp_path: Path) -> None:
+def test_pooling_of_transposed_rows(tmp_path: Path) -> None:
+    """Its result has strides of its own, along dimensions of one element (Swin, ConvNeXt)."""
+    module = Small(lambda self, hidden: nn.AdaptiveAvgPool1d(1)(hidden.transpose(1, 2)).flatten(1))
+    batch = {"x": torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))}
+    export_training(module, batch, tmp_path / "exported")
+    training, _ = steps_of(tmp_path / "exported", [{"x": batch["x"][:rows]} for rows in (4, 6)])
+    fit(module, [{"x": batch["x"][:rows]} for rows in (4, 6)])
+    assert_same(module, training.state, 1e-6)
+
+
+NORMAL = torch.distributions.Normal
+
+
+def checkpointed(self: Any, hidden: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda x: torch.tanh(self.layer(x)), torch.tanh(hidden @ self.layer.weight), use_reentrant=False)
+
+
+def attending(self: Any, hidden: Tensor) -> Tensor:
+    weight = self.layer.weight[:, :3].repeat(3, 1)
+    rest = (None, None, None, False, 0.5, torch.eye(3), None)  # half of the attention is dropped
+    return F.multi_head_attention_forward(hidden, hidden, hidden, 3, 1, weight, *rest)[0]
+
+
+WRITTEN: dict[str, Any] = {
+    "attention dropped": attending,
+    "channels dropped": lambda self, hidden: F.dropout2d(hidden[:, :, None, None], 0.4, self.training),
+    "alpha dropout": lambda self, hidden: F.feature_alpha_dropout(F.alpha_dropout(hidden, 0.3, True), 0.2, True),
+    "random mask": lambda self, hidden: hidden * torch.bernoulli(hidden.sigmoid().detach()),
+    "distribution": lambda self, hidden: NORMAL(hidden[:, 0], hidden[:, 1].exp()).log_prob(hidden[:, 2]),
+    "checkpoint": checkpointed,
+    "uneven max pooling": lambda self, hidden: F.adaptive_max_pool1d(hidden[:, None], 2),
+    "even max pooling": lambda self, hidden: F.adaptive_max_pool2d(hidden[:, None, :, None].repeat(1, 1, 2, 4), (3, 2)),
+    "at most so many rows": lambda self, hidden: hidden + torch.arange(5.0)[: len(hidden), None],
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_can_be_exported(case: str, tmp_path: Path) -> None:
+    """The export compares with the module, in which what is drawn has its mean, and fails otherwise."""
+    module = Small(WRITTEN[case], make=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    exported = export_training(module, small_batch(), tmp_path / "exported")
+    assert exported.difference.state < 1e-6
+    _, results = steps_of(exported.path, [small_batch()] * 2, lr=0.0)
+    assert (results[0] == results[1]) is ("drop" not in case and "random" not in case)
+
+
+def test_a_batch_of_one_is_refused_where_the_module_refuses_it(digits: Path, tmp_path: Path) -> None:
+    # a loss over one image has statistics of several numbers, and batch norm takes it
+    assert json.loads((digits / "training.json").read_text())["sizes"] == {"batch": [1, None]}
+
     class Normed(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -278,6 +441,11 @@ def branching(self: Any, hidden: Tensor) -> Tensor:
     return hidden if hidden.sum() > 0 else hidden * 2
 
 
+def narrow(self: Any, hidden: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.layer(hidden @ torch.ones(3, 4)).float()
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "operation": (inverted, r"aten\.linalg_inv_ex\.default[\s\S]*in inverted: return torch\.linalg\.inv"),
     "counter": (counted, r"changes Small\.calls, which a model cannot hold: register it as a buffer"),
@@ -286,6 +454,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "global step": (lambda self, hidden: hidden * self.global_step, r"reads trainer\.global_step"),
     "epoch": (lambda self, hidden: hidden * self.current_epoch, r"reads trainer\.current_epoch"),
     "optimizers": (lambda self, hidden: hidden * len(self.optimizers()), r"calls self\.optimizers\(\)"),
+    "autocast": (
+        narrow,
+        r"aten\.\S+: torch\.bfloat16: a model computes in float32; leave out autocast",
+    ),
     "print": (lambda self, hidden: self.print(hidden) or hidden, r"calls self\.print\(\)"),
 }
 
@@ -387,6 +559,13 @@ def test_command(tmp_path: Path) -> None:
     assert runner.Training.load(tmp_path / "exported").updates == 0
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (again.returncode, "already exists" in again.stderr) == (1, True)
+
+
+def test_command_refuses_what_only_training_takes(tmp_path: Path) -> None:
+    from lightning_ort.cli.export import export
+
+    with pytest.raises(SystemExit, match=r"^--gradient-clip-val, --float16: pass --training too"):
+        export(tmp_path / "x.ckpt", module="a:B", output=tmp_path / "out", float16=True, gradient_clip_val=1.0)
 
 
 def test_logged_metrics(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ort_settings import config_of
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport
 from tests.conversion.harness import as_tuple, assert_alike, copies, run
+from tests.ort_settings import config_of
 
 
 @dataclass(frozen=True)

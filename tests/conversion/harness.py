@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ort_settings import config_of
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.report import CompileReport, Reason
+from tests.ort_settings import config_of
 
 # rtol, atol: against float64, so these are errors, not differences of two errors
 TOLERANCES = {torch.float32: (2e-5, 1e-5), torch.float64: (1e-9, 1e-11)}

@@ -1,6 +1,7 @@
 """From a LightningModule and a batch to a folder that trains: :func:`export_training`."""
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_number, check_path, check_type, check_writable
 from lightning_ort.compat.torch import tree_map
+from lightning_ort.compiler.nodes import is_random
 from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
@@ -23,10 +25,11 @@ from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_s
 from lightning_ort.onnx_export.training.steps import check_module
 from lightning_ort.onnx_export.training.traces import METHODS, traces_of
 from lightning_ort.onnx_export.training.tracing import BATCH, Sizes, Trace
-from lightning_ort.onnx_export.training.verify import STEPS, Difference, verify
+from lightning_ort.onnx_export.training.verify import STEPS, Batch, Difference, rounding, verify
 
 log = logging.getLogger(__name__)
 
+_DROPPING = re.compile("drop|StochasticDepth", re.IGNORECASE)
 CONFIGURED: Literal["configured"] = "configured"
 
 
@@ -40,12 +43,17 @@ class ExportedTraining:
     frozen: int
     nodes: int  # of training.onnx
     bytes: int  # of all files
-    difference: Difference  # from the module, after some steps
+    difference: Difference  # from the module, after some steps; from one that has its frozen parameters in float16 too
+    rounding: Difference | None = None  # that of float16 from float32, if frozen parameters are stored in it
 
     def __str__(self) -> str:
         text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
         text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
-        return text + f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
+        text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
+        if self.rounding is None:
+            return text
+        saved, loss, state = decimal(2 * self.frozen), self.rounding.loss, self.rounding.state
+        return f"{text}; float16 saves {saved}, and changes the loss by {loss:.2g} and the state by {state:.2g}"
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,22 @@ class _Task:
     dropout: bool
     tolerance: float
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    halved: tuple[str, ...] = ()  # frozen parameters that are stored in float16
 
 
 def check_settings(
-    folder: str | Path, clip_value: float | None, clip_algorithm: str, accumulate: int, dropout: bool, tolerance: float
+    folder: str | Path,
+    clip_value: float | None,
+    clip_algorithm: str,
+    accumulate: int,
+    dropout: bool,
+    tolerance: float,
+    float16: bool,
 ) -> None:
     """Raise what :func:`export_training` would raise for its settings, before anything has been trained."""
     check_number("tolerance", tolerance)
     check_choice("dropout", dropout, (True, False))
+    check_choice("float16", float16, (True, False))
     check_choice("gradient_clip_algorithm", clip_algorithm, ("norm", "value"))
     check_integer("accumulate_grad_batches", accumulate, 1)
     if clip_value is not None:
@@ -92,6 +108,7 @@ def export_training(
     dropout: bool = True,
     sizes: Mapping[str, Any] | None = None,
     tolerance: float = 1e-4,
+    float16: bool = False,
 ) -> ExportedTraining:
     """Write a module's training step, with its optimizer, as an ONNX model of standard operators that trains elsewhere.
 
@@ -110,10 +127,13 @@ def export_training(
         gradient_clip_val: Clip gradients, as the Trainer's argument.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         accumulate_grad_batches: Add up the gradients of so many batches before an update.
-        dropout: Whether dropout draws numbers, in the model.
+        dropout: Whether dropout draws numbers, in the model. Otherwise what is drawn, also by ``torch.bernoulli``, has
+            its mean, so that nothing is dropped, and modules that drop whole paths are in evaluation mode.
         sizes: Which dimensions of which field may change, such as ``{"tokens": [0, 1]}``. By default the batch, and
             the second dimension of integers, where the step allows it.
         tolerance: Largest difference of losses, parameters and states from the module's.
+        float16: Store frozen parameters in float16, which makes the folder smaller; the models convert them to float32
+            and compute with that. What it changes in some steps is part of the result, and no reason to fail.
 
     Returns:
         What was written.
@@ -122,11 +142,11 @@ def export_training(
         ExportFailed: If something in a step cannot be part of a model, which names the operation, the module and the
             line; or if the results differ.
         TypeError: If the module is no LightningModule, or the batch has something else than tensors.
-        ValueError: If a setting is not one of the allowed ones.
+        ValueError: If a setting is not one of the allowed ones; or if float16 has nothing to store, or holds it not.
 
     """
     check_type("module", module, nn.Module, "a LightningModule")
-    settings = (gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches, dropout, tolerance)
+    settings = (gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches, dropout, tolerance, float16)
     check_settings(folder, *settings)
     check_module(module)
     folder = Path(folder).absolute()
@@ -136,12 +156,15 @@ def export_training(
     with left_alone(module, quiet), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         if not module.training:  # parts that the user keeps in evaluation mode stay so
             module.train()
+        if not dropout:
+            _stop_dropping(module)
         return _write(task, Path(temporary), folder)
 
 
 def _task(module: nn.Module, data: Any, optimizer: Any, settings: Any, sizes: Mapping[str, Any] | None) -> _Task:
-    clip_value, clip_algorithm, accumulate, dropout, tolerance = settings
+    clip_value, clip_algorithm, accumulate, dropout, tolerance, float16 = settings
     _check_dtypes(module)
+    halved = check_halved(module) if float16 else ()
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     if not parameters:
         raise ExportFailed(f"{type(module).__name__} has no parameter that needs a gradient.")
@@ -171,6 +194,7 @@ def _task(module: nn.Module, data: Any, optimizer: Any, settings: Any, sizes: Ma
         dropout,
         tolerance,
         parameters,
+        halved,
     )
 
 
@@ -178,6 +202,31 @@ def _check_dtypes(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dtype is not torch.float32:
             raise ExportFailed(f"The parameter {name} is of {parameter.dtype}; models train in float32: call .float().")
+
+
+def _stop_dropping(module: nn.Module) -> None:
+    """Put into evaluation mode what drops values or, as `DropPath` and `StochasticDepth`, whole paths."""
+    for child in module.modules():
+        is_plain = not any(True for _ in (*child.parameters(), *child.buffers()))
+        if is_plain and _DROPPING.search(type(child).__name__):
+            child.eval()
+
+
+def check_halved(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the frozen parameters, which float16 can store, or raise ``ValueError``."""
+    frozen = {name: value for name, value in module.named_parameters() if not value.requires_grad}
+    if not frozen:
+        raise ValueError(
+            f"float16=True: {type(module).__name__} has no frozen parameters (requires_grad=False), which alone are"
+            " stored in float16. Leave it out."
+        )
+    for name, value in frozen.items():
+        if not torch.equal(value.half().isfinite(), value.isfinite()):
+            raise ValueError(
+                f"float16=True: {name} has values up to {value.abs().max().item():.3g}, float16 up to"
+                f" {torch.finfo(torch.float16).max:.0f}. Leave it out."
+            )
+    return tuple(frozen)
 
 
 def _first_batch(data: Any) -> Any:
@@ -199,9 +248,14 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
     name = f"{type(task.module).__module__}.{type(task.module).__qualname__}"
     frozen = [key for key, value in task.module.named_parameters() if not value.requires_grad]
     more: dict[str, Any] = {"module": name, "sizes": _unlimited(traces.values()), "dropout": False, "frozen": frozen}
+    batches = _batches(task, traces["training"])
+    rounded = None
+    if task.halved:
+        rounded = rounding(task.module, task.optimizer, task.settings, batches, task.halved)
+    more["float16"] = None if rounded is None else {"loss": rounded.loss, "state": rounded.state}
     plain = temporary / "plain"
     models = _write_folder(task, traces, plain, state, more)
-    difference, limits = _verify(task, plain, traces["training"])
+    difference, limits = _verify(task, plain, traces["training"], batches)
     written = plain
     if limits or (task.dropout and _drops(traces["training"])):
         more["dropout"] = task.dropout and _drops(traces["training"])
@@ -216,6 +270,7 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
         len(list(models["training"].model.graph)),
         sum(file.stat().st_size for file in written.iterdir()),
         difference,
+        rounded,
     )
     files.put_in_place(written, folder)
     return exported
@@ -232,6 +287,7 @@ def _write_folder(
             task.parameters,
             task.settings if kind == "training" else None,
             drops=more["dropout"],
+            halved=task.halved,
         )
         for kind, found in traces.items()
     }
@@ -251,30 +307,40 @@ def _written(module: nn.Module, traced: Trace) -> dict[str, Tensor]:
 
 
 def _drops(traced: Trace) -> bool:
-    dropout = torch.ops.aten.native_dropout.default
-    return any(
-        node.args[2] is not False for node in traced.joint.module.graph.find_nodes(op="call_function", target=dropout)
-    )
+    drawn = [node for node in traced.joint.module.graph.nodes if node.op == "call_function" and is_random(node)]
+    return any(len(node.args) < 3 or node.args[2] is not False for node in drawn)  # the third is whether to drop
 
 
-def _verify(task: _Task, folder: Path, traced: Trace) -> tuple[Difference, dict[str, list[int | None]]]:
+def _batch_of(task: _Task, fields: Mapping[str, Tensor]) -> Batch:
+    return rebuilt(task.batch, fields), fields
+
+
+def _batches(task: _Task, traced: Trace) -> list[Batch]:
+    """Batches of different sizes, for some steps."""
+    size, varies = batch_size(task.fields), BATCH in traced.symbols.values()
+    counts = [size, size + 1, max(size - 1, 2)] if varies else [size] * STEPS
+    _, highest = next((traced.sizes[symbol] for symbol, name in traced.symbols.items() if name == BATCH), (1, None))
+    counts = [size if highest is not None and count > highest else count for count in counts]
+    return [_batch_of(task, rows(task.fields, count)) for count in counts]
+
+
+def _verify(
+    task: _Task, folder: Path, traced: Trace, batches: list[Batch]
+) -> tuple[Difference, dict[str, list[int | None]]]:
     """Compare with the module, and find out for which sizes the model is right."""
-    arguments = (folder, task.module, task.optimizer, task.settings)
 
-    def batch_of(fields: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
-        return rebuilt(task.batch, fields), fields
+    def compare(*batches: Batch) -> Difference:
+        arguments = (task.module, task.optimizer, task.settings)
+        return verify(folder, *arguments, [*batches], task.tolerance, task.halved)
 
     def is_right_for(name: str, size: int) -> bool:
-        batch = batch_of(resized(task.fields, traced.dims_of(name), size))
         try:
-            verify(*arguments, [batch], task.tolerance)
+            compare(_batch_of(task, resized(task.fields, traced.dims_of(name), size)))
         except Exception:  # the module's own too, such as that of a batch norm, which needs two rows
             return False
         return True
 
-    size, varies = batch_size(task.fields), BATCH in traced.symbols.values()
-    counts = [size, size + 1, max(size - 1, 2)] if varies else [size] * STEPS
-    difference = verify(*arguments, [batch_of(rows(task.fields, count)) for count in counts], task.tolerance)
+    difference = compare(*batches)
     limits: dict[str, list[int | None]] = {}
     for symbol, name in traced.symbols.items():
         # torch notes a limit wherever it chooses an algorithm; most are none of the module's. Below 2 it never looks

@@ -86,9 +86,8 @@ def write_rest(
     for source, name in RUNNERS.items():
         (folder / name).write_text(package.joinpath(source).read_text(encoding="utf-8"), encoding="utf-8")
     written = [f"{name}.onnx" for name in models] + [FROZEN] * (folder / FROZEN).exists()
-    weights = sum(array.size for array in arrays.values())
-    if (folder / FROZEN).exists():
-        weights += (folder / FROZEN).stat().st_size // 4
+    constants = [value.const_value for value in models["training"].model.graph.initializers.values()]
+    weights = sum(array.size for array in arrays.values()) + sum(each.size for each in constants if each is not None)
     about = {
         "format": runner.FORMAT,
         "needs": NEEDS,

@@ -61,19 +61,20 @@ class PortableGraph(GraphBuilder):
             if not isinstance(size, int) and (symbol := expression_of(size)).is_Symbol:
                 self.dims.setdefault(symbol, (self.values[node], axis))
 
-    def add_tensor(self, node: fx.Node, name: str, tensor: torch.Tensor) -> None:
-        """Make an FX node a constant of the model."""
+    def add_tensor(self, node: fx.Node, name: str, tensor: torch.Tensor, stored: torch.dtype | None = None) -> None:
+        """Make an FX node a constant of the model, which may be stored in another dtype than it is computed with."""
         if tensor.dtype not in DTYPES:
             raise Unsupported(f"a constant of {tensor.dtype}", ReasonType.DTYPE)
-        array = tensor.detach().cpu().contiguous().numpy()
+        dtype = tensor.dtype if stored is None else stored
+        array = tensor.detach().to(dtype).cpu().contiguous().numpy()
         value = ir.Value(
             name=name,
-            type=ir.TensorType(DTYPES[tensor.dtype]),
+            type=ir.TensorType(DTYPES[dtype]),
             shape=ir.Shape(array.shape),
             const_value=ir.tensor(array, name=name),
         )
-        self.values[node] = Value(self, value, tensor.dtype)
-        self._constants["tensor", name] = self.values[node]
+        constant = self._constants["tensor", name] = Value(self, value, dtype)
+        self.values[node] = constant.cast(tensor.dtype)
 
     def new_input(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Value:
         """Declare an input that is no node of the graph."""
@@ -92,6 +93,11 @@ class PortableGraph(GraphBuilder):
             super().convert(node)
         else:
             self.values[node] = written(self, node, *node.args, **node.kwargs)
+
+    @property
+    @override
+    def dequantizes(self) -> bool:
+        return False  # onnxruntime-web reads bytes wrongly on WebGPU (1.30)
 
     @override
     def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 """The models of a folder: from a traced step to an ONNX model with named inputs and outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compiler.nodes import is_random, values_of
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
@@ -77,6 +78,7 @@ def convert(
     parameters: Mapping[str, Tensor],
     settings: Settings | None = None,
     drops: bool = True,
+    halved: Collection[str] = (),
 ) -> Model:
     """Make a model of a traced step.
 
@@ -86,13 +88,14 @@ def convert(
         parameters: All that are trained, in their order.
         settings: For a model that trains.
         drops: Whether dropout draws numbers.
+        halved: The frozen parameters that are stored in float16.
 
     Raises:
         ExportFailed: If an operation cannot be written, with its module and the user's line.
 
     """
     writer = _Writer(trace, what, drops)
-    writer.declare()
+    writer.declare(halved)
     writer.run()
     if settings is not None:
         writer.update(parameters, settings)
@@ -106,7 +109,7 @@ class _Writer:
         self.inputs: list[Port] = []
         self.outputs: list[tuple[Port, Value]] = []
 
-    def declare(self) -> None:
+    def declare(self, halved: Collection[str]) -> None:
         """Make the graph's inputs inputs of the model, or constants."""
         joint, constants = self.trace.joint, self.trace.constants
         for name, node in zip(self.trace.fields, joint.arguments, strict=True):
@@ -115,7 +118,8 @@ class _Writer:
             for name, node in nodes.items():
                 if name in constants:
                     if node.users:
-                        self.ctx.add_tensor(node, name, constants[name])
+                        stored = torch.float16 if name in halved else None
+                        self.ctx.add_tensor(node, name, constants[name], stored)
                 else:
                     self._input(node, name, role)
         for node in joint.tangents:
@@ -147,6 +151,7 @@ class _Writer:
                 self.ctx.add_tensor(node, f"constant/{node.name}", _attribute(graph, str(node.target)))
             elif node.op == "call_function":
                 try:
+                    _refuse_narrow(node)
                     self.ctx.convert(node)
                 except Unsupported as error:
                     raise ExportFailed(self._explained(node, error)) from error
@@ -161,6 +166,8 @@ class _Writer:
         where = f" in {modules[-1][0].removeprefix('module.')}" if modules and modules[-1][0] else ""
         if isinstance(reason, Unsupported) and reason.reason.type is ReasonType.NO_CONVERTER:
             reason = "this operation has no form in standard operators"
+            if is_random(node):
+                reason = "a model draws random numbers for dropout alone; dropout=False leaves out what drops paths"
         text = f"{self.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
         return f"{text}\n  at {line}" if line else text
@@ -246,6 +253,12 @@ class _Writer:
         ports = [port for port in self.inputs if port.name in names]
         fields = [port for port in self.inputs if port.role == "field"]
         return Model(model, fields, ports, [port for port, _ in self.outputs])
+
+
+def _refuse_narrow(node: fx.Node) -> None:
+    values = [value for value in values_of(node) if isinstance(value, Tensor)]
+    if narrow := [value.dtype for value in values if value.dtype in (torch.bfloat16, torch.float16)]:
+        raise Unsupported(f"{narrow[0]}: a model computes in float32; leave out autocast", ReasonType.DTYPE)
 
 
 def _chosen(condition: Value, x: Value, y: Value) -> Value:

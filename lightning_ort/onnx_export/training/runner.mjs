@@ -79,13 +79,16 @@ export class Training {
       'optimizer/update': new this.ort.Tensor('bool', Uint8Array.of(update ? 1 : 0), []),
     };
     const results = await this.#run('training', batch, settings);
-    const state = { ...this.#state }, found = {};
+    const state = { ...this.#state }, found = {}, replaced = [];
     for (const { name, role, key } of this.about.models.training.outputs) {
-      if (role === 'parameter' || role === 'buffer' || role === 'state') state[key] = results[name];
-      else if (role === 'gradient') this.gradients[key] = results[name];
+      if (isState(role)) {
+        replaced.push(state[key]);
+        state[key] = results[name];
+      } else if (role === 'gradient') this.gradients[key] = results[name];
       else found[key] = Number(results[name].data[0]);
     }
     this.#state = state;
+    for (const tensor of replaced) if (tensor.location === 'gpu-buffer') tensor.dispose();
     this.#pending = update ? 0 : this.#pending + 1;
     this.updates += update ? 1 : 0;
     return found;
@@ -119,7 +122,7 @@ export class Training {
     return this.#run('prediction', batch, {});
   }
 
-  /** The parameters, buffers and optimizer states, by name, as tensors. */
+  /** The parameters, buffers and optimizer states, by name, as tensors; on a GPU, those that the next step replaces. */
   get state() {
     return { ...this.#state };
   }
@@ -140,7 +143,9 @@ export class Training {
 
   /** Return the state as the bytes of a safetensors file. */
   async bytes() {
-    return writeState(this.#state, { step: `${this.updates}`, pending: `${this.#pending}` });
+    const entries = Object.entries(this.#state);
+    const arrays = await Promise.all(entries.map(async ([name, tensor]) => [name, { type: tensor.type, dims: tensor.dims, data: await tensor.getData(true) }]));
+    return writeState(Object.fromEntries(arrays), { step: `${this.updates}`, pending: `${this.#pending}` });
   }
 
   /** In Node: write the state, by default over the folder's; a file of that name stays until the new one is complete. */
@@ -157,9 +162,15 @@ export class Training {
 
   async #create(name, model) {
     const options = { ...this.#options };
+    const isWeb = !!this.ort.env?.versions?.web;
+    if (name === 'training' && isWeb && options.executionProviders?.some((each) => (each.name ?? each) === 'webgpu')) {
+      // elsewhere the runtimes have no way to leave results where they are: they copy them to JavaScript
+      const stay = model.outputs.filter(({ role, dtype }) => isState(role) && dtype === 'float32');
+      options.preferredOutputLocation ??= Object.fromEntries(stay.map((output) => [output.name, 'gpu-buffer']));
+    }
     try {
       // onnxruntime-web finds no file beside a model, in Node neither
-      if (this.#files.path && !this.ort.env?.versions?.web) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
+      if (this.#files.path && !isWeb) return await this.ort.InferenceSession.create(`${this.#files.path}/${model.file}`, options);
       if (this.about.files['frozen.data']) {
         options.externalData = [{ path: 'frozen.data', data: await this.#files.read('frozen.data') }];
       }
@@ -254,6 +265,10 @@ export class Training {
     if (count !== data.length) throw new RangeError(`${what} has ${data.length} numbers for the shape [${dims}]`);
     return new this.ort.Tensor(dtype, data, dims);
   }
+}
+
+function isState(role) {
+  return role === 'parameter' || role === 'buffer' || role === 'state';
 }
 
 function flattened(value, what) {

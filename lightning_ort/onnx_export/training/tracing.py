@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort.compat.joint_export import JointGraph, joint_graph, keeping_frames, symbols_of
-from lightning_ort.compat.torch import expression_of
+from lightning_ort.compat.torch import expression_of, without_validation
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.compiler.nodes import results_of
@@ -164,6 +164,7 @@ def _own(error: BaseException | None) -> ExportFailed | None:
 @contextlib.contextmanager
 def _quiet() -> Any:
     with (
+        without_validation(),
         torch.random.fork_rng([]),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),

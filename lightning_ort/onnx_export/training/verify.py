@@ -1,8 +1,8 @@
 """Some steps of an exported folder in onnxruntime, compared with the module's in PyTorch."""
 
 import copy
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
+from lightning_ort.compat.torch import TorchDispatchMode
 from lightning_ort.compiler.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import Settings
 from lightning_ort.onnx_export.training.steps import Step
 
+aten = torch.ops.aten
+_BERNOULLI = (aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.float, aten.bernoulli_.Tensor)
 STEPS = 3
+Batch = tuple[Any, Mapping[str, Tensor]]  # as the module takes it, and by field
 
 
 @dataclass(frozen=True)
@@ -31,35 +34,39 @@ class Difference:
     state: float
 
 
-class NoDropout(TorchFunctionMode):
-    """Within the block dropout passes its input on, also where it is a function."""
+class MeanDraws(TorchDispatchMode):
+    """Within the block dropout passes its input on: what it draws is always the mean."""
 
-    _PLACES = {torch.dropout: 1, torch.native_dropout: 1, nn.functional.dropout: 1}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._PLACES:
-            return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            args = args[:4]
-        if func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu) and len(args) >= 9:
-            args = (*args[:5], 0.0, *args[6:])
-        return func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli.default:
+            return args[0].clone()
+        if func in _BERNOULLI:
+            chance = args[1] if len(args) > 1 else 0.5
+            result = args[0] if func in (aten.bernoulli_.float, aten.bernoulli_.Tensor) else torch.empty_like(args[0])
+            return result.copy_(chance) if isinstance(chance, Tensor) else result.fill_(chance)
+        return func(*args, **(kwargs or {}))
 
 
 class Reference:
     """The module's own training, on copies of its parameters and buffers."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        dtype: torch.dtype = torch.float32,
+        halved: Collection[str] = (),
     ) -> None:
-        def taken(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone().to(dtype if tensor.is_floating_point() else tensor.dtype)
+        def taken(tensor: Tensor, name: str = "") -> Tensor:
+            kept = tensor.detach().half() if name in halved else tensor.detach().clone()
+            return kept.to(dtype if tensor.is_floating_point() else tensor.dtype)
 
         self.module, self.settings, self.dtype = module, settings, dtype
         self.values: dict[str, Tensor] = {
-            name: taken(value).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
+            name: taken(value, name).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
         }
         self.buffers = {name: taken(value) for name, value in module.named_buffers()}
         self.optimizer = None if optimizer is None else self._copied(optimizer)
@@ -86,12 +93,11 @@ class Reference:
 
     def step(self, batch: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Train on a batch; return the loss, what is logged and the gradients, as they are after clipping."""
-        run = _Called(self.module, Step(self.module, "training_step"))
+        run = _Called(self.module, Step(self.module, "training_step"), self.settings.accumulate)
         loss, logged = functional_call(
             run, {f"module.{name}": value for name, value in (self.values | self.buffers).items()}, (batch,)
         )
         trained = {name: value for name, value in self.values.items() if value.requires_grad}
-        (loss / self.settings.accumulate).backward()
         self.pending += 1
         gradients: dict[str, Tensor] = {}
         if self.optimizer is None or self.pending >= self.settings.accumulate:
@@ -125,13 +131,18 @@ class Reference:
 
 
 class _Called(nn.Module):
-    def __init__(self, module: nn.Module, step: Step) -> None:
+    """A step and its backward pass, in which checkpointed parts run again with the same parameters."""
+
+    def __init__(self, module: nn.Module, step: Step, accumulate: int) -> None:
         super().__init__()
         self.module = module
-        self._step = step
+        self._step, self._accumulate = step, accumulate
 
     def forward(self, batch: Any) -> Any:
-        return self._step(batch)
+        loss, logged = self._step(batch)
+        assert loss is not None
+        (loss / self._accumulate).backward()
+        return loss.detach(), logged
 
 
 def verify(
@@ -139,8 +150,9 @@ def verify(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     settings: Settings,
-    batches: list[tuple[Any, Mapping[str, Tensor]]],
+    batches: list[Batch],
     tolerance: float,
+    halved: Collection[str] = (),
 ) -> Difference:
     """Compare steps of a folder, whose model drops nothing, with the module's.
 
@@ -151,6 +163,7 @@ def verify(
         settings: What the folder was exported with.
         batches: Batches, each as the module takes it and by field.
         tolerance: The largest difference of losses and states.
+        halved: The frozen parameters that it has in float16; they are compared with a module that has them so too.
 
     Raises:
         ExportFailed: If there is a larger one. PyTorch's own error, its difference from float64, is allowed for: Adam
@@ -162,16 +175,41 @@ def verify(
         training = runner.Training.load(folder)
     except runner.TrainingError as error:
         raise ExportFailed(f"The exported model is not valid: {error}") from error
-    with ExitStack() as stack:
-        for context in (NoDropout(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([])):
-            stack.enter_context(context)
-        single, double = (Reference(module, optimizer, settings, dtype) for dtype in (torch.float32, torch.float64))
+    with _as_exported():
+        single, double = (
+            Reference(module, optimizer, settings, dtype, halved) for dtype in (torch.float32, torch.float64)
+        )
         loss = 0.0
         for batch, fields in batches:
             loss = max(loss, _step(training, single, double, batch, fields, tolerance))
         exact = single if double.failed else double
         state = _compare_states(training, single.state(), exact.state(), tolerance)
     return Difference(loss, state)
+
+
+def rounding(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    batches: list[Batch],
+    halved: Collection[str],
+) -> Difference:
+    """How far steps of the module are from its own if these parameters are rounded to float16."""
+    with _as_exported():
+        own, rounded = (Reference(module, optimizer, settings, halved=names) for names in ((), halved))
+        losses = [(own.step(batch)[0], rounded.step(batch)[0]) for batch, _ in batches]
+    loss = max(largest_difference(torch.tensor(got), torch.tensor(expected)) for expected, got in losses)
+    expected = own.state()
+    state = max(
+        largest_difference(value, expected[name]) for name, value in rounded.state().items() if name not in halved
+    )
+    return Difference(loss, state)
+
+
+@contextmanager
+def _as_exported() -> Iterator[None]:
+    with MeanDraws(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([]):
+        yield
 
 
 def _step(

@@ -1,4 +1,4 @@
-"""Dropout: the only random numbers of a model."""
+"""Dropout: the only random numbers of a model. Where nothing is dropped, what it draws is always the mean."""
 
 import onnx_ir as ir
 import torch
@@ -22,6 +22,30 @@ def native_dropout(ctx: PortableGraph, node: fx.Node, x: fx.Node, p: float, trai
         return value * 0, ctx.const(False, torch.bool).expand(ctx.shape_tensor(x))
     mask = _uniform(value, dtype) >= p
     return value * scaled_mask(mask, 1 / (1 - p), dtype), mask
+
+
+@form(aten.bernoulli.p)
+def bernoulli(ctx: PortableGraph, node: fx.Node, x: fx.Node, p: float = 0.5) -> Value:
+    """bernoulli.p(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
+    dtype = dtype_of(node)
+    if not ctx.drops:
+        return ctx.const(p, dtype).expand(ctx.shape_tensor(x))
+    return (_uniform(ctx.value(x), dtype) < p).cast(dtype)
+
+
+@form(aten.bernoulli.default)
+def bernoulli_of(ctx: PortableGraph, node: fx.Node, p: fx.Node) -> Value:
+    """bernoulli(Tensor self, *, Generator? generator=None) -> Tensor"""
+    chance, dtype = ctx.value(p), dtype_of(node)
+    return (_uniform(chance, dtype) < chance).cast(dtype) if ctx.drops else chance
+
+
+@form(aten.bernoulli.Tensor)
+def bernoulli_like(ctx: PortableGraph, node: fx.Node, x: fx.Node, p: fx.Node) -> Value:
+    """bernoulli.Tensor(Tensor self, Tensor p, *, Generator? generator=None) -> Tensor"""
+    dtype = dtype_of(node)
+    chance = ctx.value(p, dtype).expand(ctx.shape_tensor(x))
+    return (_uniform(chance, dtype) < chance).cast(dtype) if ctx.drops else chance
 
 
 def _uniform(value: Value, dtype: torch.dtype) -> Value:

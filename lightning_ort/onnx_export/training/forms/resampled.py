@@ -1,5 +1,6 @@
 """Average pooling and interpolation: linear along each dimension, so a product with a constant matrix for each."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,6 +135,52 @@ def adaptive_avg_pool_backward(grad: Tensor, x: Tensor) -> Tensor:
     if not _is_static(grad, x, spatial=spatial) or all(s % out == 0 for s, out in zip(sizes, outs, strict=True)):
         return NotImplemented
     return _mapped(grad, [_adaptive(*pair) for pair in zip(sizes, outs, strict=True)], sizes, transposed=True)
+
+
+def _to_one_place(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Adaptive average pooling; as a plain mean where one place is left, whose strides torch would set to others."""
+    spatial = len(output_size)
+    if spatial == 1:
+        return _to_one_place(x.unsqueeze(-2), (1, *output_size)).squeeze(-2)
+    if all(out == 1 for out in output_size):
+        return x.mean(list(range(-spatial, 0)), keepdim=True)
+    return (aten._adaptive_avg_pool2d if spatial == 2 else aten._adaptive_avg_pool3d)(x, output_size)
+
+
+for _op in (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default):
+    with_its_gradient(_op, _to_one_place)
+
+
+def _adaptive_max_pool(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Adaptive max pooling: windows that are alike as max pooling, others one by one; with places in the input."""
+    spatial = len(output_size)
+    if spatial == 1:
+        values, places = _adaptive_max_pool(x.unsqueeze(-2), (1, *output_size))
+        return values.squeeze(-2), places.squeeze(-2)
+    if not _is_static(x, spatial=spatial):
+        raise NotImplementedError("adaptive max pooling of a symbolic size")
+    sizes = [int(size) for size in x.shape[-spatial:]]
+    pairs = list(zip(sizes, output_size, strict=True))
+    if all(size % out == 0 for size, out in pairs):
+        pool = aten.max_pool2d_with_indices if spatial == 2 else aten.max_pool3d_with_indices
+        width = [size // out for size, out in pairs]
+        return pool(x, width, width)
+    windows = [[range(min(row), max(row) + 1) for row in _adaptive(*pair)] for pair in pairs]
+    whole = np.arange(math.prod(sizes)).reshape(sizes)
+    flat, found = x.flatten(-spatial), []
+    for window in itertools.product(*windows):
+        with without_tracing():
+            fixed = torch.from_numpy(whole[np.ix_(*window)].reshape(-1))
+        places = aten.lift_fresh_copy.default(fixed)
+        values, first = flat.index_select(-1, places).max(-1)
+        found.append((values, places[first]))
+    shape = [*x.shape[:-spatial], *output_size]
+    values, places = (torch.stack(parts, -1).reshape(shape) for parts in zip(*found, strict=True))
+    return values, places
+
+
+for _op in (aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default):
+    with_its_gradient(_op, _adaptive_max_pool)
 
 
 # interpolation

@@ -37,7 +37,7 @@ def _pick(condition: Value, x: float, y: float) -> Value | None:
 
 def scaled_mask(mask: Value, scale: float, dtype: torch.dtype) -> Value:
     """Booleans as 0 and ``scale``."""
-    if dtype is torch.float32 and 0 < scale < math.inf:
+    if dtype is torch.float32 and 0 < scale < math.inf and mask.ctx.dequantizes:
         # one pass over memory for Cast and Mul, in half the time; exact, since the mask is 0 or 1
         return mask.cast(torch.uint8).op("DequantizeLinear", mask.ctx.const(scale, dtype))
     return mask.cast(dtype) * scale
@@ -48,6 +48,8 @@ def masked(node: fx.Node, mask: Value, gradient: Value) -> Value:
     if node.meta.get(MIXED) and gradient.dtype is torch.float32 and mask.ctx.on_cpu:
         # in a fifth of the time of Where on random masks, or less; without Not, which is slow too (1.19)
         ctx = mask.ctx
+        if not ctx.dequantizes:
+            return gradient * (1 - mask.cast(torch.float32))
         one, scale = ctx.const(1, torch.uint8), ctx.const(-1, torch.float32)
         return gradient * mask.cast(torch.uint8).op("DequantizeLinear", scale, one)  # (mask - 1) * -1
     return where(mask, 0, gradient)

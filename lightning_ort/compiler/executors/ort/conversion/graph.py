@@ -154,6 +154,11 @@ class GraphBuilder:
         """Whether onnxruntime's CPU kernels run it."""
         return self.kernels.providers[0] == "CPUExecutionProvider"
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether ``DequantizeLinear`` may make floats of bytes."""
+        return True
+
     # what a region is made of
 
     def add_input(self, node: fx.Node, name: str) -> None:
