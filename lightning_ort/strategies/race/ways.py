@@ -13,7 +13,18 @@ from torch import nn
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.cache import Startup
-from lightning_ort.compiler.engines import ENGINES, EVALUATION, ON_CPU, ON_GPU, ORT, TORCH, StepFacts, ort_fixed_cost
+from lightning_ort.compiler.engines import (
+    ENGINES,
+    EVALUATION,
+    ON_CPU,
+    ON_GPU,
+    ORT,
+    TORCH,
+    StepFacts,
+    label_of,
+    ort_fixed_cost,
+    others_on_cpu,
+)
 from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
@@ -43,9 +54,7 @@ def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
         return config.engine
     if config.placement != "measured":
         return "ort"
-    tries_others = device.type == "cuda" or (
-        is_amortized(config) and any(ENGINES[engine].is_ready() for engine in ON_CPU)
-    )
+    tries_others = device.type == "cuda" or (is_amortized(config) and others_on_cpu())
     return "auto" if tries_others else "ort"
 
 
@@ -87,6 +96,8 @@ class Ways:
         """Return what is expected of a way."""
         engine, facts = ENGINES[way.engine], self._facts(way)
         cost = engine.cost(facts)
+        if not facts.on_gpu and (why := engine.obstacle()):
+            return Expected(cost, 0.0, why)
         refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
@@ -98,7 +109,7 @@ class Ways:
         why = ""
         if {TORCH, way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
-            times = ", ".join(f"{duration(ms)} {name}" for name, ms in known.ms.items())
+            times = ", ".join(f"{duration(ms)} {label_of(name)}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
         if not known.finished:  # it takes more than that
             return Expected(max(STOP * known.cold, cost), saves, why)
