@@ -5,6 +5,7 @@ import importlib.metadata
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +131,7 @@ def new_session(
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
-    provider_options: Mapping[str, Mapping[str, str]] | None = None,
+    provider_options: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     *,
     disabled_optimizers: Sequence[str] = DISABLED_OPTIMIZERS,
 ) -> "onnxruntime.InferenceSession":
@@ -141,19 +142,23 @@ def new_session(
     plug_ins = [provider for provider in providers if provider not in built_in]
     if plug_ins:
         for provider in plug_ins:
-            options.add_provider_for_devices(ep_devices()[provider], {})
+            options.add_provider_for_devices(ep_devices()[provider], dict(provider_options.get(provider, {})))
         return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
-    # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
-    on_gpu = {"device_id": str(device.index)} if device.index else {}
-    own = provider_options or {}
-    configured = [
-        (name, {**(on_gpu if provider_of(name).takes_number else {}), **own.get(name, {})}) for name in providers
-    ]
-    quiet = without_device_warning() if on_gpu else nullcontext()
+    configured = with_options(providers, device, provider_options)
+    quiet = without_device_warning() if device.index else nullcontext()
     with on_device(device if _are_for_cuda(providers) else torch.device("cpu")), quiet:
         return onnxruntime.InferenceSession(
             model, options, providers=configured, disabled_optimizers=disabled_optimizers
         )
+
+
+def with_options(
+    providers: Sequence[str], device: torch.device, own: Mapping[str, Mapping[str, str]]
+) -> list[tuple[str, dict[str, str]]]:
+    """Return providers with their options, which are their own and the number of the device."""
+    # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
+    number = {"device_id": str(device.index)} if device.index else {}
+    return [(name, {**(number if provider_of(name).takes_number else {}), **own.get(name, {})}) for name in providers]
 
 
 def _described(node: "ir.Node") -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,9 +144,8 @@ def build(
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    provider_options = {name: provider_of(name).options(region, stream) for name in providers}
     try:
-        session = new_session(model, options, providers, device, provider_options)
+        session = new_session(model, options, providers, device, provider_options(region, providers, stream))
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
     reason = provider_missing_reason(session, providers[0])
@@ -155,6 +155,13 @@ def build(
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
     return session
+
+
+def provider_options(
+    region: Region, providers: Sequence[str], stream: torch.cuda.Stream | None = None
+) -> dict[str, dict[str, str]]:
+    """Return the options of each provider for a region."""
+    return {name: provider_of(name).options(region, stream) for name in providers}
 
 
 def session_options(threads: int) -> "onnxruntime.SessionOptions":
