@@ -2,8 +2,8 @@
 
 A new engine is one more entry, its place in :data:`ON_CPU` or :data:`ON_GPU`, and a function that makes its backend of
 ``torch.compile``, such as :func:`~lightning_ort.compiler.executors.inductor.backend_for`. The race, the report and the
-console read this table, and ask for no engine by name but ONNX Runtime and the unchanged step. What its
-backend raises ends no fit: the engine is not used then, and the report says why.
+console read this table, and ask for no engine by name but ONNX Runtime and the unchanged step. What a backend raises
+ends no fit: the engine is not used then, and the report says why.
 
 A backend is ``GuardedBackend(compile, *told)`` (:mod:`~lightning_ort.compiler.executors.inductor`), which leaves to
 eager what is on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. ``compile(gm, inputs)``
@@ -117,7 +117,7 @@ _INDUCTOR = Engine(
     warm=lambda: INDUCTOR_WARM if _inductor().has_cache() else 1.0,
     saves=lambda step: 1.0 if step.on_gpu else INDUCTOR_SAVED,
     backend=lambda masks, *told: _inductor().backend_for(masks, False, *told),
-    obstacle=lambda: _inductor().no_cpp_compiler(),
+    obstacle=lambda: "" if _inductor().cpp_compiler() else f"no {_inductor().cpp_compiler_name()} on the PATH",
 )
 ORT, TORCH = "ort", "torch"
 ENGINES: Mapping[str, Engine] = {

@@ -44,7 +44,7 @@ def in_column(
 
     Args:
         heading: Of the column.
-        of_equal: Makes one figure of those of equal regions, which share a row.
+        of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
         text: Returns what a cell says.
 
     """

@@ -33,12 +33,10 @@ class Reproducer:
     steps: Sequence["_Step"]
     inputs: Mapping[str, Any]
     model: bytes | None
-    providers: Sequence[tuple[str, Mapping[str, str]]]
+    providers: Sequence[Any]
 
     @classmethod
-    def of(
-        cls, graph: fx.Graph, model: bytes | None = None, providers: Sequence[tuple[str, Mapping[str, str]]] = ()
-    ) -> "Reproducer":
+    def of(cls, graph: fx.Graph, model: bytes | None = None, providers: Sequence[Any] = ()) -> "Reproducer":
         """Return the reproducer of a region's graph."""
         names = {node: _Name(node.name) for node in graph.nodes}
         steps = [
@@ -67,13 +65,14 @@ class Reproducer:
     def save(self, folder: Path) -> Path:
         """Write the script and the model to a folder; return the script's path."""
         folder.mkdir(parents=True, exist_ok=True)
-        model = ""
+        model = "None"
         if self.model is not None:
             (folder / "region.onnx").write_bytes(self.model)
-            model = f', Path(__file__).with_name("region.onnx"), {self.providers!r}'
+            model = 'Path(__file__).with_name("region.onnx")'
         runner = Path(reproducer_script.__file__).read_text(encoding="utf-8")
         script = folder / "reproduce.py"
-        script.write_text(f"{runner}\n{self.code}\nreproduce(forward, INPUTS{model})\n", encoding="utf-8")
+        call = f"reproduce(forward, INPUTS, {model}, {self.providers!r})"
+        script.write_text(f"{runner}\n{self.code}\n{call}\n", encoding="utf-8")
         return script
 
 

@@ -216,7 +216,8 @@ def test_a_plug_in_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SimpleNamespace(add_provider_for_devices=lambda *args: given.append(args))
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device], raising=False)
     monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *args, **kwargs: None)
-    kernels.new_session(b"", options, ["PlugIn"], torch.device("cpu"), {"PlugIn": {"device_type": "NPU"}})
+    monkeypatch.setattr(kernels, "provider_of", lambda name: Provider(options=lambda *args: {"device_type": "NPU"}))
+    kernels.new_session(b"", options, ["PlugIn"], torch.device("cpu"), Region)
     assert given == [([device], {"device_type": "NPU"})]
 
 

@@ -19,7 +19,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.strategies.race import race, ways
+from lightning_ort.strategies.race import race
 
 STEPS = 120  # more than two duels take
 SLOW = 0.05  # seconds, many times what a step of the module takes
@@ -178,8 +178,7 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
 
 
 def with_engines(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    for module in (engines, ways):
-        monkeypatch.setattr(module, "ON_CPU", ("ort", *names))
+    monkeypatch.setattr(engines, "ON_CPU", ("ort", *names))
 
 
 def test_an_entry_of_the_table_is_all_that_an_engine_needs(

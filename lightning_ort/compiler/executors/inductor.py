@@ -40,11 +40,6 @@ def cpp_compiler() -> str | None:
     return shutil.which(cpp_compiler_name())
 
 
-def no_cpp_compiler() -> str:
-    """Say that there is none; nothing if there is one."""
-    return "" if cpp_compiler() else f"no {cpp_compiler_name()} on the PATH"
-
-
 def has_cache() -> bool:
     """Return whether torch has kept graphs that inductor has compiled; its folder is a temporary one by default."""
     return Path(inductor_cache_folder(), "fxgraph").is_dir()

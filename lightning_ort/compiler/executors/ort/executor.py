@@ -91,7 +91,7 @@ class OrtExecutor(Executor):
 
     @override
     def onnx_providers(self, region: Region) -> list[tuple[str, dict[str, str]]]:
-        return kernels.with_options(self.providers, self.device, session.provider_options(region, self.providers))
+        return kernels.with_options(self.providers, self.device, region)
 
     @override
     def untrusted_reason(self, artifact: bytes) -> str | None:

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import new_session
-from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
+from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.gpu_memory import note_first_session
 from lightning_ort.compiler.nodes import values_of
@@ -145,7 +144,7 @@ def build(
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     try:
-        session = new_session(model, options, providers, device, provider_options(region, providers, stream))
+        session = new_session(model, options, providers, device, region, stream)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
     reason = provider_missing_reason(session, providers[0])
@@ -155,13 +154,6 @@ def build(
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
     return session
-
-
-def provider_options(
-    region: Region, providers: Sequence[str], stream: torch.cuda.Stream | None = None
-) -> dict[str, dict[str, str]]:
-    """Return the options of each provider for a region."""
-    return {name: provider_of(name).options(region, stream) for name in providers}
 
 
 def session_options(threads: int) -> "onnxruntime.SessionOptions":
