@@ -278,7 +278,7 @@ class CapturedStep(AbstractContextManager[None]):
         try:
             call, shims = turn.captured = turn.captured or self._captured(way)
         except Exception as error:  # such as an ImportError of what makes its backend
-            self.engine_failed(way.engine, error)
+            self._continue_after(Outcome(error=error), way)
             turn.counts = False
             return self._user.call(*args, **kwargs)
         turn.call_start, turn.began_at = time.perf_counter(), next_number()
@@ -444,7 +444,7 @@ class CapturedStep(AbstractContextManager[None]):
     # Failures
 
     def engine_failed(self, engine: str, error: Exception) -> None:
-        """An engine cannot be had here, or a graph of it has failed while it ran."""
+        """A graph of another compiler has failed while it ran."""
         way = self._turn.way
         if way.engine == engine:
             self._fail(way, failures.of_torch_compile(f"{type(error).__name__}: {error}".splitlines()[0]))
