@@ -1,13 +1,14 @@
 """The calls of lightning_ort in one settled training step, in order, with the time that each takes itself.
 
 Of a module of five small layers, whose kernels take next to nothing. Times are the least of ten means of
-ten steps under cProfile, without torch's and onnxruntime's operations. It makes calls dearer than they are: compare
-them with each other alone.
-``--source`` also prints each function: the whole path, to read at one go.
+ten steps under cProfile, without torch's and onnxruntime's operations. It makes calls dearer than they are, those with
+many calls of C functions most: time what you change without it.
+``--source`` also prints each function, and the docstring and ``__init__`` of its class: the path, to read at one go.
 ``python benchmarks/settled_step.py [--unchanged] [--source]``
 """
 
 import argparse
+import ast
 import cProfile
 import inspect
 import math
@@ -15,6 +16,7 @@ import os
 import pstats
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -96,6 +98,24 @@ def watch(unchanged: bool = False) -> Watch:
     return watched
 
 
+def sources(codes: Iterable[CodeType]) -> Iterator[str]:
+    """Return each function once, and before the first of a class the class's docstring and ``__init__``."""
+    seen = set()
+    for code in dict.fromkeys(codes):
+        text = Path(code.co_filename).read_text(encoding="utf-8")
+        shown: list[tuple[int, Any]] = [(code.co_firstlineno, inspect.getsource(code))]
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+                inits = [one for one in node.body if getattr(one, "name", "") == "__init__"]
+                spans = [(node.lineno, node.body[0].end_lineno), *((one.lineno, one.end_lineno) for one in inits)]
+                about = ["\n".join([*text.splitlines()[first - 1 : last], ""]) for first, last in spans]
+                shown = [(node.lineno, "\n".join(about)), *shown]
+        for line, source in shown:
+            if (code.co_filename, line) not in seen:
+                yield f"\n# {code.co_filename.removeprefix(PACKAGE)}:{line}\n{source}"
+        seen.update((code.co_filename, line) for line, _ in shown)
+
+
 def main() -> None:
     """Print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,9 +137,8 @@ def main() -> None:
     out = console()
     out.print(table)
     if arguments.source:
-        for code in dict.fromkeys(code for _, code in found.calls):
-            out.print(f"\n# {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno}", highlight=False)
-            out.print(inspect.getsource(code), highlight=False, markup=False, end="")
+        for text in sources(code for _, code in found.calls):
+            out.print(text, highlight=False, markup=False, soft_wrap=True, end="")
 
 
 if __name__ == "__main__":

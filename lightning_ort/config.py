@@ -99,11 +99,11 @@ class ORTConfig:
 
     Args:
         engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
-            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also what else
-            compiles whole steps, such as inductor, and the fastest is kept. On a CPU inductor needs a C++ compiler, and
-            with ``start="amortized"`` it is tried later, once it is expected to pay; on a GPU it is tried before ONNX
-            Runtime. ``None`` is ``"auto"`` with ``placement="measured"`` on a GPU, and on a CPU if there is a C++
-            compiler and ``start`` is ``"amortized"``; else ``"ort"``.
+            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also the other
+            compilers of whole steps, and the fastest is kept. On a CPU they are tried after ONNX Runtime, with
+            ``start="amortized"`` once that is expected to pay; on a GPU before it. ``None`` is ``"auto"`` with
+            ``placement="measured"`` on a GPU, and on a CPU if one of them can compile there and ``start`` is
+            ``"amortized"``; else ``"ort"``.
         placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
             a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
             Runtime that it supports.
@@ -122,8 +122,8 @@ class ORTConfig:
         audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
             log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. It takes
             a CPU and Linux. ``"off"`` does not.
-        dropout_masks: In steps that inductor compiles, ``"exact"`` draws the masks that eager would, ``"fast"`` lets
-            inductor draw other ones inside its kernels.
+        dropout_masks: In steps that another compiler runs, ``"exact"`` draws the masks that eager would, ``"fast"``
+            lets it draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
             ``LIGHTNING_ORT_CACHE_DIR``, or ``lightning-ort`` in the user's cache folder; ``None`` keeps nothing.
         report: ``"log"`` logs the report at the end of each Trainer run, a path writes it as JSON, ``None`` does
@@ -159,8 +159,8 @@ class ORTConfig:
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         if self.dropout_masks == "fast" and (self.engine in ("ort", "torch") or self.placement == "always"):
             raise ValueError(
-                "ORTConfig(dropout_masks='fast') is for steps that inductor compiles: it needs engine='auto' or None,"
-                " and placement='measured'."
+                "ORTConfig(dropout_masks='fast') is for steps that another compiler runs: it needs engine='auto' or"
+                " None, and placement='measured'."
             )
         check_share("compile_budget", self.compile_budget, owner)
         for name, word in (("cache_dir", "auto"), ("report", "log")):

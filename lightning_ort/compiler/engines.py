@@ -1,10 +1,16 @@
 """What a whole step can run on: :data:`ENGINES`, with all that is particular to each.
 
 A new engine is one more entry, its place in :data:`ON_CPU` or :data:`ON_GPU`, and a function that makes its backend of
-``torch.compile``, such as :func:`~lightning_ort.compiler.executors.inductor.backend_for`. A compiler that is called as
-inductor is can use :class:`~lightning_ort.compiler.executors.inductor.GuardedBackend`, which leaves to eager what is
-on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. The race, the report and the console read
-this table, and ask for no engine by name but ONNX Runtime and the unchanged step.
+``torch.compile``, such as :func:`~lightning_ort.compiler.executors.inductor.backend_for`. The race, the report and the
+console read this table, and ask for no engine by name but ONNX Runtime and the unchanged step. What a backend raises
+ends no fit: the engine is not used then, and the report says why.
+
+A backend is ``GuardedBackend(compile, *told)`` (:mod:`~lightning_ort.compiler.executors.inductor`), which leaves to
+eager what is on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. ``compile(gm, inputs)``
+gets a graph as dynamo captured it, with parameters among its inputs, and returns a function of the inputs that returns
+a sequence of the results. Gradients are its own matter: a compiler of forward and backward graphs of ATen operations
+gets both from ``compat.dynamo.aot_backend``. Where the setting ``dropout_masks`` is ``"exact"``, its random numbers
+have to be those of eager: it calls torch's own random operations, in the order of the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +69,9 @@ class Engine:
         backend: Takes the setting ``dropout_masks``, a function that gets what a graph failed with, and one that
             returns the :class:`~lightning_ort.compiler.request.CompileRequest`; returns a backend of
             ``torch.compile``. ``None``: the strategy's own, or none.
-        is_ready: Whether it can compile on a CPU. With ``engine=None`` one has to be, or none of them is tried there.
+        obstacle: Returns why it cannot compile on a CPU here, such as a missing program; nothing if it can. It is not
+            tried then. With ``engine=None`` on a CPU one of :data:`ON_CPU` beside ONNX Runtime has to be able to.
+        package: The distribution of which another version makes what is known of it, and all of the cache, obsolete.
         records: Whether its results are at the same addresses in each run, as those of CUDA graphs. Sizes may not vary
             then, nor may gradients add up to older ones.
 
@@ -74,7 +82,8 @@ class Engine:
     warm: Callable[[], float] = lambda: 1.0
     saves: Callable[[StepFacts], float] = lambda step: 1.0
     backend: Callable[..., Callable[..., Any]] | None = None
-    is_ready: Callable[[], bool] = lambda: False
+    obstacle: Callable[[], str] = lambda: ""
+    package: str = ""
     records: bool = False
 
 
@@ -108,7 +117,7 @@ _INDUCTOR = Engine(
     warm=lambda: INDUCTOR_WARM if _inductor().has_cache() else 1.0,
     saves=lambda step: 1.0 if step.on_gpu else INDUCTOR_SAVED,
     backend=lambda masks, *told: _inductor().backend_for(masks, False, *told),
-    is_ready=lambda: _inductor().cpp_compiler() is not None,
+    obstacle=lambda: "" if _inductor().cpp_compiler() else f"no {_inductor().cpp_compiler_name()} on the PATH",
 )
 ORT, TORCH = "ort", "torch"
 ENGINES: Mapping[str, Engine] = {
@@ -127,6 +136,11 @@ ENGINES: Mapping[str, Engine] = {
 # as many kernels as in eager: it comes last, and still wins in some steps, most of them without a backward pass.
 ON_CPU: Sequence[str] = (ORT, "inductor")
 ON_GPU: Sequence[str] = ("inductor", "inductor-graphs", ORT)
+
+
+def others_on_cpu() -> list[str]:
+    """Return the engines beside ONNX Runtime that can compile on a CPU here."""
+    return [name for name in ON_CPU if name != ORT and not ENGINES[name].obstacle()]
 
 
 def label_of(name: str) -> str:

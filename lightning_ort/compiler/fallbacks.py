@@ -1,6 +1,6 @@
 """Replaces a compiled graph by eager if it fails while it runs: :class:`GuardedGraph`, and :class:`Aftermath`.
 
-What else can fail ends elsewhere. A region fails alone, and goes on in torch
+What else can fail ends elsewhere. A region fails alone, with what its session raises, and goes on in torch
 (:mod:`~lightning_ort.compiler.guarded_region`); a graph that cannot be compiled does too
 (``Compilation.compile_graph``); of a step that cannot be captured as it is, of graphs of another engine, and of all
 that is for eager alone, :mod:`~lightning_ort.strategies.race.failures` says what is tried instead.
@@ -11,8 +11,9 @@ too, the error is in the user's program or data, and the user gets it.
 
 If the backward pass fails, the forward pass is long over. So until the first backward passes of a graph have succeeded,
 each forward pass keeps what eager would need: inputs, the states of the generators, and copies of the buffers that the
-graph writes to. The same serves backward passes with ``create_graph=True``, as of networks for differential equations,
-force fields and penalties of gradients: compiled graphs have no gradients of gradients, and eager has.
+graph writes to. What a later backward pass raises outside of regions reaches the user. The same serves backward passes
+with ``create_graph=True``, as of networks for differential equations, force fields and penalties of gradients: compiled
+graphs have no gradients of gradients, and eager has.
 
 The results of a compiled graph have one backward pass, in which those that are not differentiated have gradients of
 zero. In eager a result that shares nothing with the loss has a pass of its own, and a parameter that the differentiated

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
+from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
 
 
@@ -143,8 +144,10 @@ def digest(*parts: str) -> str:
 
 @functools.cache
 def software() -> tuple[str, ...]:
-    """Return the builds of onnxruntime and torch, and a hash of this package's sources that matter."""
+    """Return the builds of onnxruntime, torch and engines, and a hash of this package's sources that matter."""
     import onnxruntime
+
+    from lightning_ort.compiler.executors.ort.kernels import installed  # which imports more than a hash needs
 
     sources = hashlib.sha256()
     own = Path(__file__).parents[1]
@@ -152,7 +155,8 @@ def software() -> tuple[str, ...]:
         sources.update(path.read_bytes())
     # the training build has the plain one's version number
     package = getattr(onnxruntime, "package_name", "")
-    return (package, onnxruntime.__version__, torch.__version__, sources.hexdigest())
+    engines = (str(installed(engine.package)) for engine in ENGINES.values() if engine.package)
+    return (package, onnxruntime.__version__, torch.__version__, *engines, sources.hexdigest())
 
 
 def program() -> str:

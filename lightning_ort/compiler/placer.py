@@ -255,12 +255,12 @@ class RegionBuilder:
         if own is not None and in_torch is not None and in_torch < own:
             text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
             raise RegionRejected(ReasonType.SLOWER, text, times)
-        model = artifact if self._executor.artifact_is_onnx else None
+        providers = self._executor.onnx_providers(self._region)
         report = RegionReport.of(
             self._region,
             ms=dict(times.ms),
             cached=cached,
-            reproducer=Reproducer.of(self._region.module.graph, model),
+            reproducer=Reproducer.of(self._region.module.graph, artifact if providers else None, providers),
             **dataclasses.asdict(times.variant),
         )
         on_failure = functools.partial(self._placer.fall_back, self._where)
@@ -335,5 +335,5 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
         reason=Counter(reason for _, reason in own_reasons).most_common(1)[0][0] if own_reasons else None,
         node_reasons={str(node.target): reason for node, reason in own_reasons},
         ms=dict(ms),
-        reproducer=Reproducer.of(region.module.graph, None),
+        reproducer=Reproducer.of(region.module.graph),
     )

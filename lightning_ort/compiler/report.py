@@ -147,7 +147,11 @@ class RegionReport:
 
     @classmethod
     def of(cls, region: "Region", **fields: Any) -> "RegionReport":
-        """Return the report of a region: what is known from its nodes, and these fields."""
+        """Return the report of a region: what is known from its nodes, and these fields.
+
+        Sizes in ``node.meta["val"]`` may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is
+        none where ``nodes.is_known`` says no; ``regions.count_flops`` counts so.
+        """
         ops = Counter(str(node.target) for node in region.compute_nodes)
         return cls(region.name, region.executor, ops.total(), dict(ops), **fields)
 

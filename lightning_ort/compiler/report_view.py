@@ -28,15 +28,27 @@ def short_ops(ops: dict[str, int]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def in_column(heading: str, of_equal: Callable[[Sequence[Any]], Any] = lambda values: values[0]) -> dict[str, Any]:
+def figure(value: Any) -> str:
+    """Return a number without an exponent; nothing for none."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.3f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def in_column(
+    heading: str,
+    of_equal: Callable[[Sequence[Any]], Any] = lambda values: values[0],
+    text: Callable[[Any], str] = figure,
+) -> dict[str, Any]:
     """Return the metadata of a field of ``RegionReport`` that text and page show, as a column of figures.
 
     Args:
         heading: Of the column.
-        of_equal: Makes one figure of those of equal regions, which share a row.
+        of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
+        text: Returns what a cell says.
 
     """
-    return {"column": (heading, of_equal)}
+    return {"column": (heading, of_equal, text)}
 
 
 @dataclass(frozen=True)
@@ -86,20 +98,13 @@ class Column:
     @classmethod
     def of_field(cls, each: "dataclasses.Field[Any]") -> "Column":
         """Return the column of a field that has :func:`in_column`."""
-        heading, of_equal = each.metadata["column"]
-        return cls(heading, lambda row: _figure(of_equal([getattr(region, each.name) for region in row.regions])))
+        heading, of_equal, text = each.metadata["column"]
+        return cls(heading, lambda row: text(of_equal([getattr(region, each.name) for region in row.regions])))
 
     @classmethod
     def of_times(cls, executor: str) -> "Column":
         """Return the column of the times of an executor."""
-        return cls(f"{'ORT' if executor == 'ort' else executor} ms", lambda row: _figure(row.ms.get(executor)))
-
-
-def _figure(value: Any) -> str:
-    """Return a number without an exponent; nothing for none."""
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:.3f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+        return cls(f"{'ORT' if executor == 'ort' else executor} ms", lambda row: figure(row.ms.get(executor)))
 
 
 def folded(graph: "GraphReport") -> list[EqualRegions]:

@@ -26,22 +26,25 @@ class Reproducer:
         steps: The region's graph, node by node; an argument that is another node is its :class:`_Name`.
         inputs: Its inputs: (sizes, strides, dtype, device), or a number.
         model: Its ONNX model, if it has one.
+        providers: What runs the model, as a session takes it.
 
     """
 
     steps: Sequence["_Step"]
     inputs: Mapping[str, Any]
     model: bytes | None
+    providers: Sequence[Any]
 
     @classmethod
-    def of(cls, graph: fx.Graph, model: bytes | None = None) -> "Reproducer":
+    def of(cls, graph: fx.Graph, model: bytes | None = None, providers: Sequence[Any] = ()) -> "Reproducer":
         """Return the reproducer of a region's graph."""
         names = {node: _Name(node.name) for node in graph.nodes}
         steps = [
             _Step(name, node.op, node.target, *fx.map_arg((node.args, node.kwargs or None), names.__getitem__))
             for node, name in names.items()
         ]
-        return cls(steps, {node.name: _spec(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}, model)
+        inputs = {node.name: _spec(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+        return cls(steps, inputs, model, providers)
 
     @functools.cached_property
     def code(self) -> str:
@@ -57,7 +60,7 @@ class Reproducer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the text in place of the steps: torch's ops cannot be pickled."""
-        return {"steps": (), "inputs": {}, "model": self.model, "code": self.code}
+        return {**vars(self), "steps": (), "inputs": {}, "code": self.code}
 
     def save(self, folder: Path) -> Path:
         """Write the script and the model to a folder; return the script's path."""
@@ -68,7 +71,8 @@ class Reproducer:
             model = 'Path(__file__).with_name("region.onnx")'
         runner = Path(reproducer_script.__file__).read_text(encoding="utf-8")
         script = folder / "reproduce.py"
-        script.write_text(f"{runner}\n{self.code}\nreproduce(forward, INPUTS, {model})\n", encoding="utf-8")
+        call = f"reproduce(forward, INPUTS, {model}, {self.providers!r})"
+        script.write_text(f"{runner}\n{self.code}\n{call}\n", encoding="utf-8")
         return script
 
 

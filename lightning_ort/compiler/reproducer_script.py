@@ -46,14 +46,9 @@ def element_type(kind: str) -> tuple[torch.dtype, Any]:
     return dtype, 16 if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype.type
 
 
-def bind(model: Path, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -> tuple[Callable[[], None], list[Any]]:
-    """Return a function that runs a model, and the tensors that it writes to."""
-    import onnxruntime
-
+def bind(session: Any, inputs: Sequence[Any], expected: Sequence[torch.Tensor]) -> tuple[Callable[[], None], list[Any]]:
+    """Return a function that runs a session, and the tensors that it writes to."""
     device = expected[0].device
-    on_gpu = ("CUDAExecutionProvider", {"device_id": str(device.index or 0)})
-    provider = on_gpu if device.type == "cuda" else "CPUExecutionProvider"
-    session = onnxruntime.InferenceSession(str(model), providers=[provider], disabled_optimizers=DISABLED_OPTIMIZERS)
     binding = session.io_binding()
     outputs, kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in expected], []
     for value in session.get_inputs():
@@ -110,7 +105,7 @@ def in_float64(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         return None
 
 
-def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | None) -> None:
+def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | None, providers: Sequence[Any]) -> None:
     """Print the times in torch and onnxruntime, the largest difference between the two, and torch's own error."""
     generator = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, generator) for spec in specs]
@@ -118,7 +113,12 @@ def reproduce(forward: Callable[..., Any], specs: Sequence[Any], model: Path | N
         expected = forward(None, *inputs)
         print(f"torch: {median_ms(lambda: forward(None, *inputs)):.3f} ms")
         if model is not None:
-            run, outputs = bind(model, inputs, expected)
+            import onnxruntime
+
+            session = onnxruntime.InferenceSession(
+                str(model), providers=providers, disabled_optimizers=DISABLED_OPTIMIZERS
+            )
+            run, outputs = bind(session, inputs, expected)
             print(f"onnxruntime: {median_ms(run):.3f} ms")
             text = f"largest difference: {_largest(outputs, expected):.1e} of the largest value"
             if (exact := in_float64(forward, inputs)) is not None:

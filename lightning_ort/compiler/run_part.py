@@ -34,8 +34,7 @@ class StepReport:
     Args:
         name: Such as ``training_step``.
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
-            regions), ``"torch"`` (as the module defines it), ``"inductor"`` (compiled by torch.compile),
-            ``"inductor-graphs"`` (and recorded as CUDA graphs).
+            regions), ``"torch"`` (as the module defines it), and others (:mod:`~lightning_ort.compiler.engines`).
         kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
 
     """

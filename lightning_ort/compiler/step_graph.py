@@ -173,8 +173,9 @@ class StepGraph:
             eager = self._eager(*args)
             eager[self._differentiable[self._loss]].register_hook(self._expect)
             return eager
-        casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        state = RunState(args) if self._keeps and (self._draws or casts) else None
+        state = None
+        if self._keeps and (self._draws or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))):
+            state = RunState(args)
         expected = self._expected
         if self._drop is not None:
             self._drop()
@@ -273,26 +274,25 @@ class _Results(torch.autograd.Function):
 
 def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
     """Add gradients to those of the parameters as autograd's engine does; return whether that was possible."""
-    if len({*map(id, parameters)}) < len(parameters):  # tied after the step was compiled: one gets two gradients
+    # where parameters are tied after the step was compiled, one gets two gradients
+    if len({*map(id, parameters)}) < len(parameters) or have_gradient_hooks(parameters):
         return False
-    sums, summands = [], []
-    if have_gradient_hooks(parameters):
-        return False
+    sums, summands, new = [], [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         before = parameter.grad
-        if before is not None:
+        if before is None:
+            if gradient.stride() != parameter.stride():
+                return False
+            new.append((parameter, gradient))
+        else:
             if before.requires_grad or before.layout is not torch.strided:
                 return False
             sums.append(before)
             summands.append(gradient)
-        elif gradient.stride() != parameter.stride():
-            return False
     if sums:
         torch._foreach_add_(sums, summands)
-    if len(sums) < len(parameters):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
+    for parameter, gradient in new:
+        parameter.grad = gradient
     return True
 
 

@@ -1,7 +1,7 @@
 """The names of ``optim=`` and the implementation that each one stands for, with all that is particular to it.
 
 A new one is a name in :data:`OptimName` and an entry in :data:`REPLACEMENTS`; :class:`Implementation` says what that
-needs. If its states have a form of their own, :mod:`~lightning_ort.optim.states` learns to tell and to convert them.
+needs. For another algorithm, or states in a form of their own, :mod:`~lightning_ort.optim.states` has a line of each.
 """
 
 import difflib
@@ -42,6 +42,7 @@ OptimName = Literal[
 
 _SCALE = 4  # bytes of the float32 scale of a block of quantized states
 _MIN_8BIT_SIZE = 4096  # the default of bitsandbytes and torchao
+ADAMS = (optim.Adam, optim.AdamW)
 _BASIC = frozenset({"lr", "betas", "eps", "weight_decay"})
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -71,19 +72,21 @@ def _adafactor_bytes(p: nn.Parameter) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A class that runs an optimizer algorithm, in place of the Adam or AdamW of torch that a module configures.
+    """A class that runs an optimizer algorithm, in place of one of torch's that a module configures.
 
-    It is called with parameter groups and keyword arguments, and is an optimizer of torch. A checkpoint has to load
-    into torch's optimizer, and one of torch's into it.
+    It is called with parameter groups and keyword arguments, and is an optimizer of torch. Checkpoints of the same
+    algorithm have to load into torch's optimizer, and those of torch's into it.
 
     Args:
         path: ``"module:name"`` of the class; imported when it is used.
-        algorithm: What it computes; of another one than torch's Adam a checkpoint is refused.
+        algorithm: What it computes; a checkpoint of another one is refused.
+        replaces: The classes of torch that it stands for, exactly: it does not know what a subclass changes.
         package: The requirement that installs it; empty for torch and for this package.
         install: The command, where it is not ``pip install <package>``.
         devices: The types of devices that it supports.
         dtypes: Those of the parameters that it supports; empty for all.
-        hyperparameters: Those of torch's Adam that it has too. Others raise an error if they are set.
+        hyperparameters: Those of these classes that it takes over. Others raise an error if they are set.
+        decouples: Whether its weight decay is decoupled, as AdamW's; else it is added to the gradient.
         arguments: For its constructor.
         form: Of the states that it saves, as :func:`~lightning_ort.optim.states.form` tells them apart.
         adopt: Converts states that were loaded in torch's form.
@@ -96,11 +99,13 @@ class Implementation:
 
     path: str
     algorithm: Algorithm = "adam"
+    replaces: tuple[type[optim.Optimizer], ...] = ADAMS
     package: str = ""
     install: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: frozenset[torch.dtype] = frozenset()
     hyperparameters: frozenset[str] = _BASIC
+    decouples: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
     form: Form = "torch"
     adopt: Callable[[optim.Optimizer], None] | None = None
@@ -155,7 +160,7 @@ REPLACEMENTS: Mapping[str, Implementation] = {
     "lion_8bit": Implementation(
         path=f"{_EIGHT_BIT}:Lion8bit",
         algorithm="lion",
-        hyperparameters=frozenset({"lr", "betas", "weight_decay"}),
+        hyperparameters=frozenset({"lr", "weight_decay"}),  # its betas mean something else
         **_BNB | {"state_bytes": functools.partial(_bitsandbytes_bytes, tensors=1), "embedding_bytes": 4},
     ),
     "adamw_torchao_8bit": Implementation(path="torchao.optim:AdamW8bit", state_bytes=_torchao_bytes, **_TORCHAO),

@@ -16,18 +16,10 @@ from lightning_ort.optim import registry, states
 from lightning_ort.optim.registry import Implementation
 from lightning_ort.optim.states import Algorithm
 
-_ALGORITHMS: Mapping[type[optim.Optimizer], Algorithm] = {
-    optim.Adam: "adam",
-    optim.AdamW: "adam",
-    optim.SGD: "sgd",
-    optim.Adagrad: "adagrad",
-    optim.Adafactor: "adafactor",
-}
-
 
 def load_other_forms(optimizer: optim.Optimizer) -> None:
     """Let an optimizer of torch load the states that another implementation saved."""
-    algorithm = _ALGORITHMS.get(type(optimizer))
+    algorithm = states.ALGORITHMS.get(type(optimizer))
     hooks = load_state_dict_pre_hooks(optimizer)
     if algorithm is not None and not any(getattr(hook, "func", None) is _to_torch_form for hook in hooks):
         optimizer.register_load_state_dict_pre_hook(functools.partial(_to_torch_form, algorithm=algorithm, own="torch"))

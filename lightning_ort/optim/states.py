@@ -14,6 +14,15 @@ from lightning_ort.compat import bitsandbytes, torchao
 Algorithm = Literal["adam", "lion", "adafactor", "sgd", "adagrad"]
 Form = Literal["torch", "bitsandbytes", "torchao", "anyprecision", "apex"]
 
+# what a plain optimizer of torch computes, which loads other implementations' states of that
+ALGORITHMS: Mapping[type[torch.optim.Optimizer], Algorithm] = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adafactor: "adafactor",
+}
+
 # keys of a parameter's state -> the algorithm that keeps them; the first match counts
 _KEYS: tuple[tuple[set[str], Algorithm], ...] = (
     ({"exp_avg", "exp_avg_sq"}, "adam"),

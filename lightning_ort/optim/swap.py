@@ -8,7 +8,7 @@ they would be with the flags that the user configured.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,9 @@ from lightning_ort.optim.fused import auto_unsupported_reason, fused_unsupported
 from lightning_ort.optim.param_groups import EMBEDDINGS, name_of, parameters_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, Implementation
 from lightning_ort.optim.replacement import load_other_forms, replace
+from lightning_ort.optim.states import ALGORITHMS
 
-# the values of torch's Adam for hyperparameters that a user does not set
-_ADAM_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(optim.Adam.__init__).parameters.items()
-    if name not in ("self", "params", *TORCH_FLAGS, "decoupled_weight_decay")
-}
+_DECAYS = {True: "decouples weight decay", False: "adds weight decay to the gradient"}
 # what will be done to one optimizer, if anything, and the reason for the report
 _Plan = tuple[Callable[[], None] | None, str]
 
@@ -91,7 +87,7 @@ class OptimizerSwap:
         target, note = registry.resolve(self.name, device)
         if not isinstance(target, str):
             return self._plan_replacement(module, optimizer, device, target, note)
-        self._check_class(optimizer)
+        self._check_class(optimizer, registry.ADAMS)
         if target == "fused" and (reason := fused_unsupported_reason(module, optimizer)):
             raise ValueError(f"optim={self.name!r}: {reason}")
         return functools.partial(set_flag, optimizer, target), note
@@ -104,14 +100,12 @@ class OptimizerSwap:
             raise error(f"optim={self.name!r} cannot be used: {reason}.")
         if isinstance(optimizer, target.load()):
             return None, "configured so"
-        self._check_class(optimizer)
+        self._check_class(optimizer, target.replaces)
         self._check_parameters(module, optimizer, target)
-        carried = target.hyperparameters
-        if target.algorithm != "adam":
-            carried = carried - {"betas", "eps"}
+        self._check_hyperparameters(optimizer, target)
+        if target.algorithm != ALGORITHMS.get(type(optimizer)):
             other = f"another algorithm than {registry.runs(optimizer)}: same groups, lr and weight decay"
             note = f"{other}; {note}".rstrip("; ")
-        self._check_hyperparameters(optimizer, carried)
         arguments = {**target.arguments, **self.options}
         bits = None
         if target.package == "bitsandbytes":
@@ -119,39 +113,38 @@ class OptimizerSwap:
             bits = self._parameter_bits(module)  # here: an unknown module is an error before anything changes
 
         def change() -> None:
-            replace(optimizer, target, carried, arguments)
+            replace(optimizer, target, target.hyperparameters, arguments)
             if bits is not None:
                 optimizer.parameter_bits = bits  # type: ignore[attr-defined]
 
         return change, note
 
-    def _check_class(self, optimizer: optim.Optimizer) -> None:
-        # exact classes: another implementation does not know what a subclass changes
-        if type(optimizer) not in (optim.Adam, optim.AdamW):
+    def _check_class(self, optimizer: optim.Optimizer, replaced: Sequence[type[optim.Optimizer]]) -> None:
+        if type(optimizer) not in replaced:
+            names = " or ".join(f"torch.optim.{cls.__name__}" for cls in replaced)
             raise ValueError(
-                f"optim={self.name!r} replaces torch.optim.Adam or torch.optim.AdamW, but `configure_optimizers`"
-                f" returned {registry.runs(optimizer)}, which it cannot replace. Use optim='auto' or 'keep'."
+                f"optim={self.name!r} replaces {names}, but `configure_optimizers` returned"
+                f" {registry.runs(optimizer)}, which it cannot replace. Use optim='auto' or 'keep'."
             )
 
-    def _check_hyperparameters(self, optimizer: optim.Optimizer, carried: Set[str]) -> None:
+    def _check_hyperparameters(self, optimizer: optim.Optimizer, target: Implementation) -> None:
+        cls = type(optimizer)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 raise ValueError(f"optim={self.name!r} needs a number as lr, not a tensor.")
-            if (
-                type(optimizer) is optim.Adam
-                and group["weight_decay"]
-                and not group.get("decoupled_weight_decay")  # with it, Adam is AdamW
-            ):
+            decouples = cls is optim.AdamW or group.get("decoupled_weight_decay", False)  # with it, Adam is AdamW
+            if (decay := group.get("weight_decay")) and decouples != target.decouples:
+                hint = "Configure torch.optim.AdamW" if target.decouples else "Leave it out"
                 raise ValueError(
-                    f"optim={self.name!r} decouples weight decay; torch.optim.Adam adds its weight_decay="
-                    f"{group['weight_decay']} to the gradient, a different algorithm. Configure torch.optim.AdamW."
+                    f"optim={self.name!r} {_DECAYS[target.decouples]}; torch.optim.{cls.__name__} with weight_decay="
+                    f"{decay} {_DECAYS[decouples]}, a different algorithm. {hint}, or use optim='auto'."
                 )
-            for name, default in _ADAM_DEFAULTS.items():
+            for name, default in _defaults_of(cls).items():
                 value = group.get(name, default)
-                if name not in (*carried, *self.options, "weight_decay") and value != default:
+                if name not in target.hyperparameters and name not in self.options and value != default:
                     raise ValueError(
-                        f"optim={self.name!r} does not support {name} of torch's Adam, but the optimizer has {name}="
-                        f"{value}. Leave it out, or use optim='auto'."
+                        f"optim={self.name!r} does not support {name} of torch's {cls.__name__}, but the optimizer has"
+                        f" {name}={value}. Leave it out, or use optim='auto'."
                     )
 
     def _check_parameters(self, module: nn.Module, optimizer: optim.Optimizer, target: Implementation) -> None:
@@ -173,3 +166,10 @@ class OptimizerSwap:
         for name in sorted(self.bits, key=lambda name: name.count(".") + bool(name)):
             bits.update({id(parameter): self.bits[name] for parameter in modules[name].parameters()})
         return bits
+
+
+def _defaults_of(cls: type[optim.Optimizer]) -> dict[str, Any]:
+    """Return the values of hyperparameters that a user does not set; flags are no matter of another implementation."""
+    others = ("self", "params", *TORCH_FLAGS, "decoupled_weight_decay")
+    parameters = inspect.signature(cls.__init__).parameters
+    return {name: each.default for name, each in parameters.items() if name not in others}

@@ -5,18 +5,7 @@ import time
 
 import torch
 
-from lightning_ort.compiler.executors.ort.kernels import installed
-
-_DISTRIBUTIONS = (
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "onnxruntime-training-cpu",
-    "onnxruntime-training",
-    "onnxruntime-gpu",
-    "onnxruntime",
-    "lightning-ort",
-)
+from lightning_ort.compiler.executors.ort.kernels import DISTRIBUTIONS, installed
 
 
 def machine() -> dict[str, str]:
@@ -29,4 +18,5 @@ def machine() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-    return found | {name: number for name in _DISTRIBUTIONS if (number := installed(name))}
+    names = ("torch", "lightning", "pytorch-lightning", *DISTRIBUTIONS, "lightning-ort")
+    return found | {name: number for name in names if (number := installed(name))}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_ort.compiler.executors.inductor import cpp_compiler
+from lightning_ort.compiler.engines import label_of, others_on_cpu
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts
 
@@ -175,9 +175,9 @@ def _kernels(best: Candidate, facts: Facts) -> Iterator[Option]:
 
 
 def _compilers(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
-    if best.engine in (None, "stock", "ort") and cpp_compiler() is not None:
+    if best.engine in (None, "stock", "ort") and (others := others_on_cpu()):
         optim = None if best.optim == "auto" else best.optim  # of ort itself
-        yield Option(best.but(engine="auto", optim=optim), "torch.compile's inductor as a third engine")
+        yield Option(best.but(engine="auto", optim=optim), f"{' and '.join(map(label_of, others))} beside ONNX Runtime")
     has_fewer_bits = facts.bfloat16 >= _EMULATED and facts.precision == "32-true"
     if has_fewer_bits and not limits.keep_numerics and best.precision is None:
         level = "medium" if facts.device == "cpu" else "high"

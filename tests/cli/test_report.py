@@ -351,14 +351,14 @@ def test_an_absurd_count_of_ranks(report: CompileReport, tmp_path: Path, monkeyp
 def test_a_field_is_a_column_of_page_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Wider(RegionReport):
-        flops: float = field(default=0.0, metadata=in_column("flops", max))
+        flops: float = field(default=0.0, metadata=in_column("flops", max, "{:.0e}".format))
 
     monkeypatch.setattr("lightning_ort.compiler.report.RegionReport", Wider)
     regions = [Wider(f"ort_{number}", "ort", 3, {"aten.mm.default": 3}, flops=100.0 * number) for number in (1, 2)]
     report = CompileReport([GraphReport("forward_0", list(regions))])
     page = Page(render(report, "report.json"))
-    assert page.rows[-1][3:] == ["3", "0", "200.0"]
+    assert page.rows[-1][3:] == ["3", "0", "2e+02"]
     assert page.text.count("flops") == 1
     heading, row = (line.split() for line in report.to_text(100).splitlines() if "flops" in line or "ort_1" in line)
     assert heading[:4] == ["region", "nodes", "runs", "flops"]
-    assert row[3:6] == ["3", "0", "200.0"]
+    assert row[3:6] == ["3", "0", "2e+02"]

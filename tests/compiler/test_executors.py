@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import kernels, providers
+from lightning_ort.compiler.executors.ort.conversion import GraphBuilder
 from lightning_ort.compiler.executors.ort.providers import Provider
 from lightning_ort.compiler.regions import Region, RegionRejected, Support, Variant
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType, RegionReport
@@ -181,7 +184,7 @@ def test_views_that_it_cannot_repeat_are_taken_in_torch() -> None:
     assert not backend.report.fallbacks
 
 
-def test_an_entry_of_the_table_makes_a_provider_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_of_the_table_makes_a_provider_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     new = Provider(tensors="cpu", by_default=True, options=lambda region, stream: {"device_type": "NPU"})
     installed = ["NewExecutionProvider", "CPUExecutionProvider"]
     for module in (providers, kernels):
@@ -203,3 +206,29 @@ def test_an_entry_of_the_table_makes_a_provider_the_default(monkeypatch: pytest.
     compare(backend, torch.randn(4, 6))
     assert backend.report.ort_runs > 0
     assert built[-1] == {"NewExecutionProvider": {"device_type": "NPU"}, "CPUExecutionProvider": {}}
+    region = next(each for each in backend.report.graphs[0].regions if each.executor == "ort")
+    script = region.save_reproducer(tmp_path).read_text()
+    assert "[('NewExecutionProvider', {'device_type': 'NPU'}), ('CPUExecutionProvider', {})]" in script
+
+
+def test_a_plug_in_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, given = SimpleNamespace(ep_name="PlugIn"), []
+    options = SimpleNamespace(add_provider_for_devices=lambda *args: given.append(args))
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device], raising=False)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *args, **kwargs: None)
+    monkeypatch.setattr(kernels, "provider_of", lambda name: Provider(options=lambda *args: {"device_type": "NPU"}))
+    kernels.new_session(b"", options, ["PlugIn"], torch.device("cpu"), Region)
+    assert given == [([device], {"device_type": "NPU"})]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("CPUExecutionProvider",), True),
+        (("OpenVINOExecutionProvider", "CPUExecutionProvider"), True),  # which gets what OpenVINO has no kernel for
+        (("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"), False),
+        (("CUDAExecutionProvider",), False),
+    ],
+)
+def test_regions_are_converted_for_kernels_of_the_cpu_that_may_run_them(names: tuple[str, ...], expected: bool) -> None:
+    assert GraphBuilder(kernels.Kernels("auto", names)).on_cpu is expected

@@ -1,5 +1,6 @@
 """Texts by which graphs and nodes are recognized."""
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
+from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import support
 from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint, software
@@ -111,3 +113,9 @@ def test_a_changed_source_of_the_compiler_is_other_software(name: str, monkeypat
     assert software.__wrapped__() == before
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"\n" * (self.name == name))
     assert software.__wrapped__() != before
+
+
+def test_another_version_of_an_engine_is_other_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = software.__wrapped__()
+    monkeypatch.setitem(engines.ENGINES, "new", engines.Engine(label="new", package="packaging"))
+    assert metadata.version("packaging") in set(software.__wrapped__()) - set(before)

@@ -80,9 +80,9 @@ def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     graphs = []
     of = Reproducer.of
 
-    def recorded(graph: torch.fx.Graph, model: bytes | None = None) -> Reproducer:
+    def recorded(graph: torch.fx.Graph, *model: object) -> Reproducer:
         graphs.append(weakref.ref(graph))
-        return of(graph, model)
+        return of(graph, *model)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Reproducer, "of", recorded)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

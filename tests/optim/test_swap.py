@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -459,6 +459,47 @@ def test_hyperparameters_that_the_target_lacks(name: str) -> None:
     swap(name, module := Net(), optim.Adam(module.parameters()))  # no decay: the same algorithm
     if name == "adafactor":
         refused(name, lambda m: adamw(m, betas=(0.8, 0.9)), "betas=")
+
+
+class Momentum(optim.SGD):
+    """Stands for another implementation."""
+
+
+def test_an_entry_of_the_table_is_all_that_another_algorithm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.Implementation(
+        path=f"{__name__}:Momentum",
+        algorithm="sgd",
+        replaces=(optim.SGD,),
+        hyperparameters=frozenset({"lr", "momentum", "weight_decay"}),
+        decouples=False,
+    )
+    monkeypatch.setitem(registry.REPLACEMENTS, "sgd_new", entry)  # type: ignore[arg-type]
+    monkeypatch.setattr(registry, "OptimName", Literal["sgd_new", "keep"])
+    module, plain = Net(), Net()
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer, reference = (optim.SGD(each.parameters(), **settings) for each in (module, plain))
+    report = swap("sgd_new", module, optimizer)
+    assert (report.runs_as, report.reason) == (f"{__name__.partition('.')[0]}.Momentum", "")
+    assert train(module, optimizer, 3) == train(plain, reference, 3)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(module, optimizer, 3, first=3) == train(plain, reference, 3, first=3)
+    with pytest.raises(ValueError, match="states are those of adam"):
+        optimizer.load_state_dict(trained_adamw())
+    refused("sgd_new", adamw, "replaces torch.optim.SGD, but .* returned torch.AdamW")
+    refused("sgd_new", lambda m: optim.SGD(m.parameters(), momentum=0.9, nesterov=True), "nesterov of torch's SGD")
+
+
+def trained_adamw() -> dict[str, Any]:
+    optimizer = adamw(module := Net())
+    train(module, optimizer, 1)
+    return optimizer.state_dict()
+
+
+def test_weight_decay_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = registry.Implementation(path=f"{__name__}:Momentum", decouples=False)
+    monkeypatch.setitem(registry.REPLACEMENTS, "adamw_anyprecision", entry)  # type: ignore[arg-type]
+    refused("adamw_anyprecision", adamw, "torch.optim.AdamW with weight_decay=0.1 decouples weight decay, a different")
 
 
 def test_parameters_that_the_target_does_not_take() -> None:

@@ -18,8 +18,8 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.race import race, ways
+from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.strategies.race import race
 
 STEPS = 120  # more than two duels take
 SLOW = 0.05  # seconds, many times what a step of the module takes
@@ -177,6 +177,10 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 
+def with_engines(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(engines, "ON_CPU", ("ort", *names))
+
+
 def test_an_entry_of_the_table_is_all_that_an_engine_needs(
     make_trainer: Callable[..., Any], paces: Any, losses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,9 +192,9 @@ def test_an_entry_of_the_table_is_all_that_an_engine_needs(
 
         return inductor.GuardedBackend(compile, *told)
 
-    new = engines.Engine(label="a new engine", backend=backend, is_ready=lambda: True)
+    new = engines.Engine(label="a new engine", backend=backend)
     monkeypatch.setitem(engines.ENGINES, "new", new)
-    monkeypatch.setattr(ways, "ON_CPU", ("ort", "new"))
+    with_engines(monkeypatch, "new")
     paces(torch=2.0, ort=3.0, new=1.0)
     module, report = fit(make_trainer)
     assert report.ort_runs > 0
@@ -198,7 +202,43 @@ def test_an_entry_of_the_table_is_all_that_an_engine_needs(
     (step,) = report.steps
     assert (step.engine, step.ms["new"]) == ("new", 1000.0)
     assert engines.label_of(step.engine) == "a new engine"
-    assert report.notes[-1].reason.text == "2 s unchanged, 1 s compiled by new"
+    assert report.notes[-1].reason.text == "2 s unchanged, 1 s compiled by a new engine"
+    assert module.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_each_engine_says_whether_it_can_compile_here(
+    make_trainer: Callable[..., Any], paces: Any, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(masks: Any, *told: Any) -> Any:
+        return inductor.GuardedBackend(lambda gm, inputs: gm.forward, *told)
+
+    monkeypatch.setitem(engines.ENGINES, "new", engines.Engine(label="a new engine", backend=backend))
+    absent = engines.Engine(label="an absent one", backend=lambda *args: 1 / 0, obstacle=lambda: "no nvcc on the PATH")
+    monkeypatch.setitem(engines.ENGINES, "absent", absent)
+    with_engines(monkeypatch, "new", "absent")
+    paces(torch=2.0, ort=3.0, new=1.0, absent=0.5)
+    module, report = fit(make_trainer)
+    assert report.steps[0].engine == "new"
+    assert report.notes[-1].reason == Reason(ReasonType.NOT_TRIED, "an absent one: no nvcc on the PATH")
+    assert module.losses == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("capture", ["step", "modules"])
+def test_an_engine_that_cannot_be_had_ends_no_fit(
+    capture: str, make_trainer: Callable[..., Any], paces: Any, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(masks: Any, *told: Any) -> Any:
+        raise ImportError("libnew.so.1: cannot open shared object file")
+
+    monkeypatch.setitem(engines.ENGINES, "new", engines.Engine(label="a new engine", backend=backend))
+    with_engines(monkeypatch, "new")
+    paces(torch=2.0, ort=1.0, new=0.5)
+    module, report = fit(make_trainer, start="now", engine="auto", capture=capture)
+    assert report.steps[0].engine == "ort"
+    assert report.ort_runs > STEPS // 2
+    assert [note.reason.text for note in report.notes if note.reason.type is ReasonType.INDUCTOR_FAILED] == [
+        "libnew.so.1: cannot open shared object file; a new engine is not tried"
+    ]
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 

@@ -205,7 +205,7 @@ def test_a_burst_of_other_work_does_not_decide_over_short_steps() -> None:
 @pytest.mark.parametrize("work", [(0.0, 0.05), (0.0, 0.0, 0.05)])
 def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
     extra = itertools.cycle(work)
-    duel = Duel(ORT, UNCHANGED)
+    duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     while not duel.is_over:
         duel.add(duel.turn, 0.1 + next(extra))
     sums = [sum(samples) for samples in duel.samples.values()]
@@ -213,13 +213,13 @@ def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
 
 
 def test_a_failing_sample_does_not_count() -> None:
-    duel = Duel(ORT, UNCHANGED, [ORT])
+    duel = Duel(ORT, UNCHANGED, [UNCHANGED])
     assert [duel.turn, (duel.add(ORT, 9.0), duel.turn)[1]] == [ORT, ORT]
     assert duel.samples[ORT] == []
 
 
 def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
-    duel = Duel(ORT, UNCHANGED)
+    duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for seconds in (0.1, 0.1, 0.1, 0.5, 0.5, 0.5):
         duel.add(ORT, 0.1)
         duel.add(UNCHANGED, seconds)
@@ -227,7 +227,7 @@ def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
 
 
 def test_a_duel_costs_the_turns_of_what_was_not_used_before() -> None:
-    duel = Duel(ORT, UNCHANGED)
+    duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for _ in range(4):
         duel.add(ORT, 0.1)
         duel.add(UNCHANGED, 0.3)
@@ -237,7 +237,7 @@ def test_a_duel_costs_the_turns_of_what_was_not_used_before() -> None:
 
 
 def test_a_difference_within_the_spread_is_not_clear() -> None:
-    duel = Duel(ORT, UNCHANGED)
+    duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for seconds in (0.1, 0.2, 0.3, 0.4):
         duel.add(ORT, seconds)
         duel.add(UNCHANGED, seconds + 0.01)

@@ -6,10 +6,11 @@ import signal
 import pytest
 from scripted import Machine, facts
 
+from lightning_ort.compiler import engines
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.measuring import Measurer
 from lightning_ort.tuning.search import Outcome, Search
-from lightning_ort.tuning.space import Limits, Option, TuneError, memory_stage
+from lightning_ort.tuning.space import Limits, Option, TuneError, memory_stage, stages
 from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, speed
 
@@ -179,6 +180,16 @@ def test_batches_are_loaded_ahead_where_processes_load(workers: int) -> None:
     machine = Machine({("prefetch_factor", 8): 1.5})
     outcome = search(machine, found={"num_workers": workers})
     assert (outcome.best.candidate.prefetch_factor == 8) is (workers > 0)
+
+
+@pytest.mark.parametrize("obstacle", ["", "no nvcc on the PATH"])
+def test_other_compilers_are_tried_where_one_can_compile(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = engines.Engine(label="a new engine", obstacle=lambda: obstacle)
+    monkeypatch.setitem(engines.ENGINES, "new", new)
+    monkeypatch.setattr(engines, "ON_CPU", (engines.ORT, "new"))
+    (compilers,) = [stage for stage in stages(facts(), Limits(), plain=True) if stage.name == "compilers"]
+    found = [option.reason for option in compilers.options(Candidate()) if option.candidate.engine == "auto"]
+    assert found == ([] if obstacle else ["a new engine beside ONNX Runtime"])
 
 
 def test_numerics_are_kept() -> None:

@@ -28,7 +28,6 @@ class Executor(ABC):
 
     name: ClassVar[str]  # in the report and in the names of regions, such as "ort"
     title: ClassVar[str]  # for people, such as "ONNX Runtime"
-    artifact_is_onnx: ClassVar[bool] = False
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         self.config = config
@@ -63,6 +62,10 @@ class Executor(ABC):
     def convert(self, region: Region) -> bytes:
         """Return what all variants of a region are built from, which is kept in the cache; may reject the region."""
         return b""
+
+    def onnx_providers(self, region: Region) -> list[tuple[str, dict[str, str]]]:
+        """Return the providers of onnxruntime that run a region, with options; nothing if artifacts are no models."""
+        return []
 
     def untrusted_reason(self, artifact: bytes) -> str | None:
         """Return why a cached artifact cannot have been written by :meth:`convert`, or ``None``."""

@@ -84,10 +84,10 @@ class CapturedModule:
         if (part := self._choose_part()) != self.part:
             self.part, self._module_shims = part, {}
         if self.config.dropout_masks == "fast" and self.setting == "ort":
-            text = f"inductor is not tried in this run, on {self.device}"
+            text = f"no other compiler than ONNX Runtime is tried in this run, on {self.device}"
             self.record_choice("dropout_masks", ReasonType.NO_EFFECT, text)
         if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
-            self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so inductor is not tried")
+            self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so only ONNX Runtime is tried")
         self.monitor.by_hand = not self.module.automatic_optimization
         self.monitor.install()
 

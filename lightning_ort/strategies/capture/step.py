@@ -275,7 +275,12 @@ class CapturedStep(AbstractContextManager[None]):
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
         module.running = self
-        call, shims = turn.captured = turn.captured or self._captured(way)
+        try:
+            call, shims = turn.captured = turn.captured or self._captured(way)
+        except Exception as error:  # such as an ImportError of what makes its backend
+            self._continue_after(Outcome(error=error), way)
+            turn.counts = False
+            return self._user.call(*args, **kwargs)
         turn.call_start, turn.began_at = time.perf_counter(), next_number()
         if self._audit.begin(call=self._user.call, args=args, kwargs=kwargs, logs=way.part == "step"):
             turn.counts = False
@@ -323,7 +328,7 @@ class CapturedStep(AbstractContextManager[None]):
         return self._compiled[way], self._module.shims
 
     def _stance(self, way: Way) -> AbstractContextManager[Any]:
-        """Return a context in which inductor's champion runs unchanged what it would have to compile again.
+        """Return a context in which another compiler's champion runs unchanged what it would have to compile again.
 
         These are the last batches of epochs, which are smaller: they are few, and compiling for them takes as long as
         the first time.
@@ -439,7 +444,7 @@ class CapturedStep(AbstractContextManager[None]):
     # Failures
 
     def engine_failed(self, engine: str, error: Exception) -> None:
-        """A graph of inductor's has failed while it ran."""
+        """A graph of another compiler has failed while it ran."""
         way = self._turn.way
         if way.engine == engine:
             self._fail(way, failures.of_torch_compile(f"{type(error).__name__}: {error}".splitlines()[0]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import plain_reason
-from lightning_ort.compiler.engines import ENGINES
+from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.strategies.race.race import Failure, Way
 
@@ -131,7 +131,7 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
         if failure.instead.part == "step":
             follows = "the step is captured as two graphs"
     elif ENGINES[way.engine].backend is not None and not failure.final:
-        follows = f"{way.engine} is {'given up' if was_used else 'not tried'}"
+        follows = f"{label_of(way.engine)} is {'given up' if was_used else 'not tried'}"
     else:
         follows = "the step stays in PyTorch"
     return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")

@@ -3,8 +3,8 @@
 A step can run in several ways: unchanged, captured for ONNX Runtime as one graph or as two, with its child modules
 captured instead, compiled by inductor, recorded by inductor. One kind of step has one race. Its champion is the
 unchanged step at first. Challengers are tried in their order, one at a time: each starts when the rule to start
-(:meth:`Race._pays`) allows it, then takes turns with the champion (:class:`Duel`), and the faster one is the champion
-from then on. A champion other than the unchanged step has to meet that one again, after ever more steps.
+(:meth:`Race._may_cost`) allows it, then takes turns with the champion (:class:`Duel`), and the faster one is the next
+champion. One other than the unchanged step has to meet that one again, after ever more steps.
 
 Nothing here knows of torch, Lightning, clocks or files: whoever runs the steps asks :meth:`Race.next` and says
 :meth:`Race.done`. All that has happened is in :attr:`Race.events`; what people read is made from these
@@ -135,15 +135,15 @@ class Duel:
     Args:
         challenger: One of them.
         champion: The other one.
-        fresh: Which of them have not run yet.
+        ran: The ways that have run before.
         memory: Bytes that the process used before it began; 0 if nobody knows.
 
     """
 
-    def __init__(self, challenger: Way, champion: Way, fresh: Iterable[Way] = (), memory: float = 0.0) -> None:
+    def __init__(self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0) -> None:
         self.challenger, self.champion, self.memory = challenger, champion, memory
         self.samples: dict[Way, list[float]] = {challenger: [], champion: []}
-        self._fresh = set(fresh)
+        self._fresh = self.samples.keys() - ran
 
     @property
     def turn(self) -> Way:
@@ -278,7 +278,7 @@ class Race:
         self._left = self.steps if steps_left is None else steps_left
         if self._duel is None and may_change:
             if self.measured and self.champion != UNCHANGED and self.steps >= self._recheck:
-                self._begin_duel(self.champion, UNCHANGED)
+                self._duel = Duel(self.champion, UNCHANGED, self._ran)
             elif self.has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
                 self._consider(obstacle(), memory)
@@ -419,14 +419,11 @@ class Race:
                 self._challengers.remove(way)
                 self._note(way, "starts")
                 if self.measured:
-                    self._begin_duel(way, self.champion, memory())
+                    self._duel = Duel(way, self.champion, self._ran, memory())
                 else:
                     self.champion = way
                 return
             self._note(way, "waits", obstacle or expected.why or Waiting(expected.cost, allowed))
-
-    def _begin_duel(self, challenger: Way, champion: Way, memory: float = 0.0) -> None:
-        self._duel = Duel(challenger, champion, {challenger, champion} - self._ran, memory)
 
     def _settle(self, duel: Duel, memory: float) -> None:
         """Keep the faster way; all processes go by the times of the one that was done first."""

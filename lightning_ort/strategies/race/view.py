@@ -209,5 +209,5 @@ def _why_waiting(event: Event) -> str:
 
 
 def _took(way: Way, ms: dict[str, float]) -> str:
-    how = {"ort": "captured", "torch": "unchanged"}.get(way.engine, f"compiled by {way.engine}")
+    how = {"ort": "captured", "torch": "unchanged"}.get(way.engine, f"compiled by {label_of(way.engine)}")
     return f"{duration(ms[way.engine])} {how}"

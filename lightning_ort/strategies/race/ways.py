@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lightning_ort._text import duration
+from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache import Startup
-from lightning_ort.compiler.engines import ENGINES, EVALUATION, ON_CPU, ON_GPU, ORT, TORCH, StepFacts, ort_fixed_cost
+from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
 from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
@@ -43,9 +44,7 @@ def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
         return config.engine
     if config.placement != "measured":
         return "ort"
-    tries_others = device.type == "cuda" or (
-        is_amortized(config) and any(ENGINES[engine].is_ready() for engine in ON_CPU)
-    )
+    tries_others = device.type == "cuda" or (is_amortized(config) and engines.others_on_cpu())
     return "auto" if tries_others else "ort"
 
 
@@ -55,8 +54,8 @@ def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
         return [first]
     # a recording is of fixed sizes
     records = module.may_record(step) and module.config.dynamic is not True
-    engines = ON_GPU if module.device.type == "cuda" else ON_CPU
-    allowed = [engine for engine in engines if records or not ENGINES[engine].records]
+    order = engines.ON_GPU if module.device.type == "cuda" else engines.ON_CPU
+    allowed = [engine for engine in order if records or not ENGINES[engine].records]
     return [first if engine == first.engine else Way(engine, first.part) for engine in allowed]
 
 
@@ -81,12 +80,14 @@ class Ways:
         # whoever wants to start now wants to try again what was in vain
         amortized = module.is_amortized
         self._known = {engine: self._load(file) if amortized else None for engine, file in self._files.items()}
-        self._fixed = ort_fixed_cost(not module.backend.compiled_in_process())
+        self._fixed = engines.ort_fixed_cost(not module.backend.compiled_in_process())
 
     def expect(self, way: Way) -> Expected:
         """Return what is expected of a way."""
         engine, facts = ENGINES[way.engine], self._facts(way)
         cost = engine.cost(facts)
+        if not facts.on_gpu and (why := engine.obstacle()):
+            return Expected(cost, 0.0, why)
         refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
@@ -98,7 +99,7 @@ class Ways:
         why = ""
         if {TORCH, way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
-            times = ", ".join(f"{duration(ms)} {name}" for name, ms in known.ms.items())
+            times = ", ".join(f"{duration(ms)} {engines.label_of(name)}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
         if not known.finished:  # it takes more than that
             return Expected(max(STOP * known.cold, cost), saves, why)
@@ -135,7 +136,7 @@ class Ways:
             return seen
         layers = sum(next(child.children(), None) is None for child in self._module.module.modules())
         training = self._module.operations.get(TRAINING) or PER_LAYER * layers
-        return training if name == TRAINING else EVALUATION * training
+        return training if name == TRAINING else engines.EVALUATION * training
 
     def _spent(self, name: str, engine: str) -> float:
         """The seconds that compiling a step for an engine has taken in this run."""

@@ -32,7 +32,6 @@ class OrtExecutor(Executor):
 
     name = "ort"
     title = "ONNX Runtime"
-    artifact_is_onnx = True
 
     def __init__(self, config: ORTConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -89,6 +88,10 @@ class OrtExecutor(Executor):
     @override
     def convert(self, region: Region) -> bytes:
         return session.convert(region, self.kernels, region.name).SerializeToString()
+
+    @override
+    def onnx_providers(self, region: Region) -> list[tuple[str, dict[str, str]]]:
+        return kernels.with_options(self.providers, self.device, region)
 
     @override
     def untrusted_reason(self, artifact: bytes) -> str | None:

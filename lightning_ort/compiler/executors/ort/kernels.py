@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from lightning_ort.compat.onnxruntime import (
 )
 from lightning_ort.compiler.executors.ort.providers import CPU, CUDA, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
+from lightning_ort.compiler.regions import Region
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.reproducer_script import DISABLED_OPTIMIZERS
 from lightning_ort.config import ORTConfig
@@ -130,7 +131,8 @@ def new_session(
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
-    provider_options: Mapping[str, Mapping[str, str]] | None = None,
+    region: Region | None = None,
+    stream: torch.cuda.Stream | None = None,
     *,
     disabled_optimizers: Sequence[str] = DISABLED_OPTIMIZERS,
 ) -> "onnxruntime.InferenceSession":
@@ -138,22 +140,29 @@ def new_session(
     import onnxruntime
 
     built_in = onnxruntime.get_available_providers()
-    plug_ins = [provider for provider in providers if provider not in built_in]
+    configured = with_options(providers, device, region, stream)
+    plug_ins = [(name, own) for name, own in configured if name not in built_in]
     if plug_ins:
-        for provider in plug_ins:
-            options.add_provider_for_devices(ep_devices()[provider], {})
+        for name, own in plug_ins:
+            options.add_provider_for_devices(ep_devices()[name], own)
         return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
-    # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
-    on_gpu = {"device_id": str(device.index)} if device.index else {}
-    own = provider_options or {}
-    configured = [
-        (name, {**(on_gpu if provider_of(name).takes_number else {}), **own.get(name, {})}) for name in providers
-    ]
-    quiet = without_device_warning() if on_gpu else nullcontext()
+    quiet = without_device_warning() if device.index else nullcontext()
     with on_device(device if _are_for_cuda(providers) else torch.device("cpu")), quiet:
         return onnxruntime.InferenceSession(
             model, options, providers=configured, disabled_optimizers=disabled_optimizers
         )
+
+
+def with_options(
+    names: Sequence[str], device: torch.device, region: Region | None = None, stream: torch.cuda.Stream | None = None
+) -> list[tuple[str, dict[str, str]]]:
+    """Return providers with their options for a device, and for a region if it is for one."""
+    # 0 is the default; of a number that is given, 1.31 says that no plug-in has it
+    number = {"device_id": str(device.index)} if device.index else {}
+    return [
+        (name, {**(number if one.takes_number else {}), **({} if region is None else one.options(region, stream))})
+        for name, one in zip(names, map(provider_of, names), strict=True)
+    ]
 
 
 def _described(node: "ir.Node") -> tuple[Any, ...]:

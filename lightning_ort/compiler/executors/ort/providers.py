@@ -1,10 +1,13 @@
 """The execution providers of onnxruntime that this package knows: :data:`PROVIDERS`, with what is particular to each.
 
 One that is not listed works too where ``debug={"providers": [...]}`` names it, with its own defaults. Another, such as
-``"OpenVINOExecutionProvider"``, is one more entry: that can make it the default for a type of device, and has its
-options. Sessions are built with them in :mod:`~lightning_ort.compiler.executors.ort.session`, and what a provider has
-no kernel for is found out by loading small models (:mod:`~lightning_ort.compiler.executors.ort.kernels`), so that it
-needs no list of operators.
+``"OpenVINOExecutionProvider"``, is one more entry, before that of the CPU, which runs what it leaves: that can make it
+the default for a type of device, and has its options. Nothing else changes. Sessions are built with the options, and
+reproducers (``RegionReport.save_reproducer``) and plug-ins get them too. What a provider has no kernel for is found out
+by loading small models (:mod:`~lightning_ort.compiler.executors.ort.kernels`), so that it needs no list of operators.
+A provider that computes in fewer bits than the tensors have by default needs an option against it, as ``use_tf32`` is
+one of CUDA's: a region differs from eager no more than rounding of its dtype explains
+(``debug={"check_against_eager": True}`` compares each).
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +37,8 @@ class Provider:
         options: Takes a region and torch's stream, if the session is for one; returns options by name.
         takes_number: Whether it takes the number of the device, as ``device_id``.
         takes_stream: Whether it runs on torch's stream; if not, each waits for the other.
-        asked_alone: Whether a node stays in torch that it has no kernel for, and does not go to the next provider.
+        asked_alone: Whether a node stays in torch that it has no kernel for, since tensors would be copied. If not, the
+            next provider runs it, at last that of the CPU, for whose kernels regions are then converted.
         load_error: Returns why its library does not load, in more words than onnxruntime has.
 
     """

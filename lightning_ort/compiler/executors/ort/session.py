@@ -19,7 +19,7 @@ from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import new_session
-from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
+from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.gpu_memory import note_first_session
 from lightning_ort.compiler.nodes import values_of
@@ -143,9 +143,8 @@ def build(
     if _has_float64(region):
         # the fusions of higher levels (QuickGelu, FusedMatMul, ...) have float32 kernels only (onnxruntime 1.19)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    provider_options = {name: provider_of(name).options(region, stream) for name in providers}
     try:
-        session = new_session(model, options, providers, device, provider_options)
+        session = new_session(model, options, providers, device, region, stream)
     except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
         raise RegionRejected(ReasonType.SESSION_FAILED, error) from error
     reason = provider_missing_reason(session, providers[0])

@@ -21,7 +21,10 @@ decomposes the forward op itself.
 - ``raise Unsupported("why")`` for what it cannot express, or for what onnxruntime's kernel does wrong or slowly: the
   node stays in torch, with that reason in the report. Quirks get a comment with the version.
 - ``where`` and the functions of :mod:`.elementary` (``exp``, ``log``, ``sqrt``, ...) in place of onnxruntime's own,
-  which are slow, or wrong for infinities, NaN and denormals.
+  which are slow, or wrong for infinities, NaN and denormals. ``ctx.on_cpu`` says whether the CPU's kernels may run the
+  op: what is for these alone, such as sums in float64, is asked for behind it.
+- Where a file writes several ops alike, one more is a line there, such as ``_unary("exp2", lambda x: 2**x)`` of
+  :mod:`.pointwise` for a function of one tensor.
 - ``@converts(..., variants=("GeluGrad", EXPANDED))`` for an op that can be written as a kernel of the training builds,
   or expanded: ask ``ctx.variant(node)`` which. ``takes_empty=True`` where operands may have no elements.
 

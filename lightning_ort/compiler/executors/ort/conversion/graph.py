@@ -20,6 +20,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, reached
 from lightning_ort.compiler.report import ReasonType
 
@@ -151,8 +152,11 @@ class GraphBuilder:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether onnxruntime's CPU kernels run it."""
-        return self.kernels.providers[0] == "CPUExecutionProvider"
+        """Whether onnxruntime's CPU kernels may run it, whose slow and wrong ones need another form.
+
+        They run what providers before them have no kernel for, unless one of these is asked alone.
+        """
+        return not any(provider_of(name).asked_alone for name in self.kernels.providers)
 
     @property
     def dequantizes(self) -> bool:
