@@ -2,8 +2,9 @@
 
 What else can fail ends elsewhere. A region fails alone, with what its session raises, and goes on in torch
 (:mod:`~lightning_ort.compiler.guarded_region`); a graph that cannot be compiled does too
-(``Compilation.compile_graph``); of a step that cannot be captured as it is, of graphs of another engine, and of all
-that is for eager alone, :mod:`~lightning_ort.strategies.race.failures` says what is tried instead.
+(``Compilation.compile_graph``). Graphs of other engines are guarded here too; of these, of a step that cannot be
+captured as it is, and of all that is for eager alone, :mod:`~lightning_ort.strategies.race.failures` says what is tried
+instead.
 
 If the forward pass fails, the graph as dynamo captured it runs instead, on the same inputs and from the same state of
 torch's generators; inputs that the graph writes to get their values back. So nothing happens twice. If eager raises

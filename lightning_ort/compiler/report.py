@@ -149,8 +149,10 @@ class RegionReport:
     def of(cls, region: "Region", **fields: Any) -> "RegionReport":
         """Return the report of a region: what is known from its nodes, and these fields.
 
-        Sizes in ``node.meta["val"]`` may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is
-        none where ``nodes.is_known`` says no; ``regions.count_flops`` counts so.
+        ``nodes.values_of`` has the tensors of a node, such as one of ``region.outputs``; a graph that could not be
+        compiled has none of these. Sizes may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is
+        none where ``nodes.is_known`` says no; ``regions.count_flops`` counts so. Import these here, since whoever shows
+        a report needs no torch.
         """
         ops = Counter(str(node.target) for node in region.compute_nodes)
         return cls(region.name, region.executor, ops.total(), dict(ops), **fields)

@@ -45,6 +45,7 @@ def in_column(
     Args:
         heading: Of the column.
         of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
+            ``sum`` does where each has one.
         text: Returns what a cell says.
 
     """

@@ -210,6 +210,7 @@ def model_of(module: nn.Module, optimizers: Sequence[Any], batch: Any, batch_siz
     return MemoryModel(step, tuple(saved), batch_size, known if own is not None else {})
 
 
+# those that `tune` may try, which need not be all
 _STATES_OF_ADAM = ("adamw_torch_fused", "adamw_torch_foreach", "adamw_bnb_8bit", "adamw_anyprecision")
 
 

@@ -401,7 +401,7 @@ class Race:
         Of a way that saves less than the share at most, the share is what it saves more than the champion does. The
         share is ``compile_budget``; ``usual`` is measured in unchanged steps; how many are left the Trainer knows, or
         as many as were done. Of what a way costs and saves :mod:`.ways` knows what earlier runs have found, or else
-        the estimate of its engine. Nothing else takes part.
+        the estimate of its engine. What has started stops by ``_allowed``, the same share of the whole run.
         """
         gained = self._saving / self.usual if self.usual > 0 else 0.0
         share = min(self.share, expected.saves - gained)
