@@ -150,8 +150,8 @@ class RegionReport:
         """Return the report of a region: what is known from its nodes, and these fields.
 
         ``nodes.values_of`` has the tensors of a node, such as one of ``region.outputs``; a graph that could not be
-        compiled has none of these. Sizes may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is
-        none where ``nodes.is_known`` says no; ``regions.count_flops`` counts so. Import these here, since whoever shows
+        compiled has none. Sizes may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is none
+        where ``nodes.is_known`` says no; ``regions.count_flops`` counts so. Import these here, since whoever shows
         a report needs no torch.
         """
         ops = Counter(str(node.target) for node in region.compute_nodes)
