@@ -168,6 +168,7 @@ class CapturedStep(AbstractContextManager[None]):
         race = self._race or self._new_race(batch)
         if race is None:
             return False
+        events = len(race.events)
         self._tell(race)
         if has_new_hooks and self._has_compiled(race):
             self._compile_with_hooks(race)
@@ -175,6 +176,8 @@ class CapturedStep(AbstractContextManager[None]):
         way = race.next(left, module.at_window_start(), lambda: _obstacle(module), self._memory)
         if race.living.isdisjoint(self._compiled):  # to free one way makes dynamo compile the others again
             self._release(self._compiled)
+        if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
+            malloc.trim()  # the ways that were tried have left holes in the heap, 20 to 40 MB for a small GPT or ViT
         self._turn = Turn(way, min(race.quiet_steps, QUIET), race.wants_time, module.synchronize)
         return True
 
@@ -228,14 +231,11 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _tell(self, race: Race) -> None:
         """Tell the race how the last steps went."""
-        events = len(race.events)
         self._turn.tell(race, self._memory)
         self._turn = Turn()
         while self._failures:
             race.fail(*self._failures.popitem())
         self._view.update(race)
-        if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
-            malloc.trim()  # the ways that were tried have left holes in the heap, 20 to 40 MB for a small GPT or ViT
 
     def _release(self, ways: Iterable[Way]) -> None:
         """Free what was compiled for ways that do not run any more."""
@@ -243,7 +243,6 @@ class CapturedStep(AbstractContextManager[None]):
             dynamo.release_regions(released)
             self._recompiling = []
             gc.collect()  # graphs are part of reference cycles; on a GPU their sessions have an arena each
-            malloc.trim()
 
     def _has_compiled(self, race: Race) -> bool:
         """Whether something is compiled, or child modules are, so that dynamo would not look at it again."""

@@ -123,7 +123,7 @@ class OrtExecutor(Executor):
             torch.cuda.empty_cache()
 
     def _stream(self) -> torch.cuda.Stream | None:
-        """The stream of a session: torch's current one, on which neither waits for the other.
+        """The stream of a session: torch's current one, whose kernels are in order with its own.
 
         ``None`` for one on the CPU, or with a provider first that has streams of its own.
         """

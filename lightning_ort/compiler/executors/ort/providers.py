@@ -53,7 +53,7 @@ class Provider:
 
 
 def _cuda_options(region: Region, stream: torch.cuda.Stream | None) -> dict[str, str]:
-    # on torch's stream neither side has to wait for the other
+    # on torch's stream the kernels of both are in order
     on_stream = {} if stream is None else {"user_compute_stream": str(handle_of(stream))}
     searches = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
     return {
