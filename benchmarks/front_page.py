@@ -129,7 +129,7 @@ def gains() -> str:
             line("with ONNX Runtime", rows, "ort", "float32", peaks("ort").values()),
             line("with inductor too", rows, "auto", "float32", peaks("auto").values()),
             line(
-                f"with bf16, {len(mixed)} models (stock Lightning with it: {stock:.2f}x)",
+                f"with bf16, {len(mixed)} models (stock Lightning in bf16: {stock:.2f}x)",
                 mixed,
                 "ort@bf16-mixed",
                 "bf16-mixed",
