@@ -1,9 +1,7 @@
 """Importing the package loads nothing that is slow, or that patches torch, before it is needed."""
 
-import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -54,7 +52,6 @@ def test_onnxruntime_comes_without_ortmodule() -> None:
 
 
 FIT = """
-import json
 import sys
 import torch
 import lightning_ort
@@ -73,32 +70,28 @@ class Module(LightningModule):
 
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), 4)
 quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-strategy = lightning_ort.ORTStrategy(json.loads(sys.argv[1]))
-trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **quiet)
-trainer.fit(Module(), data)
-assert trainer.global_step == 4
-print(trainer.strategy.report.ort_runs)
-print(",".join(name for name in sys.argv[2:] if name in sys.modules))
+for config in ({}, {"placement": "always", "debug": {"min_region_nodes": 1}}):
+    strategy = lightning_ort.ORTStrategy(config)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **quiet)
+    trainer.fit(Module(), data)
+    assert trainer.global_step == 4
+    print("ran", trainer.strategy.report.ort_runs, *(name for name in sys.argv[1:] if name in sys.modules))
 """
+COMPILER = {"onnx", "onnx_ir", "networkx", "torch._functorch.partitioners"}
+INDUCTOR = "torch._inductor.ir"  # takes 0.3 s and 24 MB
 
 
-def fit(config: dict[str, Any], *modules: str) -> list[str]:
-    """Fit in a new process; return how often regions ran on onnxruntime, and which of these modules are loaded."""
-    command = [sys.executable, "-c", FIT, json.dumps(config), *modules]
+def test_fits_load_what_they_use() -> None:
+    """First one that compiles nothing, then one on ONNX Runtime."""
+    command = [sys.executable, "-c", FIT, *COMPILER, INDUCTOR]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-2:]
-
-
-def test_a_fit_that_compiles_nothing_loads_no_compiler() -> None:
-    assert fit({}, "onnx", "onnx_ir", "networkx", "torch._functorch.partitioners") == ["0", ""]
-
-
-def test_onnxruntime_comes_without_inductor() -> None:
-    """Loading it takes 0.3 s and 24 MB."""
-    runs, loaded = fit({"placement": "always", "debug": {"min_region_nodes": 1}}, "torch._inductor.ir")
-    assert int(runs) > 0
-    assert loaded == ""
+    (runs, *unchanged), (ort_runs, *compiled) = (
+        line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")
+    )
+    assert (runs, unchanged) == ("0", [])
+    assert int(ort_runs) > 0
+    assert set(compiled) == COMPILER
 
 
 COMMAND = """

@@ -150,9 +150,15 @@ class RegionReport:
         """Return the report of a region: what is known from its nodes, and these fields.
 
         ``nodes.values_of`` has the tensors of a node, such as one of ``region.outputs``; a graph that could not be
-        compiled has none. Sizes may be symbolic: ``layouts.int_hint`` has the one that was traced, and there is none
-        where ``nodes.is_known`` says no; ``regions.count_flops`` counts so. Import these here, since whoever shows
-        a report needs no torch.
+        compiled is one region without outputs. Sizes may be symbolic, and those that depend on data are not known; so
+        bytes are::
+
+            if region.outputs and all(map(is_known, region.outputs)):
+                values = [value for node in region.outputs for value in values_of(node)]
+                total = sum(int_hint(x.numel()) * x.itemsize for x in values if isinstance(x, torch.Tensor))
+
+        with ``is_known`` and ``values_of`` of ``nodes`` and ``int_hint`` of ``layouts``. Import these here, since
+        whoever shows a report needs no torch.
         """
         ops = Counter(str(node.target) for node in region.compute_nodes)
         return cls(region.name, region.executor, ops.total(), dict(ops), **fields)

@@ -45,8 +45,8 @@ def in_column(
     Args:
         heading: Of the column.
         of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
-            ``sum`` does where each has one.
-        text: Returns what a cell says.
+            By default the first one's; ``sum`` for what adds up, if each has one.
+        text: Returns what a cell says; by default a number, or nothing for ``None``.
 
     """
     return {"column": (heading, of_equal, text)}

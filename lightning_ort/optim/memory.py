@@ -42,10 +42,11 @@ class Memory:
 STATES: dict[str, Callable[[nn.Parameter], int]] = {
     # of "keep" and "auto": here the optimizer that is configured is torch's AdamW
     **dict.fromkeys(("keep", "auto", *(f"adamw_torch_{flag}" for flag in TORCH_FLAGS)), adam_bytes),
-    "adamw_deepspeed": DEEPSPEED["cpu"].state_bytes,
     **{
-        name: one.state_bytes for name, one in REPLACEMENTS.items() if one.package != "apex"
-    },  # whose nobody has measured
+        name: one.state_bytes
+        for name, one in {**REPLACEMENTS, "adamw_deepspeed": DEEPSPEED["cpu"]}.items()
+        if one.state_bytes is not None
+    },
 }
 
 

@@ -89,10 +89,12 @@ class Implementation:
         decouples: Whether its weight decay is decoupled, as AdamW's; else it is added to the gradient.
         arguments: For its constructor.
         form: Of the states that it saves, as :func:`~lightning_ort.optim.states.form` tells them apart.
-        adopt: Converts states that were loaded in torch's form.
-        to_save: Corrects its state dicts.
+        adopt: Converts states that were loaded in torch's form, for a class that keeps them otherwise;
+            :mod:`~lightning_ort.optim.states` has one for each way to count steps, and one for torchao's tensors.
+        to_save: Corrects its state dicts where they are neither in torch's form nor in one that ``form`` tells.
         commands: Programs on the PATH with which it compiles its extension.
-        state_bytes: Returns the bytes of the states of a parameter, for ``lightning-ort memory``.
+        state_bytes: Returns the bytes of the states of a parameter, for ``lightning-ort memory``; ``None`` where nobody
+            has measured them.
         embedding_bytes: The bytes of states for an element of an embedding, if these are not as others.
 
     """
@@ -111,7 +113,7 @@ class Implementation:
     adopt: Callable[[optim.Optimizer], None] | None = None
     to_save: Callable[[optim.Optimizer, dict[str, Any]], None] | None = None
     commands: tuple[str, ...] = ()
-    state_bytes: Callable[[nn.Parameter], int] = adam_bytes
+    state_bytes: Callable[[nn.Parameter], int] | None = adam_bytes
     embedding_bytes: int | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -173,6 +175,7 @@ REPLACEMENTS: Mapping[str, Implementation] = {
         install="pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex",
         hyperparameters=_BASIC | {"capturable"},
         adopt=states.count_in_groups,
+        state_bytes=None,
         **_FUSED_ADAM,
     ),
     "adafactor": Implementation(

@@ -57,7 +57,9 @@ def form(state: Mapping[str, Any]) -> Form:
         return "torchao"
     if "exp_avg_sq_compensation" in state:
         return "anyprecision"
-    return "apex" if {"exp_avg", "exp_avg_sq"} <= state.keys() and "step" not in state else "torch"
+    # apex counts in the group, DeepSpeed in plain numbers
+    counted = isinstance(state.get("step"), torch.Tensor) or not {"exp_avg", "exp_avg_sq"} <= state.keys()
+    return "torch" if counted else "apex"
 
 
 def to_torch_form(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -367,7 +367,9 @@ def test_outside_graphs() -> None:
         assert isolated(copied)(torch.ones(2))[1] == {}
 
 
-@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+@pytest.mark.parametrize(
+    "variable", ["TORCHDYNAMO_DISABLE", pytest.param("TORCH_COMPILE_DISABLE", marks=pytest.mark.slow)]
+)
 def test_switched_off_by(variable: str) -> None:
     assert dynamo.switched_off_by() is None
     script = (

@@ -315,8 +315,15 @@ class Breaks(Small):
         return loss + self.net[0].weight.square().sum() * 1e-2
 
 
-@pytest.mark.parametrize("module_class", [Small, Breaks], ids=["one graph", "graph break"])
-@pytest.mark.parametrize("capture", ["step", "modules"])
+@pytest.mark.parametrize(
+    ("module_class", "capture"),
+    [
+        (Small, "step"),
+        (Breaks, "modules"),
+        pytest.param(Small, "modules", marks=pytest.mark.slow),
+        pytest.param(Breaks, "step", marks=pytest.mark.slow),
+    ],
+)
 @torch._dynamo.config.patch(accumulated_recompile_limit=3)
 def test_trials_of_a_search_free_what_they_compiled(module_class: type[Small], capture: Any, tmp_path: Path) -> None:
     """As Optuna does: in each trial a new Trainer and a new module of the same class."""

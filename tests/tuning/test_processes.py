@@ -75,7 +75,7 @@ def test_several_processes(engine: str, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", sorted({start_method(), "spawn"}))
+@pytest.mark.parametrize("method", [start_method(), pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_process_has_weights_and_data_of_its_own(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ class ForkedCopy:
 
     def __init__(self, compute: Callable[[int], Any]) -> None:
         self.problem = ""  # why there is no answer
+        self.processor_seconds = 0.0  # that computing the answers took
         self._pid = 0
         states = random.getstate()  # Python gives a forked process other random numbers
         commands, answers = os.pipe(), os.pipe()
@@ -105,7 +106,8 @@ class ForkedCopy:
         if data is None:
             self.problem = f"nothing came within {seconds:.0f} s" if time.monotonic() >= limit else "its process ended"
         else:
-            answer, self.problem = pickle.loads(data)
+            answer, self.problem, seconds_used = pickle.loads(data)
+            self.processor_seconds += seconds_used
             if not self.problem:
                 return answer
         self.close()
@@ -166,9 +168,9 @@ def _answer(compute: Callable[[int], Any], command: int) -> NoReturn:
         sys.addaudithook(_refuse)
         torch.set_num_threads(1)
         try:
-            data = pickle.dumps((compute(command), ""))
+            data = pickle.dumps((compute(command), "", time.process_time()))
         except Exception as error:
-            data = pickle.dumps((None, f"{type(error).__name__}: {error}"[:500]))
+            data = pickle.dumps((None, f"{type(error).__name__}: {error}"[:500], time.process_time()))
         message = memoryview(len(data).to_bytes(8, "little") + data)
         while message:
             message = message[os.write(_ANSWERS, message) :]

@@ -10,9 +10,11 @@ A difference counts if eager, repeated, has the same result again, and if it is 
 is repeated with parameters and inputs that differ by roundings, to see how much its results change.
 """
 
+import contextlib
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 # which captured steps are audited, counted from the last one that compiled; further ones are as far apart as the last
 STEPS = (1, 2, 4, 10, 30, 100, 300, 1000, 3000, 10_000)
 # what the audits of a run may take: seconds, and shares of the run's time and of the time that compiling took
-SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.004, 0.1
+SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.003, 0.03
 # the copy computes with one thread, and may be slow: seconds, and times what the step itself took
 PATIENCE, PATIENCE_PER_STEP = 3.0, 10.0
 MAX_SHOWN = 3  # differences in a message
@@ -241,13 +243,12 @@ class _Audit:
     def __init__(
         self, module: "CapturedModule", name: str, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool
     ) -> None:
-        start = time.perf_counter()
         self._module, self._name, self._logs = module, name, logs
         self._function = getattr(call, "__func__", call)
         manual = name == TRAINING and not module.module.automatic_optimization
         self.has_backward = name == TRAINING and not manual and module.is_alone
         self._manual = manual
-        self.seconds = 0.0  # that the run has waited
+        self.seconds = 0.0  # what it has cost the run
         self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module.module))
         self._own: dict[str, Value] = {}
         self._eager: Mapping[str, Value] = {}
@@ -258,10 +259,19 @@ class _Audit:
             with torch.compiler.set_stance("force_eager"), without_collectives():
                 return self._repeat(call, args, kwargs)
 
-        self._copy = ForkedCopy(compute)
-        self._copy.ask(_PLAIN)
+        with self._waiting():
+            self._copy = ForkedCopy(compute)
+            self._copy.ask(_PLAIN)
         self._begun = time.perf_counter()
-        self.seconds = self._begun - start
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time for which the run waits."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
@@ -280,20 +290,18 @@ class _Audit:
 
     def after_step(self, output: Any) -> None:
         """Look at what the step returned, logged and left behind."""
-        start = time.perf_counter()
         module = self._module.module
         logged = [(names, value) for _, _, names, value, *_ in self._module.shims.logger.calls] if self._logs else []
         left = {"self": module, "globals": globals_of(self._function), "class": class_attributes(type(module))}
-        self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
-        if self._manual:
-            self._own |= gradients(module)
-        self.seconds += time.perf_counter() - start
+        with self._waiting():
+            self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
+            if self._manual:
+                self._own |= gradients(module)
 
     def after_backward(self) -> None:
         """Look at the gradients."""
-        start = time.perf_counter()
-        self._own |= gradients(self._module.module)
-        self.seconds += time.perf_counter() - start
+        with self._waiting():
+            self._own |= gradients(self._module.module)
 
     @property
     def waits_for_backward(self) -> bool:
@@ -302,8 +310,7 @@ class _Audit:
 
     def findings(self) -> Findings | None:
         """Return in what the captured step differs from eager; ``None`` if that cannot be told."""
-        start = time.perf_counter()
-        patience = PATIENCE + PATIENCE_PER_STEP * (start - self._begun)
+        patience = PATIENCE + PATIENCE_PER_STEP * (time.perf_counter() - self._begun)
         answers = 0
 
         def copy(command: int) -> Mapping[str, Value] | None:
@@ -315,10 +322,8 @@ class _Audit:
             answers += 1
             return found
 
-        try:
+        with self._waiting():
             return unexplained(self._own, copy, self._tolerance)
-        finally:
-            self.seconds += time.perf_counter() - start
 
     @property
     def problem(self) -> str:
@@ -346,8 +351,10 @@ class _Audit:
         )
 
     def close(self) -> None:
-        """End the copy."""
-        self._copy.close()
+        """End the copy, and count its share of the processors: while it computes, the run has fewer."""
+        with self._waiting():
+            self._copy.close()
+        self.seconds += self._copy.processor_seconds / len(os.sched_getaffinity(0))
 
 
 def _dtypes(module: nn.Module) -> set[torch.dtype]:
