@@ -269,7 +269,7 @@ def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
 
     class Loaded(Usual):
         def train_dataloader(self) -> Any:
-            data = TensorDataset(torch.randn(4000, 8), torch.randint(3, (4000,)))
+            data = TensorDataset(torch.randn(4008, 8), torch.randint(3, (4008,)))  # the first step runs unchanged
             return DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True)
 
     settings = {"enable_progress_bar": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
