@@ -6,6 +6,9 @@ INSTALLED := $(VENV)/.installed
 # compiled when it is imported: most of what comes along never is, and compiling it takes longer than installing it
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
+# or each of the hundreds of processes that tests and benchmarks start would compile torch and Lightning again
+unexport PYTHONDONTWRITEBYTECODE
+
 TEST_ARGS ?=
 TEST_WORKERS ?= auto
 DEMO_ARGS ?=
