@@ -113,8 +113,13 @@ def mlp() -> tuple[LightningModule, Callable[[int], Tensor]]:
     return MLP(), x
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, pytest.param(gpt, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("quantize", [None, "fp16", "int8"])
+@pytest.mark.parametrize(
+    ("make", "quantize"),
+    [
+        *((cnn, quantize) for quantize in (None, "fp16", "int8")),
+        *(pytest.param(make, each, marks=pytest.mark.slow) for make in (mlp, gpt) for each in (None, "fp16", "int8")),
+    ],
+)
 def test_the_file_gives_the_modules_results(make: Callable[[], Any], quantize: Any, tmp_path: Path) -> None:
     module, sample = make()
     path = tmp_path / "model.onnx"

@@ -55,8 +55,17 @@ def step_of(kind: Any) -> tuple[nn.Module, Any, tuple[Tensor, ...]]:
     return module, lambda x, y: F.cross_entropy(module(x), y), (torch.randn(2, *shape), labels)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"])
-@pytest.mark.parametrize("kind", [GPT, BERT, ViT, CNN, MLP], ids=lambda kind: kind.__name__)
+PRECISIONS = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *((kind, precision) for kind in (GPT, CNN) for precision in PRECISIONS),
+        *((kind, "bf16-mixed") for kind in (BERT, ViT, MLP)),
+        *(pytest.param(kind, each, marks=pytest.mark.slow) for kind in (BERT, ViT, MLP) for each in PRECISIONS[:-1]),
+    ],
+)
 def test_every_region_converts(kind: Any, precision: str, cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     if kind is BERT:
         pytest.importorskip("transformers")

@@ -61,8 +61,16 @@ def cases():
     ]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("placement", ["measured", "always", "torch"])
+@pytest.mark.parametrize(
+    ("placement", "dynamic"),
+    [
+        *[("measured", False), ("always", True), ("torch", False)],
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("measured", True), ("always", False), ("torch", True)]
+        ),
+    ],
+)
 @pytest.mark.parametrize(("module", "make"), cases())
 def test_layers_of_a_transposed_tensor(module, make, placement, dynamic):
     # "torch": what relies on the traced layout runs in torch, between two ORT regions

@@ -53,7 +53,7 @@ def run(*scripts: Path) -> list[dict[str, float]]:
     return [{"torch": 0.0} | {name: float(value) for name, value in lines} for lines in printed]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_script_of_each_region_runs(tmp_path: Path, dynamic: bool) -> None:
     regions, *_ = regions_of(Net(), torch.randn(6, 8), dynamic=dynamic)
     assert {region.executor for region in regions} == {"ort", "torch"}

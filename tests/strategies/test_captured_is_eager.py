@@ -5,8 +5,10 @@ Each row is a step, what happens before it, and what it leaves behind; captured,
 
 import collections
 import functools
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from processes import START
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ort import ORTStrategy
+from lightning_ort import CompileReport, ORTDDPStrategy, ORTStrategy
 
 
 class Plain:
@@ -50,9 +54,9 @@ GLOBAL = Plain()
 class Step(LightningModule):
     """Trains on six batches with one row's step."""
 
-    def __init__(self, row: "Row") -> None:
+    def __init__(self, row: "Row", folder: Path) -> None:
         super().__init__()
-        self.row = row
+        self.row, self._folder = row, folder
         self.net, self.a, self.b = (nn.Linear(4, 1) for _ in range(3))
         self.p, self.q = Plain(), Plain()
         self.current: Any = self.p
@@ -72,6 +76,9 @@ class Step(LightningModule):
         self.seen.append(
             (float(outputs["loss"]), [p.grad.clone() for p in self.net.parameters() if p.grad is not None], state)
         )
+
+    def on_train_end(self) -> None:  # processes end with the run
+        torch.save(self.seen, self._folder / f"{self.global_rank}.pt")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -327,8 +334,8 @@ def restored_classes() -> Any:
     nn.Linear.forward = linear  # type: ignore[method-assign]
 
 
-def run(row: Row, strategy: Any, folder: Any) -> Step:
-    """Train under a strategy, from a fresh start."""
+def run(row: Row, strategy: Any, folder: Path, devices: int = 1) -> list[Any]:
+    """Train under a strategy, from a fresh start; return what each process has seen."""
     for name, value in ORIGINAL.items():
         setattr(Plain, name, value)
     if "gain" in vars(Derived):
@@ -336,27 +343,36 @@ def run(row: Row, strategy: Any, folder: Any) -> Step:
     nn.Linear.forward = LINEAR  # type: ignore[method-assign]
     torch._dynamo.reset()
     seed_everything(0, verbose=False)
-    module = Step(row)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet, **row.trainer
-    )
-    trainer.fit(module)
-    return module
+    arguments = {"accelerator": "cpu", "devices": devices, "max_epochs": 1, **quiet, **row.trainer}
+    Trainer(strategy=strategy, **arguments).fit(Step(row, folder))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(devices)]
 
 
 LINEAR = nn.Linear.forward
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_captured_is_eager(name: str, tmp_path: Any) -> None:
+def test_captured_is_eager(name: str, tmp_path: Path) -> None:
     stock = run(ROWS[name], "auto", tmp_path)
     strategy = ORTStrategy(config={"placement": "always", "start": "now", "cache_dir": None})
     captured = run(ROWS[name], strategy, tmp_path)
-    torch.testing.assert_close(captured.seen, stock.seen, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(captured, stock, rtol=1e-4, atol=1e-6)
     assert strategy.report.graphs or strategy.report.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_captured_is_eager_in_two_processes(name: str, tmp_path: Path) -> None:
+    arguments = {"start_method": START, "find_unused_parameters": True}
+    stock = run(ROWS[name], DDPStrategy(**arguments), tmp_path, devices=2)
+    config = {"placement": "always", "start": "now", "cache_dir": None, "report": str(tmp_path / "report.json")}
+    captured = run(ROWS[name], ORTDDPStrategy(config=config, **arguments), tmp_path, devices=2)
+    torch.testing.assert_close(captured, stock, rtol=1e-4, atol=1e-6)
+    report = CompileReport.from_dict(json.loads((tmp_path / "report.json").read_text()))
+    assert report.graphs or report.notes

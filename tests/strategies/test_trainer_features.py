@@ -319,9 +319,8 @@ class Breaks(Small):
     ("module_class", "capture"),
     [
         (Small, "step"),
-        (Breaks, "modules"),
         pytest.param(Small, "modules", marks=pytest.mark.slow),
-        pytest.param(Breaks, "step", marks=pytest.mark.slow),
+        *(pytest.param(Breaks, capture, marks=pytest.mark.slow) for capture in ("step", "modules")),
     ],
 )
 @torch._dynamo.config.patch(accumulated_recompile_limit=3)

@@ -103,6 +103,7 @@ def test_what_cannot_be_pickled_where_processes_are_spawned(tmp_path: Path, monk
         start(project, Candidate(engine="stock"), tmp_path / "trial")
 
 
+@pytest.mark.slow
 def test_what_a_spawned_process_does_not_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a class of a notebook."""
     gone = SimpleNamespace(Gone=type("Gone", (Shared,), {"__module__": "gone", "__qualname__": "Gone"}))
