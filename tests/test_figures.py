@@ -17,7 +17,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 FIGURE = re.compile(r"\b\d+\.\d{2,}x|\b\d+\.\d{2,}(?= of\b| with\b)")
 RESULT = re.compile(r"\]\((?:\.\./)?benchmarks/results/(\d{4}-\d\d-\d\d)-([\w-]+)\.txt\)")
 
-ZOO, BF16, BASELINE = (read(newest(kind)) for kind in ("zoo", "bf16", "baseline"))
+ZOO, BF16, BASELINE, ONE_CORE = (read(newest(kind)) for kind in ("zoo", "bf16", "baseline", "one-core"))
 FUSED = front_page.FUSED
 # An older file, on purpose: before dropout masks were drawn faster, and with inductor's cache cold
 OLD = "2026-11-24-baseline.txt"
@@ -75,6 +75,7 @@ CLAIMS: dict[str, list[tuple[str, ...]]] = {
         ("is the small GPT, {}.", BEST),
         ("they differ by up to {} %", f"{BETWEEN_SAME * 100:.0f}"),
         ("the three columns were {}, {} and {} on this AMD machine (", *ON_INTEL),
+        ("over five models {} with nothing compiled, {} with", overall("off", ONE_CORE), overall("ort", ONE_CORE)),
         ("took {} for ONNX Runtime and {} with inductor", starts("ort"), starts("auto")),
         ("was {} over nine of these models", overall("compile+adamw_torch_fused", ZOO)),
         (
