@@ -233,6 +233,28 @@ def test_each_kind_of_step_is_audited(make_trainer: Callable[..., Any]) -> None:
     assert fallbacks == dict.fromkeys(steps, ReasonType.MISMATCH)
 
 
+def test_what_is_timed_is_not_disturbed(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    """A copy of the process slows down what is timed beside it: regions as they compile, and ways that take turns."""
+    paces(torch=1.0, ort=0.5)
+    trainer = make_trainer(strategy=ORTStrategy(config={"start": "now"}), max_epochs=8, limit_val_batches=0)
+    found: list[tuple[bool, bool]] = []
+
+    class Noted(step_audit.ForkedCopy):
+        def __init__(self, *args: Any) -> None:
+            report = trainer.strategy.report
+            found.append((bool(report.graphs), bool(report.steps)))
+            super().__init__(*args)
+
+    monkeypatch.setattr(step_audit, "ForkedCopy", Noted)
+    trainer.fit(Small())
+    assert trainer.strategy.report.ort_runs > 0
+    assert [is_settled for _, is_settled in found].count(False) == 1
+    assert all(is_compiled for is_compiled, _ in found)
+    assert trainer.strategy.report.run.audits == len(found) > 1
+
+
 def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ORTFallbackError, match="differs from eager"):
         fit(make_trainer, Differs(), ORTConfig(placement="always", fallback="raise"))
@@ -269,7 +291,9 @@ def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
 
     class Loaded(Usual):
         def train_dataloader(self) -> Any:
-            data = TensorDataset(torch.randn(4008, 8), torch.randint(3, (4008,)))  # the first step runs unchanged
+            data = TensorDataset(
+                torch.randn(4016, 8), torch.randint(3, (4016,))
+            )  # the first step is not captured, the second compiles
             return DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True)
 
     settings = {"enable_progress_bar": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}

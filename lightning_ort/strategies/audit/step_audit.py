@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # which captured steps are audited, counted from the last one that compiled; further ones are as far apart as the last
 STEPS = (1, 2, 4, 10, 30, 100, 300, 1000, 3000, 10_000)
+WHILE_TIMED = 1  # of these, the last one while the step takes turns with another way
 # what the audits of a run may take: seconds, and shares of the run's time and of the time that compiling took
 SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.003, 0.03
 # the copy computes with one thread, and may be slow: seconds, and times what the step itself took
@@ -136,7 +137,7 @@ class StepAudit:
 
     def __init__(self, module: "CapturedModule", name: str) -> None:
         self._module, self._name = module, name
-        self._steps = 0  # captured, since the last one that compiled
+        self._steps = -1  # captured, since the last one that compiled
         self._next: float = 0
         self._epoch = -1
         self._unknown = 0  # audits in a row
@@ -145,7 +146,7 @@ class StepAudit:
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
-        self._steps, self._next, self._epoch, self._unknown, self._suspected = 0, 0, -1, 0, False
+        self._steps, self._next, self._epoch, self._unknown, self._suspected = -1, 0, -1, 0, False
         if self._module.config.audit == "off":
             self._next = math.inf
 
@@ -168,7 +169,7 @@ class StepAudit:
             self.close()
         self._steps += 1
         epoch = self._module.module.trainer.current_epoch
-        if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch):
+        if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch) or self._would_disturb:
             return False
         if reason := self._module.not_audited(self._name):
             self._stop(reason)
@@ -185,6 +186,13 @@ class StepAudit:
         except OSError as error:
             self._note(str(error))
         return self.audit is not None
+
+    @property
+    def _would_disturb(self) -> bool:
+        """Whether something is timed that an audit would make slower, which writes to memory shared with a copy."""
+        compiles = self._steps == 0  # the first call, in which regions are timed
+        in_turns = self._module.races[self._name].trying is not None and not self._suspected
+        return (compiles and self._module.config.placement == "measured") or (in_turns and self._steps > WHILE_TIMED)
 
     def after_step(self, output: Any) -> str:
         """After the captured step, before what it logged is handed on; return in what it differs from eager."""
