@@ -255,6 +255,20 @@ def test_what_is_timed_is_not_disturbed(
     assert trainer.strategy.report.run.audits == len(found) > 1
 
 
+def test_an_audit_counts_with_the_step_that_it_slows_down(make_trainer: Callable[..., Any]) -> None:
+    class Slow(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            wait()
+            return self.loss(batch)
+
+    @torch.compiler.disable
+    def wait() -> None:
+        time.sleep(0.2)
+
+    run = fit(make_trainer, Slow(), max_epochs=1, limit_val_batches=0).run
+    assert run.audit_seconds > 0.2 * run.audits > 0
+
+
 def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ORTFallbackError, match="differs from eager"):
         fit(make_trainer, Differs(), ORTConfig(placement="always", fallback="raise"))

@@ -48,19 +48,6 @@ def test_the_copy_has_the_state_of_the_moment_and_draws_the_same_numbers() -> No
     assert state["count"] == 100
 
 
-def test_what_its_answers_cost_is_known() -> None:
-    def compute(command: int) -> None:
-        while time.process_time() < 0.2 * command:
-            pass
-
-    copy = ForkedCopy(compute)
-    for command in (1, 2):
-        copy.ask(command)
-        copy.answer(20)
-    copy.close()
-    assert 0.6 <= copy.processor_seconds < 2
-
-
 def test_several_threads_of_torch_do_not_hang_it() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

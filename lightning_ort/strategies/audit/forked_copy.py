@@ -74,7 +74,6 @@ class ForkedCopy:
 
     def __init__(self, compute: Callable[[int], Any]) -> None:
         self.problem = ""  # why there is no answer
-        self.processor_seconds = 0.0  # that computing the answers took
         self._pid = 0
         states = random.getstate()  # Python gives a forked process other random numbers
         commands, answers = os.pipe(), os.pipe()
@@ -106,8 +105,7 @@ class ForkedCopy:
         if data is None:
             self.problem = f"nothing came within {seconds:.0f} s" if time.monotonic() >= limit else "its process ended"
         else:
-            answer, self.problem, seconds_used = pickle.loads(data)
-            self.processor_seconds += seconds_used
+            answer, self.problem = pickle.loads(data)
             if not self.problem:
                 return answer
         self.close()
@@ -168,9 +166,9 @@ def _answer(compute: Callable[[int], Any], command: int) -> NoReturn:
         sys.addaudithook(_refuse)
         torch.set_num_threads(1)
         try:
-            data = pickle.dumps((compute(command), "", time.process_time()))
+            data = pickle.dumps((compute(command), ""))
         except Exception as error:
-            data = pickle.dumps((None, f"{type(error).__name__}: {error}"[:500], time.process_time()))
+            data = pickle.dumps((None, f"{type(error).__name__}: {error}"[:500]))
         message = memoryview(len(data).to_bytes(8, "little") + data)
         while message:
             message = message[os.write(_ANSWERS, message) :]

@@ -10,11 +10,9 @@ A difference counts if eager, repeated, has the same result again, and if it is 
 is repeated with parameters and inputs that differ by roundings, to see how much its results change.
 """
 
-import contextlib
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -256,7 +254,8 @@ class _Audit:
         manual = name == TRAINING and not module.module.automatic_optimization
         self.has_backward = name == TRAINING and not manual and module.is_alone
         self._manual = manual
-        self.seconds = 0.0  # what it has cost the run
+        self.seconds = 0.0  # all that the step took: beside its copy it is slower itself
+        self._begun = time.perf_counter()
         self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module.module))
         self._own: dict[str, Value] = {}
         self._eager: Mapping[str, Value] = {}
@@ -267,19 +266,8 @@ class _Audit:
             with torch.compiler.set_stance("force_eager"), without_collectives():
                 return self._repeat(call, args, kwargs)
 
-        with self._waiting():
-            self._copy = ForkedCopy(compute)
-            self._copy.ask(_PLAIN)
-        self._begun = time.perf_counter()
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the time for which the run waits."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
+        self._copy = ForkedCopy(compute)
+        self._copy.ask(_PLAIN)
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
@@ -301,15 +289,13 @@ class _Audit:
         module = self._module.module
         logged = [(names, value) for _, _, names, value, *_ in self._module.shims.logger.calls] if self._logs else []
         left = {"self": module, "globals": globals_of(self._function), "class": class_attributes(type(module))}
-        with self._waiting():
-            self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
-            if self._manual:
-                self._own |= gradients(module)
+        self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
+        if self._manual:
+            self._own |= gradients(module)
 
     def after_backward(self) -> None:
         """Look at the gradients."""
-        with self._waiting():
-            self._own |= gradients(self._module.module)
+        self._own |= gradients(self._module.module)
 
     @property
     def waits_for_backward(self) -> bool:
@@ -330,8 +316,7 @@ class _Audit:
             answers += 1
             return found
 
-        with self._waiting():
-            return unexplained(self._own, copy, self._tolerance)
+        return unexplained(self._own, copy, self._tolerance)
 
     @property
     def problem(self) -> str:
@@ -359,10 +344,9 @@ class _Audit:
         )
 
     def close(self) -> None:
-        """End the copy, and count its share of the processors: while it computes, the run has fewer."""
-        with self._waiting():
-            self._copy.close()
-        self.seconds += self._copy.processor_seconds / len(os.sched_getaffinity(0))
+        """End the copy."""
+        self._copy.close()
+        self.seconds = time.perf_counter() - self._begun
 
 
 def _dtypes(module: nn.Module) -> set[torch.dtype]:
