@@ -71,7 +71,7 @@ class RunReport:
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
         audits: How many captured steps a copy of the process repeated in eager.
-        audit_seconds: Wall clock that this took.
+        audit_seconds: Wall clock of these steps, with their copies.
         audit_difference: The largest relative difference of a result or gradient that audits found.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
 

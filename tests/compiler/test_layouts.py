@@ -64,11 +64,12 @@ def cases():
 @pytest.mark.parametrize(
     ("placement", "dynamic"),
     [
-        *[("measured", False), ("always", True), ("torch", False)],
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("measured", True), ("always", False), ("torch", True)]
-        ),
+        ("measured", False),
+        ("always", True),
+        ("torch", False),
+        pytest.param("measured", True, marks=pytest.mark.slow),
+        pytest.param("always", False, marks=pytest.mark.slow),
+        pytest.param("torch", True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(("module", "make"), cases())

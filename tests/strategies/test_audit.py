@@ -305,9 +305,8 @@ def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
 
     class Loaded(Usual):
         def train_dataloader(self) -> Any:
-            data = TensorDataset(
-                torch.randn(4016, 8), torch.randint(3, (4016,))
-            )  # the first step is not captured, the second compiles
+            rows = 8 * 501  # the first step runs unchanged
+            data = TensorDataset(torch.randn(rows, 8), torch.randint(3, (rows,)))
             return DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True, shuffle=True)
 
     settings = {"enable_progress_bar": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
@@ -386,6 +385,13 @@ def test_equal_snapshots_have_no_differences() -> None:
     loss = torch.tensor([1.0, math.nan, math.inf])
     values = {"self": module, "output": {"loss": loss}, "text": ("a", b"b", None, 2**80)}
     assert differences(snapshot(values), snapshot(values), 0.0).names == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint64, torch.int8, torch.bfloat16, torch.complex64])
+def test_a_tensor_of_any_dtype_is_compared(dtype: torch.dtype) -> None:
+    one, other = (snapshot({"x": torch.tensor(values).to(dtype)}) for values in ([1, 0, 1], [1, 1, 1]))
+    assert differences(one, one, 0.0).names == set()
+    assert differences(one, other, 1e-3).names == {"x"}
 
 
 @pytest.mark.parametrize(

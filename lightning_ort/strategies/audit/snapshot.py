@@ -206,7 +206,7 @@ def _of_tensor(tensor: torch.Tensor) -> Value:
         # sums in float64 of other dtypes take ten times as long, and norms in float32 are off by a thousandth
         wide = torch.float32 if plain.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
         total = plain.sum(dtype=wide).item()
-        magnitude = total if plain.dtype is torch.bool else plain.abs().sum(dtype=wide).item()
+        magnitude = plain.abs().sum(dtype=wide).item() if plain.dtype.is_signed else total
     return Numbers(kind, total, magnitude, tensor.numel())
 
 
