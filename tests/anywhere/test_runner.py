@@ -1,6 +1,8 @@
 """The runner in Python: what is passed, damaged folders, and a kill while it saves."""
 
+import ctypes
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -258,6 +261,37 @@ def test_parameters_stay_where_they_are(original: Path) -> None:
     assert places[0] == places[2] == places[4]
     assert places[1] == places[3] == places[5]
     assert not set(places[0].values()) & set(places[1].values())
+
+
+class CopyingSession(onnxruntime.InferenceSession):
+    """As on a provider with memory of its own: an input is copied when it is bound, not when the model runs."""
+
+    def __init__(self, path: str, options: Any, providers: list[str]) -> None:
+        super().__init__(path, options, providers=["CPUExecutionProvider"])
+
+    def io_binding(self) -> Any:
+        binding = super().io_binding()
+        bind, self.kept = binding.bind_input, dict[str, np.ndarray]()
+
+        def bind_copy(name: str, kind: str, number: int, dtype: Any, shape: Any, address: int) -> None:
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            self.kept[name] = np.frombuffer(ctypes.string_at(address, size), dtype).copy()
+            bind(name, kind, number, dtype, shape, self.kept[name].ctypes.data)
+
+        binding.bind_input = bind_copy
+        return binding
+
+
+def test_a_provider_with_memory_of_its_own(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = runner.Training.load(original)
+    monkeypatch.setattr(runner.onnxruntime, "InferenceSession", CopyingSession)
+    ours = runner.Training.load(original, providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
+    for rows in (6, 6, 6, 4, 4, 4):
+        batch = {name: value[-rows:] for name, value in BATCH.items()}
+        assert ours.step(batch, lr=0.01 * rows) == usual.step(batch, lr=0.01 * rows)
+    assert ours.evaluate(BATCH) == usual.evaluate(BATCH)
+    for name, value in usual.state.items():
+        np.testing.assert_array_equal(ours.state[name], value)
 
 
 def test_state_of_a_step_that_fails_stays(tmp_path: Path) -> None:

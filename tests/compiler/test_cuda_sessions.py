@@ -1,5 +1,6 @@
 """How sessions on a GPU are built, how their runs are ordered with torch's, and what is kept; without a GPU."""
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import fingerprint, gpu_memory, timing
@@ -210,6 +212,33 @@ def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     OrtExecutor(ORTConfig(), CUDA).end_trial(bound, [])
     bound()
     assert runs == [None, "gpu:0", None]
+
+
+def test_what_is_in_host_memory_is_new_in_each_run(cuda: FakeCuda) -> None:
+    """onnxruntime copies a size, and a scalar on the CPU, to the GPU when it is bound."""
+    graph = make_fx(lambda x, scalar: x.view(-1, x.size(0)) * scalar, tracing_mode="symbolic")(
+        torch.randn(4, 4), torch.tensor(1)
+    ).graph
+    (size,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    _, scalar = graph.find_nodes(op="placeholder")
+    feeds: dict[str, int] = {}
+    runs: list[list[int]] = []
+
+    def bind_input(name: str, memory: Any, dtype: Any, shape: Any, address: int) -> None:
+        feeds[name] = ctypes.c_int64.from_address(address).value
+
+    session = SimpleNamespace(
+        get_inputs=lambda: [SimpleNamespace(name="i0"), SimpleNamespace(name="i1")],
+        io_binding=lambda: SimpleNamespace(_iobinding=SimpleNamespace(bind_input=bind_input)),
+        _sess=SimpleNamespace(run_with_iobinding=lambda *args: runs.append(list(feeds.values()))),
+    )
+    given = torch.tensor(5)
+    for inputs, with_size in (([size, scalar], True), ([scalar], False)):
+        bound = BoundSession(Region("ort", 1, inputs=inputs), session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
+        for number in (3, 7):
+            bound(*([number] if with_size else []), given.fill_(number + 2))
+        feeds.clear()
+    assert runs == [[3, 5], [7, 9], [5], [9]]
 
 
 def test_a_session_whose_run_failed_stays(cuda: FakeCuda) -> None:

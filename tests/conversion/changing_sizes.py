@@ -50,7 +50,7 @@ def _resized(x: torch.Tensor, size: int, new: int) -> torch.Tensor:
     value = x.detach().permute(order)
     for dim in range(x.dim()):
         if value.shape[dim] == size:
-            places = torch.arange(new)
+            places = torch.arange(new, device=x.device)
             value = value.index_select(dim, places % size)
             if value.is_floating_point():  # what is repeated is another number
                 turns = (1 - (places // size) / 16).to(value.dtype)

@@ -78,7 +78,7 @@ def run(fn: Callable[..., Any], inputs: Sequence[Any], cotangents: Sequence[torc
             torch.autograd.grad(
                 differentiable,
                 leaves,
-                [g.to(out.dtype) for g, out in zip(given, differentiable, strict=True)],
+                [g.to(out) for g, out in zip(given, differentiable, strict=True)],
                 allow_unused=True,
             )
         )
@@ -97,7 +97,7 @@ def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
     for x in inputs:
         if isinstance(x, torch.Tensor):
             target = dtype if dtype is not None and x.is_floating_point() else x.dtype
-            strided = torch.empty_strided(x.shape, x.stride(), dtype=target)
+            strided = torch.empty_strided(x.shape, x.stride(), dtype=target, device=x.device)
             x = strided.copy_(x.detach()).requires_grad_(x.requires_grad)
         fresh.append(x)
     return fresh

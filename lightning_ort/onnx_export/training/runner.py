@@ -213,14 +213,16 @@ class Training:
             np.copyto(arrays[field], value)
         bindings = self._bindings[name]
         key = id(self._front)
-        binding = bindings[key] = bindings.get(key) or self._bound(name, arrays)
+        is_new = key not in bindings
+        binding = bindings[key] = self._with_outputs(name) if is_new else bindings[key]
+        if is_new or self._providers != ["CPUExecutionProvider"]:  # others copy inputs when they are bound
+            for each in self._inputs(name):
+                array = next(group[each] for group in (arrays, self._front, self._settings) if each in group)
+                binding.bind_input(each, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._session(name).run_with_iobinding(binding)
 
-    def _bound(self, name: str, arrays: Arrays) -> Any:
+    def _with_outputs(self, name: str) -> Any:
         binding = self._session(name).io_binding()
-        for each in self._inputs(name):
-            array = next(group[each] for group in (arrays, self._front, self._settings) if each in group)
-            binding.bind_input(each, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         results = self._results[name]
         for output in self.about["models"][name]["outputs"]:
             role, key = output["role"], output["key"]

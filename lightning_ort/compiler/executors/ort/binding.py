@@ -85,11 +85,13 @@ class BoundSession:
         # onnxruntime drops inputs that no node reads
         used = {value.name for value in session.get_inputs()}
         self._inputs = []
-        for index, (node, value) in enumerate(zip(region.inputs, values, strict=True)):
+        # sizes are in host memory, and so are the CPU scalars of a graph on an accelerator
+        in_host = [number or value.device.type == "cpu" for number, value in zip(is_number, values, strict=True)]
+        for index, node in enumerate(region.inputs):
             name = f"i{index}" if f"i{index}" in used else None
-            # sizes are in host memory, and so are the CPU scalars of a graph on an accelerator
-            memory = host if is_number[index] or value.device.type == "cpu" else self._memory
-            self._inputs.append((name, memory, element_type(input_dtype(node))))
+            self._inputs.append((name, host if in_host[index] else self._memory, element_type(input_dtype(node))))
+        # which onnxruntime copies to the GPU when they are bound, not in each run
+        self._copied = tuple(itertools.compress(itertools.count(), in_host)) if device.type == "cuda" else ()
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
         kept = kept_outputs_of(region) if device.type == "cpu" else None
         make_outputs = functools.partial(KeptOutputs, _specs(region.outputs), kept) if kept else None
@@ -107,6 +109,8 @@ class BoundSession:
         """Run the region on its inputs, tensors or integers for symbolic sizes, and return new outputs."""
         kept: Any = None  # what has to live until the run is over
         binding, bound, bound_outputs, numbers, own = next(self._bindings.turns)
+        for index in self._copied:
+            bound[index] = None
         if self._static_sizes is not None:
             sizes = self._static_sizes
             for index, tensor in enumerate(args):

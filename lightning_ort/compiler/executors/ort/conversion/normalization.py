@@ -89,7 +89,7 @@ def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> 
     normalized_shape, weight, eps = args
     value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
     power = reduce("ReduceMean", x, value * value, axes, keepdim=True)
-    rstd = rsqrt(power + (torch.finfo(dtype_of(x)).eps if eps is None else eps))
+    rstd = rsqrt(power + (torch.finfo(value.dtype).eps if eps is None else eps))
     result = value * rstd
     if weight is not None:
         result = result * weight

@@ -18,7 +18,15 @@ from lightning_ort.compiler.executors.ort.conversion.checks import (
 )
 from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, rank_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
+    Arg,
+    Scalar,
+    dtype_of,
+    rank_of,
+    shape_of,
+    static,
+    work_dtype,
+)
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
@@ -227,10 +235,16 @@ def _top(ctx: GraphBuilder, x: fx.Node, k: Value, **attributes: Any) -> tuple[Va
     value = ctx.value(x)
     if not value.dtype.is_floating_point:
         return ctx.op("TopK", value, k, outputs=2, **attributes)
-    # to torch a NaN is greater than infinity; onnxruntime (1.19, 1.31) gives it no fixed place. So infinity becomes a
-    # number beyond all others, and NaN infinity; in float64 that number is the largest there is.
-    largest = 1e300 if value.dtype is torch.float32 else torch.finfo(torch.float64).max
-    keys = where(value.is_nan(), math.inf, ctx.value(x, torch.float64).min(largest))
+    # to torch a NaN is greater than infinity; onnxruntime (1.19, 1.31) gives it no fixed place, and on a GPU it fills
+    # rows up with the smallest or largest number, which it takes before an infinity. So both become numbers beyond
+    # all others; in float64, which has none, infinity becomes the largest and NaN infinity
+    keys = ctx.value(x, torch.float64)
+    if value.dtype is not torch.float64:
+        keys = where(value.is_nan(), 1e301, keys.min(1e300).max(-1e300))
+    elif ctx.on_cpu:
+        keys = where(value.is_nan(), math.inf, keys.min(torch.finfo(torch.float64).max))
+    else:
+        raise Unsupported("an order of float64, in which a NaN and infinities have no place on a GPU")
     _, indices = ctx.op("TopK", keys, k, outputs=2, **attributes)
     return value.op("GatherElements", indices, axis=attributes["axis"]), indices
 
@@ -260,7 +274,7 @@ def sort(
 def _moments(ctx: GraphBuilder, x: fx.Node, dims: Dims, correction: Arg | None) -> tuple[Value, Value]:
     """Variance and mean, in two passes and with the reduced dimensions kept."""
     # torch's CPU kernel sums up float32 in float64, so that squares neither overflow nor vanish
-    work = torch.float64 if dtype_of(x) is torch.float32 and ctx.on_cpu else dtype_of(x)
+    work = torch.float64 if dtype_of(x) is torch.float32 and ctx.on_cpu else work_dtype(x)
     degrees = ctx.value(1 if correction is None else correction, work)
     size = count(ctx, x, dims, work)
     if size.ir.const_value is not None and degrees.ir.const_value is not None:
