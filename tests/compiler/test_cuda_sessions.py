@@ -186,6 +186,7 @@ def test_who_waits(on_torchs_stream: bool, cuda: FakeCuda) -> None:
 
     session = SimpleNamespace(
         get_inputs=list,
+        get_providers=list,
         io_binding=lambda: SimpleNamespace(_iobinding=None),
         _sess=SimpleNamespace(run_with_iobinding=run),
     )
@@ -204,6 +205,7 @@ def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
 
     session = SimpleNamespace(
         get_inputs=list,
+        get_providers=list,
         io_binding=lambda: SimpleNamespace(_iobinding=None),
         _sess=SimpleNamespace(run_with_iobinding=run),
     )
@@ -233,12 +235,19 @@ def test_what_is_in_host_memory_is_new_in_each_run(cuda: FakeCuda) -> None:
         _sess=SimpleNamespace(run_with_iobinding=lambda *args: runs.append(list(feeds.values()))),
     )
     given = torch.tensor(5)
-    for inputs, with_size in (([size, scalar], True), ([scalar], False)):
-        bound = BoundSession(Region("ort", 1, inputs=inputs), session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
+    # on the CPU too where a provider keeps tensors elsewhere
+    for inputs, device, provider in (
+        ([size, scalar], CUDA, "CUDAExecutionProvider"),
+        ([scalar], CUDA, "CUDAExecutionProvider"),
+        ([scalar], torch.device("cpu"), "OtherExecutionProvider"),
+        ([scalar], torch.device("cpu"), "CPUExecutionProvider"),
+    ):
+        session.get_providers = lambda provider=provider: [provider, "CPUExecutionProvider"]
+        bound = BoundSession(Region("ort", 1, inputs=inputs), session, device)  # type: ignore[arg-type]
         for number in (3, 7):
-            bound(*([number] if with_size else []), given.fill_(number + 2))
+            bound(*([number] if size in inputs else []), given.fill_(number + 2))
         feeds.clear()
-    assert runs == [[3, 5], [7, 9], [5], [9]]
+    assert runs == [[3, 5], [7, 9], [5], [9], [5], [9], [5], [5]]  # the last one reads it where it is
 
 
 def test_a_session_whose_run_failed_stays(cuda: FakeCuda) -> None:

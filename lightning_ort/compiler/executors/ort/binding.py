@@ -18,6 +18,7 @@ from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
 from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.executors.ort.kept_outputs import KeptOutputs, Spec, kept_outputs_of
+from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun
 from lightning_ort.compiler.layouts import in_order, memory_order
 from lightning_ort.compiler.nodes import is_static
@@ -90,8 +91,9 @@ class BoundSession:
         for index, node in enumerate(region.inputs):
             name = f"i{index}" if f"i{index}" in used else None
             self._inputs.append((name, host if in_host[index] else self._memory, element_type(input_dtype(node))))
-        # which onnxruntime copies to the GPU when they are bound, not in each run
-        self._copied = tuple(itertools.compress(itertools.count(), in_host)) if device.type == "cuda" else ()
+        # to a provider with other memory onnxruntime copies them when they are bound, not in each run
+        reads_host = all(provider_of(name).tensors == "cpu" for name in session.get_providers())
+        self._copied = () if reads_host else tuple(itertools.compress(itertools.count(), in_host))
         self._outputs = [(f"o{index}", element_type(dtype_of(node))) for index, node in enumerate(region.outputs)]
         kept = kept_outputs_of(region) if device.type == "cpu" else None
         make_outputs = functools.partial(KeptOutputs, _specs(region.outputs), kept) if kept else None

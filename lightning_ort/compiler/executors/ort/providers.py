@@ -31,7 +31,7 @@ class Provider:
     """How a provider is used.
 
     Args:
-        tensors: The type of torch's device whose tensors it reads and writes; ``""`` if nobody knows.
+        tensors: The type of torch's device whose tensors it reads and writes where they are; ``""`` if nobody knows.
         by_default: Whether it runs regions on such tensors where the config names no provider; the first entry that
             does and that the installed onnxruntime has. onnxruntime's CPU provider runs what it has no kernel for.
         options: Takes a region and torch's stream, if the session is for one; returns options by name.
