@@ -153,9 +153,8 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def is_zero_tensor(x: torch.Tensor) -> bool:
-    """Whether a tensor is known to be zero and has no memory, as in forward-mode derivatives (torch 2.13)."""
-    return x._is_zerotensor()
+# whether a tensor is known to be zero and has no memory, such as a gradient of `torch.sgn` (torch 2.13)
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 
 
 def storage_id(value: Any) -> int | None:

@@ -83,12 +83,16 @@ class PassMonitor:
         return any(flow != self._flows[0] for flow in self._flows)
 
     def without_zeros(self, found: list[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Drop the gradient of each input on which no result depends that is differentiated."""
+        """Drop the gradient of each input on which only results depend that are not differentiated.
+
+        One on which none seems to depend is zero in eager too, as that of ``torch.sign`` is.
+        """
         if not self._flows or len(self._differentiable) != len(self._flows):
             return found
-        pairs = zip(self._differentiable, self._flows, strict=True)
+        pairs = list(zip(self._differentiable, self._flows, strict=True))
         flows = set[int]().union(*(flow for result, flow in pairs if gradients[result] is not None))
-        return [one if index in flows else None for index, one in enumerate(found)]
+        zeros = set[int]().union(*self._flows) - flows
+        return [None if index in zeros else one for index, one in enumerate(found)]
 
     @property
     def separate(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from lightning_ort.compat.torch import is_zero_tensor
 from lightning_ort.compat.torch_optimizers import pop_amp_scaling_mark, shard_of
 from lightning_ort.optim.param_groups import name_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
@@ -131,7 +132,8 @@ class _StepCheck:
 
     That is: sparse gradients, which a function such as ``F.embedding(..., sparse=True)`` makes in any step; gradients
     and states that are laid out otherwise than their parameter, since fused kernels go through the memory of all from
-    its start; gradients that come late; and groups that are added.
+    its start; gradients without memory, such as that of ``torch.sgn``; gradients that come late; and groups that are
+    added.
     """
 
     def __init__(self, optimizer: optim.Optimizer, configured: dict[str, Any]) -> None:
@@ -157,7 +159,9 @@ class _StepCheck:
             fused.append((group, own["params"]))
             for p in own["params"]:
                 gradient = p.grad
-                if gradient is not None and not (gradient.is_contiguous() and p.is_contiguous()):
+                if gradient is None:
+                    continue
+                if not (gradient.is_contiguous() and p.is_contiguous()) or is_zero_tensor(gradient):
                     strided.append(p)
         if strided and any(p.grad.is_sparse for p in strided):
             self._give_up()
@@ -191,7 +195,7 @@ class _StepCheck:
                 prepare_state(owner.state.get(p, {}), p, True)
             self._strides = strides
         for p in strided:
-            if p.grad is not None and p.grad.stride() != p.stride():
+            if p.grad is not None and (p.grad.stride() != p.stride() or is_zero_tensor(p.grad)):
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
 

@@ -55,9 +55,9 @@ class Several(Small):
         return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.5)
 
 
-def check(make_trainer: Callable[..., Any], **attributes: Any) -> tuple[Several, Any]:
+def check(make_trainer: Callable[..., Any], kind: type[Several] = Several, **attributes: Any) -> tuple[Several, Any]:
     """Train as stock Lightning does; return the module and the report."""
-    modules = [type("Several", (Several,), attributes)() for _ in range(2)]
+    modules = [type("Several", (kind,), attributes)() for _ in range(2)]
     strategy = ORTStrategy(
         config={"placement": "always", "debug": {"step_graph": attributes.get("step_graph", "auto")}}
     )
@@ -85,6 +85,34 @@ def test_parameters_of_what_is_not_differentiated_have_no_gradient(
     assert ReasonType.SEPARATE_GRADIENTS not in {note.reason.type for note in report.notes}
     advised = [note.reason.text for note in report.notes if "`detach()` it" in note.reason.text]
     assert bool(advised) == (not shared and step_graph == "auto")
+
+
+class Rounded(Several):
+    """Has parameters whose gradients are zero, whatever the loss's is."""
+
+    rounding = staticmethod(torch.round)
+    alone = True  # whether the loss is all that it returns with gradients
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.Parameter(3 * torch.randn(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.net(batch[0]) + self.rounding(self.levels)).square().mean()
+        return loss if self.alone else {"loss": loss, "other": self.second(batch[0]).mean()}
+
+    def on_after_backward(self) -> None:
+        self.without.append(self.levels.grad is None)
+
+
+@pytest.mark.parametrize("step_graph", ["auto", "split"])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("rounding", [torch.round, torch.sgn, lambda x: torch.copysign(torch.ones_like(x), x)])
+def test_parameters_whose_gradients_are_zero_have_them(
+    rounding: Any, alone: bool, step_graph: str, make_trainer: Callable[..., Any]
+) -> None:
+    module, _ = check(make_trainer, Rounded, rounding=staticmethod(rounding), alone=alone, step_graph=step_graph)
+    assert not any(module.without)
 
 
 @pytest.mark.parametrize("scalar", [True, False])
