@@ -1,6 +1,7 @@
 """Every test starts with dynamo, the environment and the random numbers as the process found them."""
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.openmp import pause_openmp
 
 # pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
@@ -25,6 +27,16 @@ torch.set_num_threads(1)
 def pytest_collection_finish() -> None:
     # torch's and Lightning's modules hold a million objects that stay: without them a collection takes no time
     gc.freeze()
+
+
+@functools.cache
+def has_gpu() -> bool:
+    return torch.cuda.is_available() and kernels.providers_for(torch.device("cuda", 0)) is not None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not has_gpu():
+        pytest.skip("needs a CUDA device and a CUDA build of onnxruntime")
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ class PassMonitor:
         """
         if not self._flows or len(self._differentiable) != len(self._flows):
             return found
-        pairs = list(zip(self._differentiable, self._flows, strict=True))
+        pairs = zip(self._differentiable, self._flows, strict=True)
         flows = set[int]().union(*(flow for result, flow in pairs if gradients[result] is not None))
         zeros = set[int]().union(*self._flows) - flows
         return [None if index in zeros else one for index, one in enumerate(found)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.reproducer_script import largest_difference
 from tests.conversion.changing_sizes import changes, compile_for
 from tests.conversion.harness import Run, as_tuple, compile_function, copies, run
 from tests.conversion.op_table import TABLE, Op
@@ -14,24 +14,11 @@ from tests.conversion.samples import build
 from tests.conversion.test_changing_sizes import WITH_SIZES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or kernels.providers_for(torch.device("cuda", 0)) is None,
-        reason="needs a CUDA device and a CUDA build of onnxruntime",
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 
 def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; infinite where one is finite and the other is not."""
-    got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
-    finite = exact.isfinite()
-    if not torch.equal(got[~finite].nan_to_num(), exact[~finite].nan_to_num()) or not got[finite].isfinite().all():
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float((got - exact)[finite].abs().max()) / max(1e-2, float(exact[finite].abs().max()))
+    return largest_difference(got.detach().cpu().double(), exact.detach().cpu().double(), least=1e-2)
 
 
 def assert_as_exact(ours: Run, eager: Run, exact: Run, dtype: torch.dtype) -> None:

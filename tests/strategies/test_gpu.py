@@ -12,15 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTDDPStrategy, ORTMatmulPrecision, ORTStrategy, ORTZeRO1Strategy
-from lightning_ort.compiler.executors.ort import kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or kernels.providers_for(torch.device("cuda", 0)) is None,
-        reason="needs a CUDA device and a CUDA build of onnxruntime",
-    ),
-]
+pytestmark = pytest.mark.gpu
 ALWAYS = {"placement": "always"}
 
 

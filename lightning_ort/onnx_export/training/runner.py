@@ -214,7 +214,9 @@ class Training:
         bindings = self._bindings[name]
         key = id(self._front)
         is_new = key not in bindings
-        binding = bindings[key] = self._with_outputs(name) if is_new else bindings[key]
+        if is_new:
+            bindings[key] = self._with_outputs(name)
+        binding = bindings[key]
         if is_new or self._providers != ["CPUExecutionProvider"]:  # others copy inputs when they are bound
             for each in self._inputs(name):
                 array = next(group[each] for group in (arrays, self._front, self._settings) if each in group)
