@@ -73,7 +73,10 @@ def convolution(rank: int, layer: Callable[..., nn.Module]) -> Rule:
 
 def batch_norm(shape: Shape, i: int, j: int, k: int) -> nn.Module:
     layer = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(shape[1])
-    return layer.eval() if i % 3 == 0 else layer
+    layer.train(i % 3 != 0)
+    if 1 in shape:  # such strides fit several layouts, and eager's gradients are wrong if it takes two (torch 2.13)
+        return nn.Sequential(Call(torch.Tensor.contiguous), layer)
+    return layer
 
 
 def permuted(x: torch.Tensor, i: int, j: int, k: int) -> torch.Tensor:

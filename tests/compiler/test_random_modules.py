@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +138,26 @@ def test_random_modules_as_one_graph(program: Program) -> None:
 @given(PROGRAMS, st.sampled_from(["split", "joint"]))
 def test_random_modules_on_changing_sizes(program: Program, step_graph: str) -> None:
     check_changing(program, step_graph)
+
+
+def test_batch_norm_in_two_layouts() -> None:
+    """Where torch's kernel takes input and gradient to be in different layouts, ours is right and eager's is not."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(size, requires_grad=True) for size in ((1, 4, 2, 1), 2, 2))
+
+    def normalized(x: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.batch_norm(x, None, None, *affine, training=True).sin(),)
+
+    def fn(x: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor]:
+        return normalized(x.transpose(1, 2), *affine)
+
+    def right(x: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor]:
+        return normalized(x.transpose(1, 2).contiguous(), *affine)
+
+    given = [x, weight, bias]
+    compiled, report = harness.compile_function(fn, given, 1, step_graph="split")
+    compare(right, harness.copies(given, torch.float64), compiled, given)
+    assert report.ort_runs > 0
 
 
 @pytest.mark.slow
