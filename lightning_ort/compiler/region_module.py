@@ -68,7 +68,8 @@ def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
         return
     fixed = [size if isinstance(size, int) else None for size in traced.shape]
     alike = len(fixed) == value.dim() and all(a in (None, b) for a, b in zip(fixed, value.shape, strict=True))
-    if (value.dtype is not traced.dtype and not _is_widened(node, value.dtype, traced.dtype)) or not alike:
+    is_other = value.dtype is not traced.dtype and value.numel() and not _is_widened(node, value.dtype, traced.dtype)
+    if is_other or not alike:  # of nothing, torch's own kernels give other dtypes too (native_dropout's mask, 2.13)
         raise TypeError(
             f"{node.target} gave {value.dtype} {list(value.shape)}, and {traced.dtype} {list(traced.shape)} when traced"
         )

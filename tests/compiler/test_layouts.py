@@ -135,6 +135,18 @@ def test_a_custom_op_with_a_wrong_fake_kernel_is_left_to_eager():
     assert "wrong_dtype.default gave torch.float64 [3, 4], and torch.float32 [3, 4] when traced" in str(fallback.reason)
 
 
+def test_dropout_of_nothing():
+    """Its mask has another dtype than the one that is traced (torch 2.13)."""
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None))
+    compiled = torch.compile(lambda x: F.dropout(x.exp().flatten(1) * 3).sin() * 2, backend=backend)
+    for size in ((5, 4, 3), (0, 6, 3)):
+        x = torch.randn(size, requires_grad=True)
+        compiled(x).sum().backward()
+        assert x.grad.shape == size
+    assert not backend.report.fallbacks
+    assert backend.report.ort_runs > 0
+
+
 def jvp_of_a_product(x, v, w):
     out, tangent = torch.func.jvp(lambda z: z @ w, (x,), (v,))
     return out + tangent

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from small_modules import Small, loader
 from torch import Tensor, nn
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture.capture import STEPS
 
 HOOKS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
@@ -184,6 +185,32 @@ def test_mock_on_the_instance_stays(make_trainer: Callable[..., Any]) -> None:
     assert (module.validation_step, module.log) == spies
     assert spies[0].call_count > 0
     assert spies[1].call_count > 0
+
+
+def test_other_runs_after_a_fit_of_one_step(make_trainer: Callable[..., Any]) -> None:
+    module, strategy = Small(), always(start="now")
+    trainer = make_trainer(strategy=strategy, max_steps=1)
+    trainer.fit(module)
+    for run in (trainer.test, trainer.validate, trainer.predict):
+        run(module)
+    assert len(module.losses) == 1
+    assert strategy.report.ort_runs > 0
+
+
+class ReadsIterator(Small):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+def test_a_step_that_is_given_an_iterator_is_unchanged(make_trainer: Callable[..., Any]) -> None:
+    losses = []
+    for strategy in ("auto", always(start="now")):
+        module, trainer = ReadsIterator(), make_trainer(strategy=strategy, max_epochs=2)
+        trainer.fit(module)
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0])
+    assert len(losses[1]) == 8
+    assert [note.where for note in strategy.report.notes if note.reason.type is ReasonType.READS_ITERATOR]
 
 
 def test_step_replaced_between_runs(make_trainer: Callable[..., Any]) -> None:

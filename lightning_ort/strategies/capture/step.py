@@ -16,7 +16,7 @@ Before the next step it tells the race how this one went. It decides nothing. No
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -182,7 +182,7 @@ class CapturedStep(AbstractContextManager[None]):
         return True
 
     def _new_race(self, batch: Any) -> Race | None:
-        first = self._first_way()
+        first = self._first_way(batch)
         if first is None:
             return None
         module = self._module
@@ -192,9 +192,12 @@ class CapturedStep(AbstractContextManager[None]):
         module.races[self._name] = self._race
         return self._race
 
-    def _first_way(self) -> Way | None:
+    def _first_way(self, batch: Any) -> Way | None:
         """How the step is captured at first, if it can be."""
         module, function, part = self._module, self._user.function, self._module.part
+        if any(isinstance(value, Iterator) for value in batch[0]):  # an audit, or a repeated step, would read it too
+            module.record_choice(self._name, ReasonType.READS_ITERATOR, STAYS)
+            return None
         if part == "step":
             if dynamo.is_wrapped(self._user.call):
                 module.record_choice(self._name, ReasonType.ALREADY_COMPILED, STAYS)

@@ -55,7 +55,7 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
             "validation_step": lambda: trainer.num_val_batches,
             "test_step": lambda: trainer.num_test_batches,
             "predict_step": lambda: trainer.num_predict_batches,
-        }[name]()
+        }.get(name, lambda: [])()  # none of another run's steps, as of the fit before
         return Outlook(_known(sum(batches) - done))
     batches_done = trainer.fit_loop.total_batch_idx - first_batch
     batches_left = _training_batches(trainer)
