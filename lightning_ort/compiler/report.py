@@ -50,7 +50,7 @@ class ReasonType(enum.Enum):
     SLOWER = "slower than torch"
     STATIC_RULE = "static rule of deterministic mode"
     READS_LOGGED = "reads logged values"
-    READS_ITERATOR = "is given an iterator"
+    GIVEN_ITERATOR = "is given an iterator"
     NO_EFFECT = "has no effect"
     CONVERSION_FAILED = "conversion failed"
     CHECKER_FAILED = "ONNX checker failed"

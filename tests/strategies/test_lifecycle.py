@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ort_settings import config_of
 from small_modules import Small, loader
 from torch import Tensor, nn
@@ -199,10 +200,13 @@ def test_other_runs_after_a_fit_of_one_step(make_trainer: Callable[..., Any]) ->
 
 class ReadsIterator(Small):
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
-        return self.loss(next(dataloader_iter)[0])
+        loss = self.loss(next(dataloader_iter)[0])
+        with pytest.raises(MisconfigurationException, match="batch_size"):
+            self.log("loss", loss)
+        return loss
 
 
-def test_a_step_that_is_given_an_iterator_is_unchanged(make_trainer: Callable[..., Any]) -> None:
+def test_only_children_of_a_step_that_is_given_an_iterator_are_captured(make_trainer: Callable[..., Any]) -> None:
     losses = []
     for strategy in ("auto", always(start="now")):
         module, trainer = ReadsIterator(), make_trainer(strategy=strategy, max_epochs=2)
@@ -210,7 +214,9 @@ def test_a_step_that_is_given_an_iterator_is_unchanged(make_trainer: Callable[..
         losses.append(module.losses)
     assert losses[1] == pytest.approx(losses[0])
     assert len(losses[1]) == 8
-    assert [note.where for note in strategy.report.notes if note.reason.type is ReasonType.READS_ITERATOR]
+    assert strategy.report.ort_runs > 0
+    kinds = [note.reason.type for note in strategy.report.notes if note.where == "training_step"]
+    assert kinds == [ReasonType.GIVEN_ITERATOR, ReasonType.NOT_AUDITED]
 
 
 def test_step_replaced_between_runs(make_trainer: Callable[..., Any]) -> None:

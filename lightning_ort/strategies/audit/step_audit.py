@@ -169,7 +169,7 @@ class StepAudit:
         epoch = self._module.module.trainer.current_epoch
         if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch) or self._would_disturb:
             return False
-        if reason := self._module.not_audited(self._name):
+        if reason := self._module.not_audited(self._name, args):
             self._stop(reason)
             return False
         self._next = next((number for number in STEPS if number >= self._steps), self._steps + STEPS[-1])

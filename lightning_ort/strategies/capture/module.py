@@ -20,7 +20,13 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
-from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
+from lightning_ort.strategies.capture.shims import (
+    ModuleShims,
+    StepShims,
+    callable_children,
+    compiled_by_user,
+    given_iterator,
+)
 from lightning_ort.strategies.race.outlook import TRAINING, Outlook, at_window_start, outlook_of
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.view import is_announced
@@ -205,8 +211,10 @@ class CapturedModule:
         alone = self.device.type != "cuda" or self.module.trainer.world_size == 1
         return alone and self.module.automatic_optimization and not torch.is_anomaly_enabled()
 
-    def not_audited(self, name: str) -> str:
-        """Say why the steps of a name are not audited; nothing if they may be."""
+    def not_audited(self, name: str, args: Iterable[Any]) -> str:
+        """Say why a step of a name, with these arguments, is not audited; nothing if it may be."""
+        if given_iterator(args):
+            return "it is given an iterator, which its copy would read too"
         if self.device.type != "cpu":
             return f"a process that uses {self.device.type} cannot be copied"
         if self.config.dropout_masks == "fast":

@@ -294,6 +294,11 @@ def reads_logged(step: FunctionType, owner: type) -> bool:
     return False
 
 
+def given_iterator(args: Iterable[Any]) -> bool:
+    """Return whether a step is given an iterator, such as a ``dataloader_iter``: who repeats it would read on."""
+    return any(isinstance(value, Iterator) for value in args)
+
+
 def _is_of_lightning(method: Callable[..., Any]) -> bool:
     return method.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 

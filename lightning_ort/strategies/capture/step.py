@@ -16,7 +16,7 @@ Before the next step it tells the race how this one went. It decides nothing. No
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.shims import MISSING, Shims, reads_logged, restore_attribute
+from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, reads_logged, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, UNCHANGED, Failure, Race, Way
@@ -195,9 +195,6 @@ class CapturedStep(AbstractContextManager[None]):
     def _first_way(self, batch: Any) -> Way | None:
         """How the step is captured at first, if it can be."""
         module, function, part = self._module, self._user.function, self._module.part
-        if any(isinstance(value, Iterator) for value in batch[0]):  # an audit, or a repeated step, would read it too
-            module.record_choice(self._name, ReasonType.READS_ITERATOR, STAYS)
-            return None
         if part == "step":
             if dynamo.is_wrapped(self._user.call):
                 module.record_choice(self._name, ReasonType.ALREADY_COMPILED, STAYS)
@@ -206,6 +203,9 @@ class CapturedStep(AbstractContextManager[None]):
                 part = "modules"
             elif reads_logged(function, type(module.module)):
                 module.record_choice(self._name, ReasonType.READS_LOGGED, "its child modules are captured instead")
+                part = "modules"
+            elif given_iterator(batch[0]):
+                module.record_choice(self._name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
                 part = "modules"
         if part is None:
             return None
