@@ -68,18 +68,21 @@ def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
         return
     fixed = [size if isinstance(size, int) else None for size in traced.shape]
     alike = len(fixed) == value.dim() and all(a in (None, b) for a, b in zip(fixed, value.shape, strict=True))
-    is_other = value.dtype is not traced.dtype and value.numel() and not _is_widened(node, value.dtype, traced.dtype)
-    if is_other or not alike:  # of nothing, torch's own kernels give other dtypes too (native_dropout's mask, 2.13)
+    if (value.dtype is not traced.dtype and not _is_known_difference(node, value, traced.dtype)) or not alike:
         raise TypeError(
             f"{node.target} gave {value.dtype} {list(value.shape)}, and {traced.dtype} {list(traced.shape)} when traced"
         )
 
 
-def _is_widened(node: fx.Node, real: torch.dtype, traced: torch.dtype) -> bool:
-    """Whether one of torch's own fake kernels gives a wider floating type than the real one."""
+def _is_known_difference(node: fx.Node, value: torch.Tensor, traced: torch.dtype) -> bool:
+    """Whether one of torch's own kernels gives another dtype than its fake one, and the values are the same.
+
+    Fake kernels give wider floating types; real ones give other dtypes of nothing, as ``native_dropout`` does (2.13).
+    """
     made_by = node.args[0] if node.target is operator.getitem else node
     own = isinstance(made_by, fx.Node) and getattr(made_by.target, "namespace", "") == "aten"
-    return own and real.is_floating_point and traced is not real and torch.promote_types(real, traced) is traced
+    is_wider = value.is_floating_point() and torch.promote_types(value.dtype, traced) is traced
+    return own and (is_wider or not value.numel())
 
 
 def _converting(
