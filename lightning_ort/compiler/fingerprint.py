@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from torch import fx
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
+
+_PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -161,10 +164,12 @@ def software() -> tuple[str, ...]:
 
 def program() -> str:
     """Return a hash of the files of this process's program: of modules that it loaded and that are not installed."""
-    installed = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+    library = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
     files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    own = (file for file in files if isinstance(file, str) and not file.startswith(library))
     states = []
-    for file in sorted(file for file in files if isinstance(file, str) and not file.startswith(installed)):
+    # packages may be of another environment than this one: a system's, or one that a .pth file names
+    for file in sorted(file for file in own if not _PACKAGES.search(file)):
         with suppress(OSError):  # such as of a cell of a notebook
             state = os.stat(file)
             states.append(f"{file} {state.st_mtime_ns} {state.st_size}")

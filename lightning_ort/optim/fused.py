@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ort.compat.torch import is_zero_tensor
 from lightning_ort.compat.torch_optimizers import pop_amp_scaling_mark, shard_of
@@ -145,8 +144,7 @@ class _StepCheck:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        sharded = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        owner = shard_of(self.optimizer) if sharded else self.optimizer
+        owner = shard_of(self.optimizer)
         if len(self.optimizer.param_groups) != self.known_groups:
             self._check_added_groups(type(owner))
         # a shard has groups of its own, which get the settings of the whole's in its step

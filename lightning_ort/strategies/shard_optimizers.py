@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_ort.optim.sharded import shard
 from lightning_ort.strategies.parallel import ORTParallelMixin
 
 if TYPE_CHECKING:
@@ -17,6 +16,9 @@ class ShardOptimizersMixin(ORTParallelMixin):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        # torch's, whose import takes 0.2 s, which every strategy's start would pay
+        from lightning_ort.optim.sharded import shard
+
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             shard(optimizer)

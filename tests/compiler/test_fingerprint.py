@@ -1,7 +1,9 @@
 """Texts by which graphs and nodes are recognized."""
 
+import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from lightning_ort import ORTConfig
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import support
-from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint, software
+from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint, program, software
 
 X, Y = torch.randn(3, 4), torch.randn(4, 4)
 
@@ -119,3 +121,21 @@ def test_another_version_of_an_engine_is_other_software(monkeypatch: pytest.Monk
     before = software.__wrapped__()
     monkeypatch.setitem(engines.ENGINES, "new", engines.Engine(label="new", package="packaging"))
     assert metadata.version("packaging") in set(software.__wrapped__()) - set(before)
+
+
+@pytest.mark.parametrize(
+    ("folder", "counts"),
+    [("project", True), ("lib/site-packages/package", False), ("lib/dist-packages/package", False)],
+)
+def test_a_program_is_its_own_files(folder: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of packages, wherever they are installed."""
+    before = program()
+    file = tmp_path / folder / "models.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    module = ModuleType("models")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "models", module)
+    loaded = program()
+    file.write_text("changed = True")
+    assert (loaded != before, program() != loaded) == (counts, counts)
