@@ -7,12 +7,17 @@ Each mend was read in torch 2.13; a version without the name that it replaces is
 - It forgets the ``maxlen`` of a deque, and which items a dictionary or set had before if none is new.
 - It takes two bound methods for different ones that Python takes for equal, and loses what ``random.Random`` has drawn
   before a graph break. Both are left to Python.
-- What NumPy does with numbers is done by NumPy; :func:`.dynamo.settings_for_steps` keeps the rest out of graphs.
+- What NumPy does with numbers is done by NumPy. Arrays are left to Python: dynamo guards neither what they hold nor
+  their shape, and computes ``array += 1`` itself before it leaves that to Python too.
+- It takes a text that is made of tensors' values for none of a dictionary's keys, and a list in a module's tuple for a
+  constant, it passes by a metaclass that decides what calling a class does, and after a graph break ``eval`` and
+  ``locals`` miss local variables.
 """
 
 import collections
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,8 +31,10 @@ from torch._dynamo import variables
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard, is_from_skip_guard_source, make_dupe_guard
 from torch._dynamo.source import AttrSource, TypeDictSource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 
+_OF_OBJECTS = {operator.is_, operator.is_not, isinstance, type, getattr, hasattr, setattr, callable, id}
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
 _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
     GuardBuilder.DICT_CONTAINS,
@@ -152,6 +159,18 @@ def _find(find: Callable[..., Any]) -> Callable[..., Any]:
     return get_source_by_walking_mro
 
 
+def _run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what asks for its local variables to Python: after a graph break only those that it names are left."""
+
+    def run_function(self: Any) -> None:
+        asks = (one.argval for one in self.instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        if name := next((name for name in asks if name in ("eval", "exec", "locals")), None):
+            _leave(f"`{name}`, which may read any local variable")
+        run(self)
+
+    return run_function
+
+
 def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
     """Leave comparisons of bound methods to Python."""
 
@@ -161,6 +180,18 @@ def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
         return compare(self, tx, other, op)
 
     return richcompare_impl
+
+
+def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what a metaclass does instead of making an object to Python."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        metaclass = type(self.value)
+        if metaclass.__call__ is not type.__call__ and metaclass.__module__.partition(".")[0] not in ("enum", "torch"):
+            _leave(f"`{metaclass.__name__}.__call__`")
+        return construct(self, tx, args, kwargs)
+
+    return call_function
 
 
 # Containers
@@ -191,7 +222,54 @@ def _write_all(_: Callable[..., Any]) -> Callable[..., Any]:
     return has_new_items
 
 
+def _is_literal(is_literal: Callable[..., bool]) -> Callable[..., Any]:
+    def without_containers(value: Any, *cache: Any) -> bool:
+        return type(value) not in (list, set) and is_literal(value, *cache)
+
+    return without_containers
+
+
+def _hash(hash_by_identity: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what is compared by value and has none yet, such as an f-string of a number in a graph, to Python."""
+
+    def hash_impl(self: Any, tx: Any) -> Any:
+        with suppress(NotImplementedError):
+            if issubclass(self.python_type(), (str, bytes, int, float, tuple, frozenset)):
+                _leave(f"a {self.python_type().__name__} that is made of a tensor's values as a key")
+        return hash_by_identity(self, tx)
+
+    return hash_impl
+
+
 # Random numbers and NumPy
+
+
+def _is_constant(value_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell arrays, which change, from constants."""
+
+    def as_python_constant(self: Any) -> Any:
+        return variables.base.VariableTracker.as_python_constant(self) if _is_array(self) else value_of(self)
+
+    return as_python_constant
+
+
+def _call_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what is done to arrays to Python."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn not in _OF_OBJECTS and any(map(_is_array, args)):
+            _leave(f"`{self.fn.__name__}` of a NumPy array")
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _is_array(variable: Any) -> bool:
+    if isinstance(variable, variables.LazyVariableTracker):
+        if not variable.is_realized():
+            return issubclass(variable.peek_type(), np.ndarray)  # without guards on it
+        variable = variable.realize()
+    return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
 
 
 def _draw(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,12 +301,18 @@ def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
 _REPAIRS = [
     (VariableBuilder, "__call__", _build),
     (variables.UserFunctionVariable, "bind_args", _bind),
+    (InstructionTranslatorBase, "run", _run),
     (variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find),
     (variables.UserMethodVariable, "richcompare_impl", _compare),
     (variables.UserDefinedObjectVariable, "richcompare_impl", _compare),
+    (variables.UserDefinedClassVariable, "call_function", _construct),
+    (variables.ConstantVariable, "is_literal", _is_literal),
+    (variables.base.VariableTracker, "hash_impl", _hash),
     (getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque),
     (variables.ConstDictVariable, "has_new_items", _write_all),
     (variables.SetVariable, "has_new_items", _write_all),
     (getattr(variables, "RandomVariable", None), "call_method", _draw),
     (variables.NumpyVariable, "call_function", _call_numpy),
+    (variables.NumpyVariable, "as_python_constant", _is_constant),
+    (variables.BuiltinVariable, "call_function", _call_builtin),
 ]

@@ -109,3 +109,26 @@ def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:
 def is_compiled_by_lightning(module: Any) -> bool:
     """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+LOGGED = "_logger_connector"  # the attribute of a Trainer that has what was logged (2.6)
+
+
+def with_call_before_reads(connector: Any, call: Callable[[], None]) -> Any:
+    """Return what shares the state of that attribute, but calls something before logged values are read (2.6)."""
+
+    def read(name: str) -> property:
+        values = getattr(type(connector), name).fget
+
+        @torch.compiler.disable(reason=f"{name} are of what was logged so far")
+        def get(self: Any) -> Any:
+            call()
+            return values(self)
+
+        return property(get)
+
+    names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+    cls = type(type(connector).__name__, (type(connector),), {name: read(name) for name in names})
+    twin: Any = object.__new__(cls)
+    twin.__dict__ = vars(connector)
+    return twin

@@ -120,7 +120,7 @@ class Compilation:
         compiled = len(self._report.graphs)
         try:
             # the backward graph now: its regions are part of the decision
-            with backward_at_once(autocast=self._request.by_hand), lowering.whole_shrinkages():
+            with backward_at_once(autocast=self._request.by_hand), lowering.traced_as_eager():
                 return self._aot_autograd(source)(self._gm, inputs)
         except Exception as error:
             if isinstance(error, ORTFallbackError) or not any(map(is_empty, inputs)):

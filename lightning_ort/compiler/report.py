@@ -49,7 +49,6 @@ class ReasonType(enum.Enum):
     TOO_SMALL = "region too small"
     SLOWER = "slower than torch"
     STATIC_RULE = "static rule of deterministic mode"
-    READS_LOGGED = "reads logged values"
     GIVEN_ITERATOR = "is given an iterator"
     NO_EFFECT = "has no effect"
     CONVERSION_FAILED = "conversion failed"

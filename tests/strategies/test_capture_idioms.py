@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from small_modules import Appends, Small, loader
 from torch import Tensor, nn
@@ -573,6 +575,135 @@ class Alternates(TwoOptimizers):
         optimizer.step()
         self.untoggle_optimizer(optimizer)
         return loss
+
+
+class ReadsWhatIsLogged(Callback):
+    """Reads logged values in a hook that a step with manual optimization calls."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.log("read", trainer.callback_metrics["now"] * 2, on_epoch=True)
+
+
+@idiom("either")
+class HooksLogAndRead(ManualOptimization):
+    def configure_callbacks(self) -> Any:
+        return ReadsWhatIsLogged()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.net[0].weight.grad.norm())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.log("now", loss)
+        self.log("norm", loss * 3, on_step=False, on_epoch=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class FromTrainer:
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def read(self) -> Tensor:
+        return self.trainer.logged_metrics["now"]
+
+
+@idiom()
+class ReadsLoggedValues(Small):
+    """By a property, and by an object of its own."""
+
+    @property
+    def weight(self) -> Tensor:
+        return 1 + getattr(self.trainer, "callback_" + "metrics")["now"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("now", loss)
+        self.log_dict(UserDict(later=loss * 2))
+        return loss * self.weight * FromTrainer(self.trainer).read()
+
+
+@idiom("either")
+class ArraysInPlace(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prior, self.count = np.full(3, 1 / 3), np.array(0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.prior *= 0.9
+        self.prior += 0.1 * self(batch[0]).softmax(-1).detach().numpy().mean(0)
+        self.count += 1
+        return self.loss(batch) * float(self.prior[0]) * float(self.count)
+
+
+@idiom("either")
+class CountsByText(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"class 0": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for label in batch[1].tolist():
+            self.counts[f"class {label}"] = self.counts.get(f"class {label}", 0) + 1
+        return self.loss(batch) * self.counts["class 0"]
+
+
+@idiom("either")
+class ListInTuple(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = ([1], "training")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.history[0].append(batch_idx)
+        return self.loss(batch) * sum(self.history[0])
+
+
+class OneOfAKind(type):
+    def __call__(cls, *args: Any) -> Any:
+        if "one" not in vars(cls):
+            cls.one = super().__call__(*args)
+        return cls.one
+
+
+@idiom()
+class Singleton(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        counter = self.counter()
+        counter.steps += 1
+        return self.loss(batch) * counter.steps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = OneOfAKind("Counter", (), {"steps": 0})
+
+
+@idiom("either")
+class EvaluatesText(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        first = F.mse_loss(self(x), F.one_hot(y, 3).float())  # noqa: F841
+        second = F.l1_loss(self(x), F.one_hot(y, 3).float())  # noqa: F841
+        print(end="")
+        return eval("first + 0.1 * second")
+
+
+@idiom()
+class DropsNothing(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.later = nn.Dropout(0.0), nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone()
+        same = self.none(x)
+        same += 1
+        same = F.dropout(x, 0.5, False)
+        same *= 2
+        return self.loss((self.later(x), batch[1]))
 
 
 def fit(module: Small, strategy: Any, make_trainer: Callable[..., Any], **kwargs: Any) -> Any:

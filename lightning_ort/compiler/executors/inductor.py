@@ -89,13 +89,16 @@ class GuardedBackend:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph that dynamo has captured."""
+        from lightning_ort.compiler.lowering import traced_as_eager  # which a fit that compiles nothing need not load
+
         request = self._request()
         captured = Captured(gm, inputs, request, InputWrites(gm))
         if (reason := conflict_of(captured)) is not None and request.refuse is not None:
             request.refuse(reason)
             return in_eager(captured)
         eager = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # inductor changes the graph
-        compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
+        with traced_as_eager():
+            compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
         # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
         monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
         draws = _DRAWS.search(gm.code) is not None

@@ -15,10 +15,10 @@ from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, split_joint_graph
 from lightning_ort.compiler.lowering import final_passes, joint_passes
-from lightning_ort.compiler.lowering.decompositions import decompositions, whole_shrinkages
+from lightning_ort.compiler.lowering.decompositions import decompositions, traced_as_eager
 from lightning_ort.config import Recompute
 
-__all__ = ["decompositions", "lower", "split_joint", "whole_shrinkages"]
+__all__ = ["decompositions", "lower", "split_joint", "traced_as_eager"]
 
 JOINT_PASSES = (joint_passes.drop_detach, joint_passes.keep_statistics_wide, joint_passes.drop_casts)
 FINAL_PASSES = (

@@ -89,14 +89,21 @@ def _with_eager_layout(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: An
     return op(x.contiguous(memory_format=memory_format), *args, **kwargs)
 
 
-def whole_shrinkages() -> AbstractContextManager[None]:
-    """Within the block, ``hardshrink`` and ``softshrink`` are traced as they are.
+def traced_as_eager() -> AbstractContextManager[None]:
+    """Within the block, ops that torch decomposes otherwise than eager computes them are traced as eager's.
 
-    Torch 2.13 decomposes them above autograd, whatever the table of decompositions says, and the gradients of the parts
-    differ from eager's at NaN. Of the whole gradients it knows the shape only if no size is symbolic.
+    Torch 2.13 decomposes these above autograd, whatever the table of decompositions says. Of ``hardshrink`` and
+    ``softshrink`` the gradients of the parts differ from eager's at NaN; of the whole gradients torch knows the shape
+    only if no size is symbolic. A ``dropout`` that drops nothing becomes a copy, where eager returns its input, which
+    may be written to.
     """
     kernels: dict[tuple[OpOverload, str], Callable[..., Any] | None] = dict.fromkeys(
         ((op, "Autograd") for op in _SHRINKAGES), None
     )
     kernels |= {(op, "Meta"): lambda grad, x, lambd: torch.empty_like(x) for op in _SHRINKAGE_GRADIENTS}
+    kernels |= {(aten.dropout.default, key): _dropout for key in ("Autograd", "CompositeImplicitAutograd")}
     return python_kernels(kernels)
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return aten.native_dropout.default(x, p, train)[0] if train and p != 0 else x

@@ -272,6 +272,7 @@ class _Audit:
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
         shims = self._module.shims
+        shims.logger.loggers_too = False
         if self._logs:
             shims.install()
         output = call(*args, **kwargs)
@@ -287,7 +288,8 @@ class _Audit:
     def after_step(self, output: Any) -> None:
         """Look at what the step returned, logged and left behind."""
         module = self._module.module
-        logged = [(names, value) for _, _, names, value, *_ in self._module.shims.logger.calls] if self._logs else []
+        logger = self._module.shims.logger
+        logged = [(names, value) for _, _, names, value, *_ in logger.made + logger.calls] if self._logs else []
         left = {"self": module, "globals": globals_of(self._function), "class": class_attributes(type(module))}
         self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
         if self._manual:

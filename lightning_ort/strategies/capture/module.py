@@ -231,7 +231,7 @@ class CapturedModule:
         # only a strategy that wraps the module in something with hooks has any
         wrapper_hooks: Iterable[RemovableHandle] = getattr(self.strategy, "wrapper_hooks", tuple)()
         manual = [] if self.module.automatic_optimization else self.optimizers
-        self.shims.refresh(manual, wrapper_hooks, self.module.trainer.loggers)
+        self.shims.refresh(self.module.trainer, manual, wrapper_hooks)
 
     def request(self) -> CompileRequest:
         """Return what graphs are compiled for in this call."""

@@ -6,6 +6,8 @@ updates in attributes, which would recompile each step. So during a captured cal
 - ``log``, ``log_dict`` and the loggers' ``log_metrics`` only record what was logged, and get it afterwards,
 - helpers, metrics, recurrent layers and, under manual optimization, the optimizers run as they are, outside of any
   graph. Torch has one kernel for a whole recurrent layer; traced, the layer would become one op for each time step.
+- what may look at logged values gets those of the step so far: the Trainer's ``callback_metrics`` and such, and the
+  hooks that helpers and optimizers call, which run without shims.
 
 Shims are entries of instance dictionaries, removed after the call, so that nothing outside of it sees them. Dynamo
 traces functions of this file as source, so that coverage tools must not instrument it.
@@ -13,10 +15,9 @@ traces functions of this file as source, so that coverage tools must not instrum
 
 import copy
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compat.dynamo import is_compiled_module
-from lightning_ort.compat.lightning import is_compiled_by_lightning
+from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_call_before_reads
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
 
@@ -54,6 +55,8 @@ class DeferredLogger:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.calls: list[_Call] = []
+        self.made: list[_Call] = []  # calls of this step that were made before its end
+        self.loggers_too = True  # but in a copy of the process
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log``."""
@@ -72,7 +75,7 @@ class DeferredLogger:
         return log_metrics
 
     def _defer(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
-        is_dict = isinstance(value, dict)
+        is_dict = isinstance(value, Mapping)
         metrics: list[tuple[Any, Any]] = []  # Lightning reads their values for this batch, which may not be the last
         for item in value.values() if is_dict else (value,):
             if isinstance(item, Metric):
@@ -85,13 +88,14 @@ class DeferredLogger:
         self.calls.append((owner, method, names, value, args, kwargs, metrics))
 
     def replay(self) -> None:
-        """Make the calls that were recorded."""
-        if not self.calls:
-            return
+        """Make the calls that were recorded since the last time."""
         # cleared in place, not replaced: a captured step appends to this very list, and is guarded on it being empty
         calls = self.calls[:]
         self.calls.clear()
+        self.made += calls
         for owner, method, names, value, args, kwargs, metrics in calls:
+            if owner is not self._module and not self.loggers_too:
+                continue
             after = [(metric, value_of_batch(metric)) for metric, _ in metrics]
             _set_values_of_batch(metrics)
             try:
@@ -99,9 +103,22 @@ class DeferredLogger:
             finally:
                 _set_values_of_batch(after)
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the step has logged anything."""
+        return bool(self.calls or self.made)
+
+    def end_step(self) -> None:
+        """Make the calls that are left."""
+        try:
+            self.replay()
+        finally:
+            self.made.clear()
+
     def discard(self) -> None:
-        """Forget the calls that were recorded."""
+        """Forget the calls of the step."""
         self.calls.clear()
+        self.made.clear()
 
 
 def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
@@ -119,6 +136,7 @@ class Shims:
 
     def __init__(self) -> None:
         self._entries: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, key, shim, value before
+        self._installed = False
 
     def add(self, owner: Any, name: str, shim: Any) -> None:
         """Add the shim of an attribute."""
@@ -126,7 +144,7 @@ class Shims:
 
     def install(self) -> bool:
         """Put the shims into the dictionaries, except where the user has since put something; return whether to all."""
-        current = True
+        current = self._installed = True
         for attributes, name, shim, before in self._entries:
             if attributes.get(name, MISSING) is before:
                 attributes[name] = shim
@@ -136,6 +154,7 @@ class Shims:
 
     def remove(self) -> None:
         """Restore the dictionaries."""
+        self._installed = False
         for attributes, name, shim, before in self._entries:
             if attributes.get(name, MISSING) is not shim:
                 continue
@@ -147,11 +166,13 @@ class Shims:
     @contextmanager
     def removed(self) -> Iterator[None]:
         """Within the block the dictionaries are as they were."""
+        installed = self._installed
         self.remove()
         try:
             yield
         finally:
-            self.install()
+            if installed:
+                self.install()
 
 
 def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> None:
@@ -173,9 +194,7 @@ class StepShims(Shims):
         # dynamo knows a shim by its identity: a new one for the same method would compile everything again
         self._known: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # owner, value before, shim
 
-    def refresh(
-        self, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = (), loggers: Iterable[Any] = ()
-    ) -> None:
+    def refresh(self, trainer: Any, optimizers: Iterable[Any], wrapper_hooks: Iterable[RemovableHandle] = ()) -> None:
         """Create the shims for what the module has now, and for the LightningOptimizers that the step itself calls.
 
         ``wrapper_hooks``, which something that wraps the module has put on it, have run for the step: a call of the
@@ -184,40 +203,58 @@ class StepShims(Shims):
         module, known, self._known = self._module, self._known, {}
         self._entries.clear()
 
-        def add(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _outside_graphs) -> None:
+        def add(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             before = vars(owner).get(name, MISSING)
-            method = getattr(owner, name)
-            if not isinstance(method, (FunctionType, MethodType)) or (owner is module and before is not MISSING):
-                return  # what a user put on the instance, such as a mock, stays
             known_owner, known_before, shim = known.get((id(owner), name), (None, None, None))
             if known_owner is not owner or known_before is not before:
-                shim = make(method)
+                shim = make(getattr(owner, name))
             self._known[id(owner), name] = owner, before, shim
             self.add(owner, name, shim)
 
+        def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _outside_graphs) -> None:
+            mocked = not isinstance(getattr(owner, name), (FunctionType, MethodType))
+            if not mocked and (owner is not module or name not in vars(owner)):
+                add(owner, name, make)  # what a user put on the instance stays
+
         overridden = not all(_is_of_lightning(getattr(type(module), name)) for name in ("log", "log_dict"))
-        add(module, "log", _outside_graphs if overridden else lambda _: self.logger.log)
-        add(module, "log_dict", _outside_graphs if overridden else lambda _: self.logger.log_dict)
+        replace(module, "log", self._as_it_is if overridden else lambda _: self.logger.log)
+        replace(module, "log_dict", self._as_it_is if overridden else lambda _: self.logger.log_dict)
         for name in _HELPERS:
-            add(module, name)
-        for logger in loggers:
-            add(logger, "log_metrics", functools.partial(self.logger.log_metrics_of, logger))
+            replace(module, name, self._as_it_is)
+        for logger in trainer.loggers:
+            replace(logger, "log_metrics", functools.partial(self.logger.log_metrics_of, logger))
+        add(trainer, LOGGED, functools.partial(with_call_before_reads, call=self._log_now))
         for child in (*module.modules(), *_metrics_in_containers(module)):
             if isinstance(child, _METRICS):
                 for name in _METRIC_METHODS:
-                    add(child, name)
+                    replace(child, name)
             elif isinstance(child, nn.RNNBase):
-                add(child, "forward")
+                replace(child, "forward")
         for optimizer in optimizers:
-            add(optimizer, "step", lambda step: _outside_graphs(_noticing_closure(step, self._on_closure)))
-            add(optimizer.optimizer, "step")  # what `self.optimizers(use_pl_optimizer=False)` returns
-            add(optimizer, "zero_grad")
-            add(optimizer.optimizer, "zero_grad")
+            replace(optimizer, "step", lambda step: self._as_it_is(_noticing_closure(step, self._on_closure)))
+            replace(optimizer.optimizer, "step", self._as_it_is)  # what `optimizers(use_pl_optimizer=False)` returns
+            replace(optimizer, "zero_grad", self._as_it_is)
+            replace(optimizer.optimizer, "zero_grad", self._as_it_is)
         for owner in {id(owner): owner for owner, *_ in self._known.values() if isinstance(owner, nn.Module)}.values():
             self.add(owner, "__deepcopy__", functools.partial(self._deepcopy, owner))
             self.add(owner, "__reduce_ex__", functools.partial(self._reduce, owner))
         for name, others in forward_hooks_without(module, {handle.id for handle in wrapper_hooks}):
             self.add(module, name, others)
+
+    def _log_now(self) -> None:
+        with self.removed():
+            self.logger.replay()
+
+    def _as_it_is(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Run a method outside of graphs and without shims: it may call hooks, which log and read what is logged."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.removed():
+                self.logger.replay()
+                return method(*args, **kwargs)
+
+        return _outside_graphs(run)
 
     # copies get no shims, which would call the original
 
@@ -269,29 +306,6 @@ def compiled_by_user(module: nn.Module) -> str | None:
         if is_compiled_module(submodule) or has_compiled_call(submodule) or is_compiled_by_lightning(submodule):
             return name
     return None
-
-
-_LOGGED = {"callback_metrics", "logged_metrics", "progress_bar_metrics"}
-
-
-def reads_logged(step: FunctionType, owner: type) -> bool:
-    """Return whether the code of a step, or of a method of its class that it calls, reads what was logged.
-
-    In a captured step that is only there when the step is over.
-    """
-    todo: list[CodeType] = [step.__code__]
-    seen: set[CodeType] = set()
-    while todo:
-        code = todo.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        if _LOGGED & {*code.co_names}:
-            return True
-        called = (inspect.getattr_static(owner, name, None) for name in code.co_names)
-        todo += [it.__code__ for it in called if isinstance(it, FunctionType) and not _is_of_lightning(it)]
-        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
 
 
 def given_iterator(args: Iterable[Any]) -> bool:

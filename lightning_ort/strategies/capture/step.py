@@ -44,7 +44,7 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, reads_logged, restore_attribute
+from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, UNCHANGED, Failure, Race, Way
@@ -201,9 +201,6 @@ class CapturedStep(AbstractContextManager[None]):
                 return None
             if not isinstance(function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
                 part = "modules"
-            elif reads_logged(function, type(module.module)):
-                module.record_choice(self._name, ReasonType.READS_LOGGED, "its child modules are captured instead")
-                part = "modules"
             elif given_iterator(batch[0]):
                 module.record_choice(self._name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
                 part = "modules"
@@ -302,8 +299,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._close_call(error)
             raise
         differs = self._audit.after_step(output) if self._audit.audit is not None else ""
-        if module.shims.logger.calls:
-            module.shims.logger.replay()
+        if module.shims.logger.has_calls:
+            module.shims.logger.end_step()
         if module.monitor.saw_compile:
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
@@ -407,7 +404,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn.counts = False
         if isinstance(error, Exception):  # eager too logs what was logged before the user's error
             with suppress(Exception):
-                logger.replay()
+                logger.end_step()
         logger.discard()
         if self._module.monitor.saw_compile:
             self._count_compiled()
