@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args
 from lightning_ort._arguments import (
     check_choice,
     check_integer,
+    check_mapping,
     check_path,
     check_share,
     check_type,
@@ -171,7 +172,8 @@ class ORTConfig:
             object.__setattr__(self, name, path)
             check_writable(name, path, name != "report", owner)
         if isinstance(self.debug, Mapping):
-            object.__setattr__(self, "debug", DebugSettings(**self.debug))
+            debug = check_mapping("debug", self.debug, "a mapping with fields of DebugSettings", owner)
+            object.__setattr__(self, "debug", DebugSettings(**debug))
         check_type("debug", self.debug, DebugSettings, "a mapping with fields of DebugSettings", owner)
 
     @classmethod

@@ -101,8 +101,17 @@ def test_bad_values_for_finding_faults_are_refused(field, value, error, message)
         ORTConfig(debug={field: value})
 
 
-def test_paths_become_strings(tmp_path):
+def test_keys_are_strings():
+    with pytest.raises(TypeError, match="pass a mapping with fields of DebugSettings"):
+        ORTConfig(debug={1: 2})
+
+
+def test_paths_become_strings(tmp_path, monkeypatch):
     assert ORTConfig(cache_dir=tmp_path).cache_dir == str(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = ORTConfig(cache_dir="~/cache", report="~/run.json", debug={"save_onnx_dir": "~"})
+    found = (config.cache_dir, config.report, config.debug.save_onnx_dir)
+    assert found == (f"{tmp_path}/cache", f"{tmp_path}/run.json", str(tmp_path))
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])

@@ -97,9 +97,7 @@ def changed(
     arguments["num_workers"] = settings.get("num_workers", loader.num_workers)
     if arguments["num_workers"] > 0:
         arguments |= {name: getattr(loader, name) for name in _OF_WORKERS}
-        arguments |= settings
-    else:
-        arguments |= {name: value for name, value in settings.items() if name not in _OF_WORKERS}
+    arguments |= settings
     dataset = loader.dataset
     if whole_batches:
         dataset, arguments["collate_fn"] = WholeBatches(dataset), _as_it_is

@@ -41,7 +41,7 @@ COMPROMISED = ("2.6.2", "2.6.3")
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
     "deepspeed": ("ort_zero1", "zero"),
     "bitsandbytes": ("8-bit optimizers", "bnb"),
-    "torchao": ("4-bit optimizers", "torchao"),
+    "torchao": ("optimizers of torchao", "torchao"),
 }
 
 

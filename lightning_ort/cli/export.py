@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lightning_ort._arguments import check_keywords
 from lightning_ort._text import say
 from lightning_ort.cli.export_training import TrainingTask, export_training_command
 from lightning_ort.cli.load import described, load
@@ -120,6 +121,9 @@ def _export_checkpoint(
         check_settings(output, **settings)
         inputs = _inputs(*samples)
         load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
+        parameters = inspect.signature(kind.__init__).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            check_keywords(kind.__name__, args, [*parameters][1:])  # Lightning drops others
         if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
             args = {**args, "weights_only": not trust}
         loaded = _load(kind, checkpoint, args)

@@ -223,10 +223,10 @@ def _write_all(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_literal(is_literal: Callable[..., bool]) -> Callable[..., Any]:
-    def without_containers(value: Any, *cache: Any) -> bool:
-        return type(value) not in (list, set) and is_literal(value, *cache)
+    def without_lists(value: Any, *cache: Any) -> bool:
+        return type(value) is not list and is_literal(value, *cache)
 
-    return without_containers
+    return without_lists
 
 
 def _hash(hash_by_identity: Callable[..., Any]) -> Callable[..., Any]:

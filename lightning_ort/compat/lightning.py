@@ -1,5 +1,6 @@
 """Private names of Lightning."""
 
+import functools
 import operator
 import signal
 import warnings
@@ -36,6 +37,29 @@ def wrap_start_of_scripts(launcher: Any, context: Callable[[Any], AbstractContex
             start()
 
     launcher._call_children_scripts = start_in_context
+
+
+def hand_over(launcher: Any, name: str, get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> None:
+    """Have a launcher that forks or spawns also hand something over from its first process to this one (2.6).
+
+    ``get`` takes that process's Trainer, ``put`` this one's and what ``get`` returned; both are pickled.
+    """
+    more = getattr(launcher, "get_extra_results", None)  # a launcher that starts scripts has none
+    if more is None or "get_extra_results" in vars(launcher):
+        return
+    launcher.get_extra_results = functools.partial(_and_more, more, name, get)
+    launcher.update_main_process_results = functools.partial(_put, launcher.update_main_process_results, name, put)
+
+
+def _and_more(inherited: Callable[[Any], dict[str, Any]], name: str, get: Callable[[Any], Any], trainer: Any) -> Any:
+    return {**inherited(trainer), name: get(trainer)}
+
+
+def _put(
+    inherited: Callable[..., None], name: str, put: Callable[[Any, Any], None], trainer: Any, extra: dict[str, Any]
+) -> None:
+    put(trainer, extra[name])
+    inherited(trainer, extra)
 
 
 def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:

@@ -99,12 +99,14 @@ class RunReport:
         """What is in use that makes steps faster without compiling them, in one line."""
         used = [each.runs_as for each in self.optimizers if each.runs_as != each.configured]
         retained = self.host_memory.startswith("retained")
+        draws = self.dropout_masks.startswith("drawn by a compiled function")
+        fused = [each.runs_as == f"{each.configured} (fused)" for each in self.optimizers]
         used += ["retained memory"] * retained
-        used += ["faster dropout masks"] * self.dropout_masks.startswith("drawn by a compiled function")
+        used += ["faster dropout masks"] * draws
         if not used:
             return ""
         text = ", ".join(dict.fromkeys(used))
-        if retained:  # as it was in the benchmark, which was on a CPU
+        if retained and draws and fused and all(fused):  # all that was in use in the benchmark
             text += f"; together {UNCOMPILED_GAIN:.2f}x as fast as stock in the benchmark"
         return text
 

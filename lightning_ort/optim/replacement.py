@@ -94,5 +94,13 @@ def replace_in_place(optimizer: optim.Optimizer, other: optim.Optimizer) -> None
 
 @functools.cache
 def _named(cls: type[optim.Optimizer], name: str) -> type[optim.Optimizer]:
-    """Return the class under another name: LearningRateMonitor's keys, and so a user's plots, have the class's name."""
-    return type(name, (cls,), {"__qualname__": cls.__qualname__, "__module__": cls.__module__})
+    """Return the class under another name: LearningRateMonitor's keys, and so a user's plots, have the class's name.
+
+    If it frees something when an object goes, the objects of its subclasses do not: Lightning's wrapper of an optimizer
+    is one, which has the same attributes, and comes and goes.
+    """
+    members: dict[str, Any] = {"__qualname__": cls.__qualname__, "__module__": cls.__module__}
+    if free := getattr(cls, "__del__", None):
+        members["__del__"] = lambda self: free(self) if type(self) is named else None
+    named: type[optim.Optimizer] = type(name, (cls,), members)
+    return named

@@ -110,6 +110,10 @@ class ORTMixin(_Strategy):
         """What ran where, why not, and how fast; empty before the first run."""
         return self._capture.report
 
+    @report.setter
+    def report(self, report: CompileReport) -> None:
+        self._capture.report = report
+
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         hide_leaf_spec_deprecation()

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_type
-from lightning_ort.compat.lightning import wrap_start_of_scripts
+from lightning_ort.compat.lightning import hand_over, wrap_start_of_scripts
+from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.distributed import relaunch, watchdog
 from lightning_ort.strategies.distributed.run_store import open_run_store
 from lightning_ort.strategies.distributed.shared_timings import Agree, share_timings
@@ -44,6 +45,7 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
     def launcher(self) -> Any:
         launcher = super().launcher
         wrap_start_of_scripts(launcher, _starting)
+        hand_over(launcher, "report", _report_of, _set_report)
         return launcher
 
     @override
@@ -110,6 +112,15 @@ class ORTParallelMixin(ORTMixin, _ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None, "_sigterm": None, "_watchdog": None}
+
+
+def _report_of(trainer: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = trainer.strategy.report.to_dict()  # Lightning takes no dataclasses
+    return plain
+
+
+def _set_report(trainer: Any, report: dict[str, Any]) -> None:
+    trainer.strategy.report = CompileReport.from_dict(report)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ def test_example_input_array_and_arguments(trained: Any, tmp_path: Path, monkeyp
         ("Net", ("--sample", "a.pt"), "a.pt: there is no such file"),
         ("Net", ("--sample", __file__), "pass a .pt or .npz file"),
         ("Net", ("--input-shape", "2", "3", "--args", '{"width": 6}'), "size mismatch for net.0.weight"),
+        ("Net", ("--input-shape", "2", "3", "--args", '{"wide": 6}'), "Net has no argument 'wide': did you mean"),
         ("Net", ("--input-shape", "2", "3", "--tolerance", "-1"), "tolerance=-1.0"),
         ("Sorts", ("--input-shape", "2", "3"), r"the op aten._linalg_eigh.*\n  at .*test_export.py:\d+ in forward"),
         ("outputs", ("--input-shape", "2", "3"), "is not a LightningModule class"),

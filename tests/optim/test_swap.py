@@ -1,16 +1,19 @@
 """Optimizers by another implementation, without Lightning: the same values, in the user's own object."""
 
 import copy
+import gc
 import importlib.util
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn, optim
 
 from lightning_ort.optim import registry
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
+from lightning_ort.optim.replacement import replace_in_place
 from lightning_ort.optim.swap import OptimizerSwap
 
 CPU = torch.device("cpu")
@@ -584,3 +587,26 @@ def test_an_optimizer_that_lightning_made_is_left_alone() -> None:
 
     report = swap("adamw_anyprecision", Net(), _MockOptimizer())
     assert report.runs_as == report.configured
+
+
+class FreesMemory(optim.AdamW):
+    """Frees what its steps need when it goes, as DeepSpeedCPUAdam does."""
+
+    freed: ClassVar[list[str]] = []
+
+    def __del__(self) -> None:
+        self.freed.append(type(self).__name__)
+
+
+def test_a_wrapper_that_goes_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FreesMemory, "freed", [])
+    module = nn.Linear(2, 2)
+    optimizer = optim.AdamW(module.parameters())
+    replace_in_place(optimizer, FreesMemory(module.parameters()))
+    gc.collect()
+    LightningOptimizer(optimizer)
+    gc.collect()
+    assert not FreesMemory.freed
+    del optimizer
+    gc.collect()
+    assert FreesMemory.freed == ["AdamW"]

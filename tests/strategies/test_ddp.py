@@ -87,12 +87,15 @@ def test_native_zero_equals_ddp_and_saves_a_whole_checkpoint(make_trainer: Calla
     assert resumed[0]["losses"][-1] < module.losses[0]
 
 
-@pytest.mark.slow
-def test_spawned_processes(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method="spawn")
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_that_end_with_the_fit(start_method: Any, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    strategy = ORTDDPStrategy(config={"placement": "always"}, start_method=start_method)
     ours = fit(Recorded(tmp_path, "ours"), strategy, make_trainer)
     assert all(facts["report"]["ort_runs"] > 0 for facts in ours)
     assert ours[0]["weight"] == ours[1]["weight"]
+    # that of rank 0
+    assert strategy.report.ort_runs == ours[0]["report"]["ort_runs"]
+    assert "on ONNX Runtime" in str(strategy.report)
 
 
 @pytest.mark.usefixtures("captured_at_once")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,16 @@ def test_cpu_adam_without_a_compiler(
     strategy = zero1(optim="adamw_deepspeed", offload_optimizer=True)
     with pytest.raises(Exception, match=r"g\+\+ and ninja is not on the PATH"):
         fit(Recorded(tmp_path, "module"), strategy, make_trainer, devices=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("ninja") is None, reason="compiles an extension")
+@pytest.mark.parametrize("offload", [False, True])
+def test_cpu_adam(offload: bool, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    ours = fit(Recorded(tmp_path, "ours"), zero1(optim="adamw_deepspeed", offload_optimizer=offload), make_trainer)
+    torch_adam = fit(Recorded(tmp_path, "torch"), zero1(optim="adamw_torch_fused"), make_trainer)
+    for facts, expected in zip(ours, torch_adam, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], rel=1e-4)
 
 
 class SavedLater(Recorded):

@@ -96,7 +96,7 @@ def test_batch_size(make_trainer: Callable[..., Any]) -> None:
 def test_workers() -> None:
     loader = changed(DataLoader(DATA, batch_size=4), num_workers=1, persistent_workers=True, prefetch_factor=3)
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
-    back = changed(loader, num_workers=0, persistent_workers=True)
+    back = changed(loader, num_workers=0)
     assert (back.num_workers, back.persistent_workers, back.prefetch_factor) == (0, False, None)
 
 
@@ -196,6 +196,8 @@ def test_batches_that_are_not_the_loaders_stay(loader: DataLoader) -> None:
     [
         ({"batch_size": 2}, DataLoader(DATA, batch_size=4), "passed to Trainer.fit: pass a LightningDataModule"),
         ({"checkpoint_blocks": True}, "flat", "has no ModuleList or Sequential"),
+        ({"prefetch_factor": 2}, "own", r"ORTTrainingSettings\(prefetch_factor=2\): .*num_workers"),
+        ({"persistent_workers": True}, "own", r"ORTTrainingSettings\(persistent_workers=True\): .*num_workers"),
         ({"batch_size": 2}, "fixed", r"ORTTrainingSettings\(batch_size=2\): the data comes from a Own"),
     ],
 )

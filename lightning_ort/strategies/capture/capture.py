@@ -38,6 +38,11 @@ class Capture:
         """What was compiled."""
         return self._report if self.backend is None else self.backend.report
 
+    @report.setter
+    def report(self, report: CompileReport) -> None:
+        """Set that of another process, which has run in place of this one."""
+        self._report = report
+
     @property
     def cache(self) -> Cache:
         """What is kept between runs."""
