@@ -32,6 +32,7 @@ def report(file: Path, other: Path | None = None, output: Path | None = None) ->
     else:
         page = render(found, file.name, _ranks(file, found))
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         sys.exit(f"lightning-ort report: {error}")
@@ -41,10 +42,9 @@ def report(file: Path, other: Path | None = None, output: Path | None = None) ->
 def _read(file: Path) -> CompileReport:
     try:
         return CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        sys.exit(f"lightning-ort report: {error}")
-    except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
-        sys.exit(f"{file}: {error}\nPass a file that a run of this version wrote with ORTConfig(report=PATH).")
+    except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
+        text = error.strerror if isinstance(error, OSError) else error
+        sys.exit(f"{file}: {text}\nPass a file that a run of this version wrote with ORTConfig(report=PATH).")
 
 
 def _ranks(file: Path, first: CompileReport) -> list[CompileReport]:

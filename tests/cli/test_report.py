@@ -221,8 +221,10 @@ def test_output_is_beside_the_report(report: CompileReport, tmp_path: Path, monk
     assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")
     with pytest.raises(SystemExit, match="would overwrite the report"):
         command(monkeypatch, tmp_path / "run.html")
-    with pytest.raises(SystemExit, match="No such file or directory.*absent"):
-        command(monkeypatch, tmp_path / "run.json", "--output", tmp_path / "absent" / "run.html")
+    with pytest.raises(SystemExit, match=r"lightning-ort report: .*run\.json"):
+        command(monkeypatch, tmp_path / "run.json", "--output", tmp_path / "run.json" / "run.html")
+    command(monkeypatch, tmp_path / "run.json", "--output", tmp_path / "new" / "run.html")
+    assert (tmp_path / "new" / "run.html").exists()
 
 
 def test_report_comes_back_from_json(everything: CompileReport) -> None:
@@ -282,7 +284,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path, monkeypatch: py
 
 
 def test_no_such_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"No such file or directory.*absent\.json"):
+    with pytest.raises(SystemExit, match=r"absent\.json: No such file or directory\nPass a file"):
         command(monkeypatch, tmp_path / "absent.json")
 
 
