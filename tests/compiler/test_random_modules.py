@@ -122,13 +122,13 @@ COMMON = {
 }
 
 
-@settings(max_examples=50, derandomize=True, **COMMON)
+@settings(max_examples=30, derandomize=True, **COMMON)
 @given(PROGRAMS)
 def test_random_modules(program: Program) -> None:
     check(program, "split")
 
 
-@settings(max_examples=50, derandomize=True, **COMMON)
+@settings(max_examples=30, derandomize=True, **COMMON)
 @given(PROGRAMS)
 def test_random_modules_as_one_graph(program: Program) -> None:
     check(program, "joint")

@@ -89,7 +89,7 @@ print(backend.report.ort_runs, session._cpu_arena(), kept >> 20, in_use() - befo
 
 
 @pytest.mark.skipif(not hasattr(malloc.glibc(), "mallinfo2"), reason="needs glibc 2.33")
-@pytest.mark.parametrize("choice", ["retained", "default"])
+@pytest.mark.parametrize("choice", ["retained", pytest.param("default", marks=pytest.mark.slow)])
 def test_where_sessions_take_memory(choice: str) -> None:
     """Where malloc keeps what is freed, a session keeps nothing itself."""
     command = [sys.executable, "-c", SESSION_MEMORY, choice]

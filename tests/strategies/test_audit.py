@@ -173,7 +173,15 @@ class Usual(Small):
         return loss
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("step_graph", ["joint", pytest.param("split", marks=pytest.mark.slow)])
 def test_a_step_that_does_the_same_stays_captured(
     make_trainer: Callable[..., Any], settings: dict[str, Any], step_graph: Any

@@ -717,7 +717,7 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 # those that compile many times
-SLOW = ("Alternates", "ChangesFloatAttribute", "ManualOptimization", "ToggledInContext")
+SLOW = ("Alternates", "ChangesFloatAttribute", "ManualOptimization", "Toggled", "ToggledInContext", "UsesLogger")
 
 
 @pytest.mark.parametrize(
