@@ -76,7 +76,7 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], allowed: s
 
 
 def check_path(name: str, value: Any, owner: str = "", allowed: str = "a path") -> str:
-    """Return a path as a string, in which ``~`` is the user's folder, or raise TypeError or ValueError."""
+    """Return a path as a string, or raise TypeError or ValueError."""
     try:
         path = os.fspath(value)
     except TypeError:
@@ -85,7 +85,7 @@ def check_path(name: str, value: Any, owner: str = "", allowed: str = "a path") 
         raise TypeError(f"{passed(name, value, owner)}: pass {allowed}.")
     if not path or "\0" in path:
         raise ValueError(f"{passed(name, value, owner)}: this names no file; pass {allowed}.")
-    return os.path.expanduser(path)
+    return path
 
 
 def check_writable(name: str, path: str, is_folder: bool, owner: str = "") -> None:

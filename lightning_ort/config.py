@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args
@@ -89,7 +90,7 @@ class DebugSettings:
             if (value := getattr(self, name)) is not None or name == "min_region_nodes":
                 object.__setattr__(self, name, check_integer(name, value, 1, most, _DEBUG))
         if self.save_onnx_dir is not None:
-            path = check_path("save_onnx_dir", self.save_onnx_dir, _DEBUG, "a path or None")
+            path = os.path.expanduser(check_path("save_onnx_dir", self.save_onnx_dir, _DEBUG, "a path or None"))
             object.__setattr__(self, "save_onnx_dir", path)
             check_writable("save_onnx_dir", path, True, _DEBUG)
 
@@ -168,7 +169,7 @@ class ORTConfig:
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):
                 continue
-            path = check_path(name, value, owner, f"a path or None, or {word!r}")
+            path = os.path.expanduser(check_path(name, value, owner, f"a path or None, or {word!r}"))
             object.__setattr__(self, name, path)
             check_writable(name, path, name != "report", owner)
         if isinstance(self.debug, Mapping):

@@ -121,9 +121,9 @@ def _export_checkpoint(
         check_settings(output, **settings)
         inputs = _inputs(*samples)
         load_file(checkpoint, trust, device="meta")  # Lightning before 2.6 calls whatever it names
-        parameters = inspect.signature(kind.__init__).parameters
+        parameters = inspect.signature(kind).parameters
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            check_keywords(kind.__name__, args, [*parameters][1:])  # Lightning drops others
+            check_keywords(kind.__name__, args, parameters)  # Lightning drops others
         if "weights_only" in inspect.signature(kind.load_from_checkpoint).parameters:
             args = {**args, "weights_only": not trust}
         loaded = _load(kind, checkpoint, args)

@@ -138,21 +138,10 @@ def is_compiled_by_lightning(module: Any) -> bool:
 LOGGED = "_logger_connector"  # the attribute of a Trainer that has what was logged (2.6)
 
 
-def with_call_before_reads(connector: Any, call: Callable[[], None]) -> Any:
-    """Return what shares the state of that attribute, but calls something before logged values are read (2.6)."""
-
-    def read(name: str) -> property:
-        values = getattr(type(connector), name).fget
-
-        @torch.compiler.disable(reason=f"{name} are of what was logged so far")
-        def get(self: Any) -> Any:
-            call()
-            return values(self)
-
-        return property(get)
-
-    names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-    cls = type(type(connector).__name__, (type(connector),), {name: read(name) for name in names})
+def with_reads(connector: Any, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Any:
+    """Return what shares the state of that attribute, but has what reads logged values wrapped (2.6)."""
+    kind, names = type(connector), ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+    cls = type(kind.__name__, (kind,), {name: property(wrap(getattr(kind, name).fget)) for name in names})
     twin: Any = object.__new__(cls)
     twin.__dict__ = vars(connector)
     return twin

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compat.dynamo import is_compiled_module
-from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_call_before_reads
+from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
 
@@ -102,11 +102,6 @@ class DeferredLogger:
                 getattr(owner, method)(*names, value, *args, **kwargs)
             finally:
                 _set_values_of_batch(after)
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the step has logged anything."""
-        return bool(self.calls or self.made)
 
     def end_step(self) -> None:
         """Make the calls that are left."""
@@ -223,7 +218,7 @@ class StepShims(Shims):
             replace(module, name, self._as_it_is)
         for logger in trainer.loggers:
             replace(logger, "log_metrics", functools.partial(self.logger.log_metrics_of, logger))
-        add(trainer, LOGGED, functools.partial(with_call_before_reads, call=self._log_now))
+        add(trainer, LOGGED, functools.partial(with_reads, wrap=self._as_it_is))
         for child in (*module.modules(), *_metrics_in_containers(module)):
             if isinstance(child, _METRICS):
                 for name in _METRIC_METHODS:
@@ -241,12 +236,8 @@ class StepShims(Shims):
         for name, others in forward_hooks_without(module, {handle.id for handle in wrapper_hooks}):
             self.add(module, name, others)
 
-    def _log_now(self) -> None:
-        with self.removed():
-            self.logger.replay()
-
     def _as_it_is(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Run a method outside of graphs and without shims: it may call hooks, which log and read what is logged."""
+        """Run a method outside of graphs and without shims: it, or a hook that it calls, may read what is logged."""
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:

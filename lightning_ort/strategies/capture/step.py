@@ -299,8 +299,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._close_call(error)
             raise
         differs = self._audit.after_step(output) if self._audit.audit is not None else ""
-        if module.shims.logger.has_calls:
-            module.shims.logger.end_step()
+        if (logger := module.shims.logger).calls or logger.made:
+            logger.end_step()
         if module.monitor.saw_compile:
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
