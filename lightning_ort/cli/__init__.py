@@ -7,101 +7,39 @@
 - :mod:`~lightning_ort.cli.export`: exports the module of a checkpoint as an ONNX model
 - :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
 - :mod:`~lightning_ort.cli.report`: shows the report of a run as an HTML page
-- :mod:`~lightning_ort.cli.parser`: options and help in one style
 - :mod:`~lightning_ort.cli.run`: runs any script whose Trainer then knows the strategy names
 - :mod:`~lightning_ort.cli.tune`: finds the fastest way to train a module
+
+A command is a file with a function of its name, and ``add_arguments``, which adds that function's parameters to a
+parser; :mod:`~lightning_ort.cli.arguments` has what argparse lacks for them. Nothing else names it.
 """
 
+import argparse
 import ast
 import importlib
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-_COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
+from lightning_ort._arguments import closest
+from lightning_ort._imports import __version__
+from lightning_ort.cli import run
+from lightning_ort.cli.arguments import in_one_style
+
 _STARTED = "started"  # parameter of a command that has to know when the program was started
-_MODULE = "class or function that returns the LightningModule, as package.module:name or path/to/file.py:name"
-_TRUST: tuple[tuple[str, ...], dict[str, Any]] = (
-    ("--trust",),
-    {"action": "store_true", "help": "call the functions and classes that the checkpoint names; they may do anything"},
-)
-# arguments for which jsonargparse makes of a signature something else than people type: one that may be left out, a
-# switch, a short form, a list without brackets
-_BY_HAND: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "bench": [
-        (("module",), {"type": str | None, "nargs": "?", "help": _MODULE}),
-        (
-            ("--variants",),
-            {
-                "type": str,
-                "nargs": "+",
-                "help": "the variants to compare; by default stock, stock+auto, compile+auto, ort+keep and ort",
-            },
-        ),
-    ],
-    "convert": [_TRUST],
-    "doctor": [(("--json",), {"action": "store_true", "help": "print JSON"})],
-    "export": [
-        (("checkpoint",), {"type": Path | None, "nargs": "?", "help": "a Lightning checkpoint"}),
-        (("--module",), {"type": str | None, "help": "class of the LightningModule, as file.py:name"}),
-        (("--output", "-o"), {"type": Path, "required": True, "help": "output file; with --training, a folder"}),
-        (
-            ("--gradients_only",),
-            {"action": "store_true", "help": "with --training, return gradients and leave the optimizer out"},
-        ),
-        (("--input_shape",), {"type": int, "nargs": "+", "help": "shape of the single float32 input, batch first"}),
-        _TRUST,
-    ],
-    "memory": [
-        (
-            ("--optim",),
-            {"type": str, "nargs": "+", "help": "implementations of the optimizer; by default all of them"},
-        ),
-        (("--ranks",), {"type": int, "nargs": "+", "help": "numbers of processes to show ZeRO stage 1 for"}),
-        (
-            ("--measure",),
-            {
-                "type": bool,
-                "nargs": "?",
-                "const": True,
-                "default": False,
-                "help": "also run a step on the CPU, and measure",
-            },
-        ),
-    ],
-    "report": [
-        (("file",), {"type": Path, "help": "the JSON report that a run with ORTConfig(report=PATH) wrote"}),
-        (("other",), {"type": Path | None, "nargs": "?", "help": "a second report, to compare the runs"}),
-        (("-o", "--output"), {"type": Path | None, "help": "output file; by default REPORT.html"}),
-    ],
-    "tune": [
-        (("module",), {"type": str | None, "nargs": "?", "help": _MODULE}),
-        (("--output", "-o"), {"type": Path, "default": Path("tuned.yaml"), "help": "the configuration to write"}),
-        (
-            ("--effective_batch",),
-            {"type": int | None, "help": "examples between two steps of the optimizer; by default unchanged"},
-        ),
-        (("--keep_numerics",), {"action": "store_true", "help": "keep float32 and the optimizer's algorithm"}),
-        (("--dry_run",), {"action": "store_true", "help": "only show what would be tried"}),
-    ],
-}
 
 
 def main() -> None:
     """Run the command line."""
-    from lightning_ort.cli import run
-
     started = time.monotonic()
     if sys.argv[1:2] == ["run"]:  # before any parser: what follows is the script's
         run.run(sys.argv[2:])
         return
     try:
         try:
-            _run_command(run.SUMMARY, started)
+            _run_command(started)
         finally:
             sys.stdout.flush()  # here, where it can be caught
     except BrokenPipeError:  # who reads has seen enough, as `head` has
@@ -109,41 +47,38 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run_command(summary_of_run: str, started: float) -> None:
-    from lightning_ort._imports import __version__
-
-    if sys.argv[1:] == ["--version"]:  # before jsonargparse, which takes longer than all else
-        print(f"lightning-ort {__version__}")
-        sys.exit(0)
-    from lightning_ort.cli.parser import Parser, in_one_style
-
+def _run_command(started: float) -> None:
+    commands = _commands()
+    arguments = in_one_style(sys.argv[1:])
     # only the module of the command that is called: most of them need torch
-    wanted = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    description = "ONNX Runtime for PyTorch Lightning"
-    parser = Parser(prog="lightning-ort", description=description, version=__version__)
-    subcommands = parser.add_subcommands()
-    for name in _COMMANDS:
-        documentation = _documentation(name)
-        own = Parser(description=documentation.partition("\nArgs:")[0].strip())
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if wanted and wanted not in commands:
+        sys.exit(f"lightning-ort has no command {wanted!r}: {closest(wanted, [*commands, 'run'], 'commands')}")
+    parser = argparse.ArgumentParser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
+    parser.add_argument("--version", action="version", version=f"lightning-ort {__version__}")
+    parsers = parser.add_subparsers(
+        title="commands", description="COMMAND --help says more", metavar="COMMAND", required=True
+    )
+    for name, documentation in commands.items():
+        summary = documentation.partition("\n")[0]
+        own = parsers.add_parser(name, help=summary, description=documentation, allow_abbrev=False)
         if name == wanted:
-            by_hand = {own.add_argument(*flags, **options).dest for flags, options in _BY_HAND.get(name, [])}
-            own.add_function_arguments(_command(name), as_positional=True, skip=by_hand | {_STARTED})
-        subcommands.add_subcommand(name, own, help=documentation.partition("\n")[0])
-    subcommands.add_subcommand("run", Parser(), help=summary_of_run)
-    lists = {flags[0] for added in _BY_HAND.values() for flags, options in added if options.get("nargs") == "+"}
-    arguments = parser.parse_args(in_one_style(sys.argv[1:], lists))
-    command, passed = _command(arguments.subcommand), dict(arguments[arguments.subcommand])
+            module = importlib.import_module(f"lightning_ort.cli.{name}")
+            module.add_arguments(own)
+    parsers.add_parser("run", help=run.SUMMARY)
+    passed = vars(parser.parse_args(arguments))
+    command = getattr(module, wanted)
     if _STARTED in inspect.signature(command).parameters:
         passed[_STARTED] = started
     command(**passed)
 
 
-def _command(name: str) -> Callable[..., None]:
-    return getattr(importlib.import_module(f"lightning_ort.cli.{name}"), name)
-
-
-def _documentation(name: str) -> str:
-    """Return the docstring of a command, whose module is not imported for it."""
-    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
-    found = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    return ast.get_docstring(next(found)) or ""
+def _commands() -> dict[str, str]:
+    """Return each command and its docstring; no module is imported for that."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if "add_arguments" in functions and path.stem in functions:
+            found[path.stem] = ast.get_docstring(functions[path.stem]) or ""
+    return found

@@ -5,6 +5,7 @@ import json
 import statistics
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, digits, plain, say, show
+from lightning_ort.cli.arguments import Extend, add_mapping, add_project, elements
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
 from lightning_ort.tuning.candidate import NAMED, Candidate, TuneError
@@ -30,6 +32,30 @@ _EXPLANATION = (
     " pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes in"
     " the end, 0% where the step stays in PyTorch because that was faster"
 )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`bench` takes."""
+    add = parser.add_argument
+    add_project(parser)
+    add(
+        "--variants",
+        nargs="+",
+        type=elements(str),
+        action=Extend,
+        help=f"the variants to compare (default: {' '.join(VARIANTS)})",
+    )
+    add("--rounds", type=int, default=7, help="how often each variant is timed (default: %(default)s)")
+    add("--steps", type=int, default=20, help="number of batches in a round (default: %(default)s)")
+    add(
+        "--warm-up",
+        type=int,
+        default=50,
+        help="number of batches before the first round, in which a variant compiles and its engines take turns: ort in"
+        " up to 38 steps, auto in up to 57 (default: %(default)s)",
+    )
+    add_mapping(parser, "--ort-config", 'settings of the ort strategy, such as {"placement": "always"}')
+    add("--output", type=Path, help="a folder for bench.json, bench.png, and the files and output of the runs")
 
 
 def bench(
@@ -54,25 +80,6 @@ def bench(
     without ONNX Runtime). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
     PRECISION is a precision of the Trainer, or high or medium for less precise float32 products. The first variant is
     the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
-
-    Args:
-        module: A class or function that returns the LightningModule, as "package.module:name" or
-            "path/to/file.py:name".
-        args: Keyword arguments for the module.
-        data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
-        data_args: Keyword arguments for the data.
-        config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
-            has no class_path for them. Its strategy and devices are not used.
-        variants: The variants to compare; by default stock, stock+auto, compile+auto, ort+keep and ort.
-        rounds: How often each variant is timed.
-        steps: Number of batches in a round.
-        warm_up: Number of batches before the first round, in which a variant compiles and its engines take turns: ort
-            in up to 38 steps, auto in up to 57.
-        accelerator: The Trainer's accelerator, if there is no configuration.
-        seed: Seed for the initial weights and the order of the data.
-        ort_config: Settings of the ort strategy, such as {"placement": "always"}.
-        output: A folder for bench.json, bench.png, and the files and output of the runs.
-
     """
     for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
         if value < 1:

@@ -1,8 +1,9 @@
 """``lightning-ort cache``: shows or deletes what is kept between runs."""
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from rich.filesize import decimal
 
@@ -10,15 +11,17 @@ from lightning_ort._text import say
 from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.cache_folder import default_folder
 
+Action = Literal["info", "clear"]
 
-def cache(action: Literal["info", "clear"], folder: Path | None = None) -> None:
-    """Show or delete the ONNX models and placement decisions that are kept between runs.
 
-    Args:
-        action: info shows their number and size; clear deletes them.
-        folder: The cache_dir of the runs, if it is not the default one.
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`cache` takes."""
+    parser.add_argument("action", choices=get_args(Action), help="info shows number and size; clear deletes the files")
+    parser.add_argument("--folder", type=Path, help="the cache_dir of the runs, if it is not the default one")
 
-    """
+
+def cache(action: Action, folder: Path | None = None) -> None:
+    """Show or delete the ONNX models and placement decisions that are kept between runs."""
     folder = folder or default_folder()
     try:
         kept, partial = cache_folder.entries(folder), cache_folder.partial_files(folder)

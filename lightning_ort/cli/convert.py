@@ -1,13 +1,27 @@
 """``lightning-ort convert``: converts a DeepSpeed checkpoint to a plain one."""
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import say
+from lightning_ort.cli.arguments import TRUST
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies.checkpoints import save_atomically
 from lightning_ort.strategies.deepspeed.states import read_directory
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`convert` takes."""
+    add = parser.add_argument
+    add(
+        "directory",
+        type=Path,
+        help="a checkpoint that Trainer.save_checkpoint or ModelCheckpoint wrote under a DeepSpeed strategy",
+    )
+    add("output", type=Path, help="the output file")
+    add("--trust", action="store_true", help=TRUST)
 
 
 def convert(directory: Path, output: Path, trust: bool = False) -> None:
@@ -15,13 +29,6 @@ def convert(directory: Path, output: Path, trust: bool = False) -> None:
 
     The file has float32 weights, the optimizer's states for each parameter, and everything else that the run saved. Any
     strategy can resume it, with any number of processes.
-
-    Args:
-        directory: A checkpoint that Trainer.save_checkpoint or ModelCheckpoint wrote under a DeepSpeed strategy.
-        output: The output file.
-        trust: Also load files that name functions and classes to call, for example because hyperparameters are objects.
-            Such a file may do anything on this machine, so only use this for a checkpoint that you trust.
-
     """
     if output.exists():
         sys.exit(f"{output} already exists. Choose another output file.")

@@ -10,6 +10,7 @@ import platform
 import sys
 import tempfile
 import warnings
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -58,13 +59,13 @@ class Finding:
         return f"{self.state:>6}  {self.what}: {self.text}" + (f"\n        -> {self.todo}" if self.todo else "")
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`doctor` takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def doctor(json: bool = False) -> None:
-    """Check this machine and its packages; exits with status 1 if training on ONNX Runtime cannot work.
-
-    Args:
-        json: Print JSON.
-
-    """
+    """Check this machine and its packages; exits with status 1 if training on ONNX Runtime cannot work."""
     findings = examine()
     if json:
         say(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

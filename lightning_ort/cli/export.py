@@ -2,14 +2,16 @@
 
 import inspect
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._text import say
+from lightning_ort.cli.arguments import MODULE, TRUST, Extend, add_mapping, add_switch, elements
 from lightning_ort.cli.export_training import TrainingTask, export_training_command
 from lightning_ort.cli.load import described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
@@ -17,6 +19,47 @@ from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.optim.shard_files import load as load_file
+
+Clip = Literal["norm", "value"]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`export` takes."""
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="a Lightning checkpoint; with --training, optional")
+    add("--module", help="the LightningModule's class, as package.module:name or path/to/file.py:name")
+    add("-o", "--output", type=Path, required=True, help="the output file; with --training, a folder (required)")
+    add_mapping(parser, "--args", "keyword arguments for the class, which override hyperparameters")
+    add(
+        "--sample",
+        type=Path,
+        help="inputs of forward: a .pt file with a tensor, tuple or dict, or a .npz file with an array for each name",
+    )
+    add(
+        "--input-shape",
+        nargs="+",
+        type=elements(int),
+        action=Extend,
+        help="shape of the single float32 input, batch first, such as 1 3 224 224",
+    )
+    add_switch(parser, "--dynamic-batch", "whether the batch size may change (default: true)", default=True)
+    add("--tolerance", type=float, default=1e-4, help="largest difference from the module (default: %(default)s)")
+    add("--quantize", choices=get_args(Quantize), help="reduce the weights to int8 or fp16")
+    add("--trust", action="store_true", help=TRUST)
+    training = parser.add_argument_group("arguments for the training of a module")
+    training.add_argument("--training", help=f"export the training of this {MODULE}")
+    training.add_argument("--data", help="a LightningDataModule, or a function that returns a DataLoader")
+    add_mapping(training, "--data-args", "keyword arguments for the data")
+    training.add_argument("--gradient-clip-val", type=float, help="clip gradients")
+    training.add_argument(
+        "--gradient-clip-algorithm", choices=get_args(Clip), default="norm", help="how to clip (default: %(default)s)"
+    )
+    training.add_argument(
+        "--accumulate-grad-batches", type=int, default=1, help="batches whose gradients are added before an update"
+    )
+    add_switch(training, "--dropout", "whether dropout is part of the model (default: true)", default=True)
+    training.add_argument("--gradients-only", action="store_true", help="return gradients, and leave the optimizer out")
+    training.add_argument("--float16", action="store_true", help="store frozen parameters in float16")
 
 
 def export(
@@ -35,7 +78,7 @@ def export(
     data: str | None = None,
     data_args: dict[str, Any] | None = None,
     gradient_clip_val: float | None = None,
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    gradient_clip_algorithm: Clip = "norm",
     accumulate_grad_batches: int = 1,
     dropout: bool = True,
     gradients_only: bool = False,
@@ -46,30 +89,6 @@ def export(
     The module is created with the hyperparameters in the checkpoint. The sample inputs are its own example_input_array,
     unless --sample or --input-shape is passed. With --training, export the training step and the optimizer as a folder
     that trains with onnxruntime alone; a checkpoint is then optional.
-
-    Args:
-        checkpoint: A Lightning checkpoint.
-        module: The LightningModule's class, as "package.module:name" or "path/to/file.py:name".
-        output: The output file.
-        args: Keyword arguments for the class, which override hyperparameters.
-        sample: Inputs of forward: a .pt file with a tensor, tuple or dict, or a .npz file with an array for each name.
-        input_shape: Shape of the single float32 input, batch first, such as 1 3 224 224.
-        dynamic_batch: Whether the batch size may change.
-        tolerance: Largest difference from the module's results.
-        quantize: Reduce the weights to int8 or fp16.
-        training: Export the training of this LightningModule class, or function that returns one.
-        data: With --training, the LightningDataModule or function that returns a DataLoader; or pass --sample with a
-            batch.
-        data_args: Keyword arguments for it.
-        gradient_clip_val: With --training, clip gradients.
-        gradient_clip_algorithm: How to clip.
-        accumulate_grad_batches: With --training, batches whose gradients are added up before an update.
-        dropout: With --training, whether dropout is part of the model.
-        gradients_only: With --training, return gradients and leave the optimizer out.
-        float16: With --training, store frozen parameters in float16.
-        trust: Also load a checkpoint that names functions and classes to call, for example because hyperparameters are
-            objects. Such a file may do anything on this machine, so only use this for a checkpoint that you trust.
-
     """
     if training is not None:
         if module is not None or quantize is not None or input_shape is not None or not dynamic_batch:

@@ -1,6 +1,7 @@
 """``lightning-ort memory``: memory that training a module needs with each implementation of the optimizer."""
 
 import sys
+from argparse import ArgumentParser
 from typing import Any
 
 import torch
@@ -8,9 +9,36 @@ from rich.filesize import decimal
 from torch import nn
 
 from lightning_ort._text import PlainTable, console, say
+from lightning_ort.cli.arguments import Extend, add_mapping, add_switch, elements
 from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`memory` takes."""
+    add = parser.add_argument
+    add("module", help="class or function that creates it, as package.module:name or path/to/file.py:name")
+    add_mapping(parser, "--args", "keyword arguments for the module")
+    add(
+        "--optim",
+        nargs="+",
+        type=elements(str),
+        action=Extend,
+        help="implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them",
+    )
+    add(
+        "--ranks",
+        nargs="+",
+        type=elements(int),
+        action=Extend,
+        help="numbers of processes to show ZeRO stage 1 for",
+    )
+    add_switch(
+        parser,
+        "--measure",
+        "create the module on the CPU, run a step with each optimizer and show what was allocated",
+    )
 
 
 def memory(
@@ -23,14 +51,6 @@ def memory(
     """Show the bytes of parameters, gradients and optimizer states.
 
     The module is created on the meta device, so a model of any size fits.
-
-    Args:
-        module: A class or function that creates the module, as "package.module:name" or "path/to/file.py:name".
-        args: Keyword arguments for the module.
-        optim: Implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them.
-        ranks: Numbers of processes to show ZeRO stage 1 for.
-        measure: Create the module on the CPU, run one step with each optimizer and show the allocated memory.
-
     """
     names = optim or list(STATES)
     for count in ranks or ():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning_ort._text import say
@@ -12,15 +13,16 @@ from lightning_ort.compiler.report_view import rank_file
 __all__ = ["render", "report"]
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`report` takes."""
+    add = parser.add_argument
+    add("file", type=Path, help="the JSON report that a run with ORTConfig(report=PATH) wrote")
+    add("other", nargs="?", type=Path, help="the report of a second run, to compare it with the first")
+    add("-o", "--output", type=Path, help="the page; by default, the report's path with .html")
+
+
 def report(file: Path, other: Path | None = None, output: Path | None = None) -> None:
-    """Write the report of a run as one HTML page; with two reports, compare the runs.
-
-    Args:
-        file: The JSON report that a run with ORTConfig(report=PATH) wrote.
-        other: The JSON report of a second run, to compare it with the first.
-        output: The page; by default, the report's path with the suffix .html.
-
-    """
+    """Write the report of a run as one HTML page; with two reports, compare the runs."""
     output = output or (
         file.with_suffix(".html") if other is None else file.with_name(f"{file.stem}-{other.stem}.html")
     )

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time as clock
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, plain, say, show
+from lightning_ort.cli.arguments import add_project
 from lightning_ort.cli.load import load_project
 
 if TYPE_CHECKING:
@@ -33,6 +35,31 @@ _BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "T
 _TO_WRITE, _LEAST_TO_WRITE = 0.3, 1.0  # of the time until the search starts; seconds
 _A_TRIAL = 15.0  # seconds that a candidate takes at least, in the plan
 _STARTS = 4.0  # times what the module's own start takes: compiling
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what :func:`tune` takes."""
+    add = parser.add_argument
+    add_project(parser)
+    add("--time", default="5m", help="time for the whole command, such as 90s, 5m or 1h (default: %(default)s)")
+    add("--memory", help="limit for the memory of the process or, on a GPU, for what it allocates there, such as 8GB")
+    add("--effective-batch", type=int, help="examples between two steps of the optimizer; by default unchanged")
+    add("--keep-numerics", action="store_true", help="keep float32 and the algorithm of the optimizer")
+    add(
+        "--devices",
+        type=int,
+        default=1,
+        help="number of processes; with more than one, strategies for several are tried too (default: %(default)s)",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("tuned.yaml"),
+        help="the configuration; beside it are written the same name with .json and .png (default: %(default)s)",
+    )
+    add("--dry-run", action="store_true", help="only show what would be tried")
+    add("--explain", type=Path, help="show what a search has tried and why, from its JSON file")
 
 
 def tune(
@@ -58,27 +85,6 @@ def tune(
     Engines, precisions, implementations of the optimizer, settings of the data loading, batch sizes and more are tried
     for a few seconds each, in turns. A candidate is refused if its loss differs too much from that of float32. Ctrl-C
     ends the search and keeps the best so far. No file is ever overwritten.
-
-    Args:
-        module: A class or function that returns the LightningModule, as "package.module:name" or
-            "path/to/file.py:name".
-        args: Keyword arguments for the module.
-        data: A LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data.
-        data_args: Keyword arguments for the data.
-        config: A LightningCLI configuration of module, data and Trainer. Module and data need to be named only if it
-            has no class_path for them.
-        time: Time for the whole command, such as 90s, 5m or 1h.
-        memory: Limit for the memory of the process or, on a GPU, for what it allocates there, such as 8GB.
-        effective_batch: Examples between two steps of the optimizer; by default unchanged.
-        keep_numerics: Keep float32 and the algorithm of the optimizer.
-        devices: Number of processes; with more than one, strategies for several processes are tried too.
-        accelerator: The Trainer's accelerator, if there is no configuration.
-        seed: Seed for the initial weights and the order of the data.
-        output: The configuration; beside it are written the same name with .json and .png.
-        dry_run: Only show what would be tried.
-        explain: Show what a search has tried and why, from its JSON file.
-        started: When the command was started, by ``time.monotonic``; by default now.
-
     """
     started = clock.monotonic() if started is None else started
     if explain is not None:
@@ -110,10 +116,6 @@ def tune(
     else:
         say(f"{result.best['candidate']}: {result.speed_up:.2f}x as fast as what you have.")
     say(f"Written: {', '.join(map(str, written))}")
-
-
-# jsonargparse looks for the name in the packages above too, and lightning_ort.tune imports torch
-tune.__qualname__ = "tune_command"
 
 
 def _api() -> ModuleType:
