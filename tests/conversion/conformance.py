@@ -62,9 +62,8 @@ Notes on single operations:
 - NaN and infinity are tested in every elementwise operation, reduction and sort. `gelu` of infinity is infinity,
   whereas torch's float32 kernel returns NaN. In float64, `sort` and `topk` treat infinity as equal to the largest
   finite number.
-- At a NaN, the gradient is the same as in eager. There, torch's CPU kernels give one gradient in their vectorized loops
-  and another one for the remaining elements. Up to 4096 elements both are reproduced; beyond that, all elements have
-  the gradient of the vectorized loop.
+- At a NaN, the gradient is the same as in eager. Where torch's CPU kernels give one gradient in their vectorized loops
+  and another one for the remaining elements, all elements have the gradient of the vectorized loop.
 - torch has a faster kernel for `grid_sampler_2d`, which is also correct if a grid contains NaN or huge values.
 - torch does not define in which order `topk` lists equal values, so this order may differ.
 - Division of integers by a tensor stays in torch, which raises an error for a zero.

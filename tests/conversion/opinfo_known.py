@@ -86,6 +86,13 @@ KNOWN = [
         values=("nan", "tiny"),
     ),
     Known(
+        ("nn_functional_celu", "nn_functional_elu", "nn_functional_hardswish"),
+        "the gradient at a NaN differs between torch's vectorized loop and its loop over the remaining elements; here"
+        " it is that of the vectorized loop everywhere",
+        detail="gradient",
+        values=("nan",),
+    ),
+    Known(
         ("normal",),
         "torch traces the result with the layout of the mean, where its kernel's is contiguous",
         detail="strides",

@@ -68,6 +68,9 @@ UNARY: dict[str, Function] = {
     "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3), reduction="none"),
     "xlogy": lambda x: torch.xlogy(x, x),
 }
+# torch's vector loops give them another gradient at a NaN than its loops over what is left
+TWO_GRADIENTS = {"relu6", "hardtanh", "hardtanh_wide", "hardshrink", "hardshrink_0", "softshrink", "hardswish"}
+TWO_GRADIENTS |= {"elu", "elu_alpha", "selu", "celu"}
 BINARY: dict[str, Function] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "atan2", "maximum", "minimum")},
     **{name: getattr(torch, name) for name in ("pow", "xlogy", "logaddexp")},
@@ -169,6 +172,8 @@ class Sweep:
                     continue
                 name = self.names[index // self.count if kind else index]
                 wrong = ~(_close(got, same, name in self._loose) | _close(got, wide.to(got.dtype), name in self._loose))
+                if kind and name in TWO_GRADIENTS:
+                    wrong &= ~args[index].isnan()
                 for place in wrong.nonzero().tolist()[:3]:
                     at = [f"{x[place[0]].tolist()}" if len(x) > place[0] else "" for x in inputs]
                     what = f"gradient {index % self.count} of {name}" if kind else name

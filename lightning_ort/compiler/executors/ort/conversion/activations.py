@@ -1,14 +1,12 @@
 """Activation functions and their gradients.
 
-Some gradients consist of pieces, and eager takes one of them for a NaN: torch's CPU kernels (2.13) take another one in
-their vector loops than for the elements that are left over. :func:`_closed` repeats that.
+Some gradients consist of pieces, and eager takes one of them for a NaN. Where torch's CPU kernels (2.13) take another
+one in their vector loops than for the elements that are left over, all elements have that of the vector loops.
 """
 
-import functools
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -16,38 +14,11 @@ from lightning_ort.compiler.executors.ort.conversion.choice import masked, where
 from lightning_ort.compiler.executors.ort.conversion.elementary import exp, expm1, logistic
 from lightning_ort.compiler.executors.ort.conversion.elementary import softplus as smooth_max
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, shape_of, static
+from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of
 from lightning_ort.compiler.executors.ort.conversion.pointwise import clamp
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
 
 aten = torch.ops.aten
-
-# a tensor of more elements counts as one without any left over
-_FEW = 4096
-
-
-@functools.cache
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _closed(node: fx.Node, is_closed: Value, is_open: Value, avx512: bool = False) -> Value:
-    """Where the closed piece of a gradient counts.
-
-    A NaN fails both comparisons. Elements that are left over ask for ``is_closed``, vector loops for not ``is_open``. A
-    vector loop takes two vectors at once: of 64 bytes if the processor has AVX-512 and the op a kernel for it
-    (``avx512``), else of 32.
-    """
-    sizes = shape_of(node)
-    total = int(math.prod(sizes)) if static(sizes) else _FEW + 1
-    step = 2 * (64 if avx512 and _has_avx512() else 32) // dtype_of(node).itemsize
-    whole = total if total > _FEW else total - total % step
-    if not is_open.ctx.on_cpu or whole == 0:
-        return is_closed
-    if whole == total:
-        return ~is_open
-    in_vectors = (np.arange(total) < whole).reshape([int(size) for size in sizes])
-    return is_closed | (~is_open & is_open.ctx.const(in_vectors, torch.bool))
 
 
 @converts(aten.threshold_backward.default)
@@ -184,7 +155,7 @@ def elu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, *args: Any) ->
         left = (value + ctx.product(value.dtype, alpha, scale)) * input_scale
     else:
         left = exp(_scaled(value, input_scale)) * ctx.product(value.dtype, input_scale, alpha, scale)
-    return ctx.value(grad) * where(_closed(node, value <= 0, value > 0, avx512=True), left, scale)
+    return ctx.value(grad) * where(value > 0, scale, left, value.dtype)
 
 
 @converts(aten.softplus.default)
@@ -220,9 +191,8 @@ def hardtanh_backward(
 ) -> Value:
     """hardtanh_backward(Tensor grad_output, Tensor self, Scalar min_val, Scalar max_val) -> Tensor"""
     value = ctx.value(x)
-    outside = (value <= min_val) | (value >= max_val)
     inside = (value > min_val) & (value < max_val)
-    return masked(node, _closed(node, outside, inside), ctx.value(grad))
+    return masked(node, ~inside, ctx.value(grad))
 
 
 @converts(aten.hardsigmoid.default)
@@ -259,8 +229,7 @@ def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
 def hardswish_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """hardswish_backward(Tensor grad_output, Tensor self) -> Tensor"""
     value, grads = ctx.value(x), ctx.value(grad)
-    on_line = _closed(node, value < 3, value >= 3, avx512=True)
-    right = where(on_line, grads * (value * (1 / 3) + 0.5), grads)
+    right = where(value >= 3, grads, grads * (value * (1 / 3) + 0.5))
     return where(value <= -3, 0, right)
 
 
@@ -289,5 +258,5 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
     value = ctx.value(x)
     high = ctx.value(lambd, value.dtype)
     low = -high
-    inside, outside = (value >= low) & (value <= high), (value < low) | (value > high)
-    return masked(node, _closed(node, inside, outside), ctx.value(grad))
+    outside = (value < low) | (value > high)
+    return masked(node, ~outside, ctx.value(grad))
