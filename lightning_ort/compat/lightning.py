@@ -130,6 +130,11 @@ def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:
         trainer.strategy.backward(result.closure_loss, optimizer)
 
 
+def closure_of_step(precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+    """Run the closure of an optimizer's step, the hooks before the update and clipping, as ``Precision`` does (2.6)."""
+    return precision._wrap_closure(model, optimizer, closure)
+
+
 def is_compiled_by_lightning(module: Any) -> bool:
     """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
     return getattr(module, "_compiler_ctx", None) is not None

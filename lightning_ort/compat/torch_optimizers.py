@@ -3,12 +3,14 @@
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -93,3 +95,49 @@ def unpickling_reason(error: Exception) -> str:
 def refused_global(error: Exception) -> list[str]:
     """Return the function or class that ``torch.load(weights_only=True)`` refused to call, if any (torch 2.13)."""
     return re.findall(r"GLOBAL (\S+)", str(error))[:1]
+
+
+# Updates
+
+# torch's fused kernels, which take lists of tensors, parameters and gradients first (2.13)
+FUSED_KERNELS: dict[type[Optimizer], Callable[..., Any]] = {
+    torch.optim.Adam: torch._fused_adam_,
+    torch.optim.AdamW: torch._fused_adamw_,
+    torch.optim.SGD: torch._fused_sgd_,
+    torch.optim.Adagrad: torch._fused_adagrad_,
+}
+
+
+def _without_profiling(kind: type[Optimizer]) -> Any:
+    """The ``step`` of a class without the wrapper that the first object of a class adds."""
+    return getattr(kind.step, "__wrapped__") if hasattr(kind.step, "hooked") else kind.step  # noqa: B009
+
+
+_STEPS = {kind: _without_profiling(kind) for kind in FUSED_KERNELS}
+
+
+def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None:
+    """Return the hooks before an optimizer's steps, if a step has nothing else but torch's own code (torch 2.13).
+
+    ``None`` if ``step`` is another than torch's, which schedulers wrap to see that it is called, if there are hooks
+    after it, or of all optimizers, if a gradient scaler takes part, or if torch's profiler runs, which shows steps.
+    """
+    own, kind = vars(optimizer), type(optimizer)
+    step = own.get("step")
+    if (
+        not (step is None or (isinstance(step, (FunctionType, MethodType)) and hasattr(step, "_wrapped_by_lr_sched")))
+        or _without_profiling(kind) is not _STEPS.get(kind)
+        or own.get("grad_scale") is not None
+        or own.get("found_inf") is not None
+        or own["_optimizer_step_post_hooks"]
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    ):
+        return None
+    return own["_optimizer_step_pre_hooks"].values()
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Note a call of ``step`` for schedulers, as their wrapper does (torch 2.13)."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Ends the threads of torch's OpenMP pool while ONNX Runtime computes with threads of its own.
+"""The threads of torch's OpenMP pool: ended while ONNX Runtime computes with its own, left alone by small updates.
 
 After an operation, the workers of torch's OpenMP pool keep their cores busy for several milliseconds while they wait
 for the next one. Meanwhile ONNX Runtime's threads take up to twice as long: a product of 1024 x 256 and 256 x 1024 took
@@ -8,11 +8,14 @@ that ends the workers, which takes 40 microseconds; torch's next operation start
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+# a lookup includes the libraries that this one depends on, whatever OpenMP's file is called
+_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 _SOFT = 1  # omp_pause_soft: settings are kept
 
 
@@ -26,11 +29,39 @@ def pause_openmp() -> None:
 @functools.cache
 def _pause_function() -> Callable[[int], int] | None:
     """Return ``omp_pause_resource_all`` of the OpenMP library that torch uses, if it has one."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # the lookup includes the libraries that this one depends on, whatever OpenMP's file is called
-        pause = ctypes.CDLL(str(library)).omp_pause_resource_all
+        pause = ctypes.CDLL(_LIBRARY).omp_pause_resource_all
     except (OSError, AttributeError):  # another operating system, OpenMP before 5.0, or no OpenMP
         return None
     pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
     return pause
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the block torch's operations of this thread use no other one.
+
+    ``torch.set_num_threads`` is for the whole process, whose threads that begin meanwhile would keep it.
+    """
+    functions = _num_threads_functions()
+    before = 1 if functions is None else functions[0]()
+    if functions is None or before == 1:
+        yield
+        return
+    functions[1](1)
+    try:
+        yield
+    finally:
+        functions[1](before)
+
+
+@functools.cache
+def _num_threads_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Return what reads and what sets the number of OpenMP threads of the calling thread, if torch has them."""
+    try:
+        found = ctypes.CDLL(_LIBRARY)
+        get, put = found.omp_get_max_threads, found.omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
+    get.argtypes, get.restype, put.argtypes, put.restype = [], ctypes.c_int, [ctypes.c_int], None
+    return get, put

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from lightning_ort.compat.torch import is_zero_tensor
 from lightning_ort.compat.torch_optimizers import pop_amp_scaling_mark, shard_of
+from lightning_ort.optim.fused_update import CHECK
 from lightning_ort.optim.param_groups import name_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import load_other_forms
@@ -221,4 +222,5 @@ def _call_with_gradients(optimizer: optim.Optimizer, check: Callable[[], None]) 
 
         return (optimizer,), {"closure": closure_and_check}
 
+    setattr(before_step, CHECK, check)
     optimizer.register_step_pre_hook(before_step)

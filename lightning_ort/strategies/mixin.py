@@ -21,10 +21,11 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
-from lightning_ort.compat.lightning import hide_leaf_spec_deprecation, set_checkpoint_io
+from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler import gpu_memory
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
 from lightning_ort.config import ORTConfig
+from lightning_ort.optim.fused_update import may_update, update
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for
@@ -33,7 +34,13 @@ from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
-from lightning_ort.strategies.optimizers import OptimizerSettings, choose_swap, parse_optim, swap_optimizers
+from lightning_ort.strategies.optimizers import (
+    OptimizerSettings,
+    choose_swap,
+    parse_optim,
+    steps_with_closure,
+    swap_optimizers,
+)
 from lightning_ort.strategies.report_delivery import ReportDelivery
 
 if TYPE_CHECKING:
@@ -88,6 +95,7 @@ class ORTMixin(_Strategy):
         self._masks = DropoutMasks()
         self._delivery = ReportDelivery(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
+        self._updates = False  # whether the update may be called without the closure
 
     @classmethod
     def _check_arguments(cls, given: Mapping[str, Any]) -> None:
@@ -141,6 +149,7 @@ class ORTMixin(_Strategy):
         # here for the callback too: the next step may be to split the optimizers' states
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin, self._environment.optim), trainer)
+        self._updates = steps_with_closure(self, self.namespace)
 
     @override
     def on_train_start(self) -> None:
@@ -160,6 +169,15 @@ class ORTMixin(_Strategy):
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         return self._capture.backward(super().backward, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if kwargs or not self._updates or not may_update(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = closure_of_step(self.precision_plugin, model or self.lightning_module, optimizer, closure)
+        if not update(optimizer):
+            optimizer.step()
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_ort._imports import LightningNamespace
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
 
 
 class OptimizerSettings:
@@ -55,6 +57,19 @@ def choose_swap(
             " chosen. Leave one of them out, or pass master_weights=False."
         )
     return swap
+
+
+def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace) -> bool:
+    """Return whether a step on a CPU is Lightning's: the closure, the hooks and clipping, then the optimizer's update.
+
+    Other precision plugins, such as one with a scaler, and wrappers of several processes do more.
+    """
+    precision = namespace.submodule("plugins.precision.precision").Precision
+    base = namespace.submodule("strategies.strategy").Strategy
+    own: Any = next(kind for kind in type(strategy).__mro__ if kind.__module__.startswith(namespace.package))
+    plugin = type(strategy.precision_plugin)
+    is_plain = all(getattr(plugin, name) is getattr(precision, name) for name in ("optimizer_step", "_wrap_closure"))
+    return strategy.root_device.type == "cpu" and is_plain and own.optimizer_step is base.optimizer_step
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:
