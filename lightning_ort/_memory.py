@@ -9,17 +9,25 @@ if TYPE_CHECKING:
     import torch
 
 
+_SHARED_POOL = (0, 0)  # torch's id of the pool that all use who have none of their own
+
+
 def free_bytes(device: "torch.device | None" = None) -> int | None:
     """Return the bytes that are free; ``None`` if that is not known.
 
     Args:
-        device: Of a GPU's memory, if it is one.
+        device: Of a GPU's memory, if it is one, with what torch's allocator keeps there for the next tensors, but not
+            with what recorded graphs keep for themselves.
 
     """
     if device is not None and device.type == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        index = torch.cuda.current_device() if device.index is None else device.index
+        own = [one for one in torch.cuda.memory_snapshot() if one["device"] == index]
+        shared = [one for one in own if tuple(one.get("segment_pool_id", _SHARED_POOL)) == _SHARED_POOL]
+        cached = sum(one["total_size"] - one["active_size"] for one in shared)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -52,13 +60,13 @@ def peak_bytes(device: "torch.device | None" = None) -> int | None:
     """Return the most bytes that this process has used so far; ``None`` if that is not known.
 
     Args:
-        device: Of a GPU's memory, as torch's allocator counts them, if it is one.
+        device: Of a GPU's memory, as torch's allocator reserved them, if it is one: what recorded graphs keep counts.
 
     """
     if device is not None and device.type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(device)
     try:
         import resource
     except ImportError:  # Windows

@@ -122,8 +122,9 @@ class ORTConfig:
         recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
             everything except matrix products, convolutions, reductions and random numbers.
         audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
-            log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. It takes
-            a CPU and Linux. ``"off"`` does not.
+            log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. Where no
+            process can be copied, as on a GPU, the first runs of each graph of another compiler are compared with
+            eager. ``"off"`` does neither.
         dropout_masks: In steps that another compiler runs, ``"exact"`` draws the masks that eager would, ``"fast"``
             lets it draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in

@@ -306,8 +306,22 @@ get_data: Any = getattr(torch._C._autograd, "_get_data_attr", None)  # what `x.d
 
 def is_variable(placeholder: Any) -> bool:
     """Whether an input of a captured graph is a variable of the function, not an attribute or an item (torch 2.13)."""
+    return re.fullmatch(r"L\['\w+'\]", _source_of(placeholder)) is not None
+
+
+def input_name(placeholder: Any) -> str:
+    """What an input of a captured graph is in the program, such as ``self.net.0.weight`` (torch 2.13)."""
+    parts = re.findall(r"(?<=\[)'?(\w+)'?(?=\])|\.(\w+)", _source_of(placeholder))
+    names = [quoted or plain for quoted, plain in parts]
+    return ".".join(name for name in names if name not in _TABLES_OF_MODULES) or str(placeholder)
+
+
+_TABLES_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
+
+def _source_of(placeholder: Any) -> str:
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
-    return re.fullmatch(r"L\['\w+'\]", name() if callable(name) else name) is not None
+    return name() if callable(name) else str(name)
 
 
 def reads_gradients() -> bool:

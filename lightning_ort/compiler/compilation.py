@@ -20,6 +20,7 @@ from lightning_ort.compat.torch import (
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.linking import assemble
 from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
@@ -213,7 +214,9 @@ class Compilation:
             separate = request.label != "" and is_last and has_separate_gradients(gm)
             if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
                 passes = math.inf
-            return GuardedGraph(run, eager, monitor, aftermath.failed, aftermath.for_eager, passes, separate)
+            told = aftermath.failed, aftermath.for_eager
+            check = GraphCheck.of(request.check(False), gm)  # random numbers are those of eager
+            return GuardedGraph(run, eager, monitor, *told, passes, separate, check=check)
         # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
         drop = None if reads_gradients() else request.drop_gradients
         step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request.writes_gradients, drop)

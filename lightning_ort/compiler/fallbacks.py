@@ -23,16 +23,25 @@ results do not depend on has no gradient. Where that makes a difference, eager c
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from lightning_ort.compat.autograd import joint_facts, keeps_graph, version_of
+from lightning_ort.compat.autograd import joint_facts, keeps_graph
 from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
+from lightning_ort.compiler.eager_runs import (
+    GradientsOnce,
+    RunState,
+    gradients_by_eager,
+    gradients_of,
+    leaves,
+    needs_gradient,
+    versions_of,
+)
+from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.nodes import reached, results_of
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.regions import TORCH, RegionRejected
@@ -132,7 +141,8 @@ class GuardedGraph:
     ``give_up`` gets what the pass failed with and may raise to refuse eager. ``refuse`` gets why the graph is for eager
     alone, once that shows. Eager can take over the first ``passes`` backward passes, 0 if gradients need no compiled
     pass. ``separate`` tells whether, in eager, results share nothing and may have passes of their own: what these need
-    is then kept. With ``draws`` a later failure too repeats the graph's random numbers.
+    is then kept. With ``draws`` a later failure too repeats the graph's random numbers. ``check`` compares its first
+    run with eager, and the last one that eager could take over: that of a recording is then a replay.
     """
 
     def __init__(
@@ -145,9 +155,10 @@ class GuardedGraph:
         passes: float = PASSES,
         separate: bool = False,
         draws: bool = False,
+        check: GraphCheck | None = None,
     ) -> None:
         self.run = compiled
-        self.separate, self._draws = separate, draws
+        self.separate, self._draws, self._check = separate, draws, check
         self._passes: float = passes  # that are left
         self._refuse = refuse
         self.eager = eager
@@ -189,11 +200,19 @@ class GuardedGraph:
         self._calls += 1
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         waits = self._passes == math.inf or self._calls <= _PATIENCE
-        if self._passes and backward and self.monitor.separate and waits:
-            return _run_for_first_backward(self, state, args, written)
-        outputs = self.run(*args)
-        self.trusted = True
+        prepares = self._passes and backward and self.monitor.separate and waits
+        outputs = _run_for_first_backward(self, state, args, written) if prepares else self.run(*args)
+        if (check := self.check) is not None:
+            check.results(self.eager, args, written, state, outputs)
+            if backward and not prepares:
+                check.skipped("a result shares memory with an input, so its gradients are not compared")
+        self.trusted = self.trusted or not prepares
         return outputs
+
+    @property
+    def check(self) -> GraphCheck | None:
+        """What compares this run with eager, if it is to be compared."""
+        return self._check if self._calls == 1 or self._passes == 1 else None
 
     def make_room(self, error: Exception) -> None:
         """Free what a pass that ran out of memory has taken, and what its compiled graph keeps."""
@@ -260,36 +279,6 @@ class Aftermath:
     def _mark(self, reason: Reason) -> None:
         for region in (region for graph in self.graphs for region in graph.regions):
             region.executor, region.reason = TORCH, reason
-
-
-class RunState:
-    """What a graph depends on besides its inputs: the states of torch's generators, and autocast."""
-
-    def __init__(self, args: Sequence[Any]) -> None:
-        self._devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")[: 1 + bool(self._devices)]
-        ]
-
-    def restore_random_numbers(self) -> None:
-        """Restore the states of the generators."""
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Within the block all is as it was, and gradients are recorded; after it the generators are where they are."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self._devices))
-            stack.enter_context(torch.enable_grad())
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled))
-            self.restore_random_numbers()
-            yield
 
 
 @dataclass
@@ -372,6 +361,8 @@ class _FirstBackward(torch.autograd.Function):
         if outputs is not None:
             try:
                 found = gradients_of(outputs, first.inner, gradients, keeps)
+                if guard.check is not None and first.is_unchanged():
+                    guard.check.gradients(guard.eager, first.args, first.written, first.state, gradients, found)
             except ORTFallbackError:
                 raise
             except Exception as error:  # of the pass, or of what AOTAutograd does before: nothing else takes part
@@ -390,83 +381,3 @@ class _FirstBackward(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = GradientsOnce.apply(len(found), *found, *first.args)
         return None, None, *found
-
-
-def gradients_by_eager(
-    eager: Callable[..., Any],
-    args: Sequence[Any],
-    written: Mapping[int, torch.Tensor],
-    state: "RunState | None",
-    gradients: Sequence[Any],
-) -> list[Any]:
-    """The gradient of each input; eager does the forward pass again.
-
-    With ``create_graph=True`` they are functions of inputs and ``gradients``. ``written`` has the values that inputs
-    had, by index, which the pass writes to.
-    """
-    differentiable = torch.is_grad_enabled()
-    inner = [written.get(index, arg) for index, arg in enumerate(args)]
-    if not differentiable:
-        inner = leaves(inner)
-    with state.again() if state is not None else torch.enable_grad():
-        if differentiable:  # views, so that hooks of the inputs themselves do not run twice
-            inner = [arg.view_as(arg) if needs_gradient(arg) else arg for arg in inner]
-        outputs = eager(*inner)
-    return gradients_of(outputs, inner, gradients, create_graph=differentiable)
-
-
-class GradientsOnce(torch.autograd.Function):
-    """Gradients that cannot be differentiated again, which AOTAutograd's say of themselves as well."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *gradients_and_inputs: Any) -> Any:
-        """Return the gradients; the inputs are there so that they need one."""
-        return tuple(None if gradient is None else gradient.detach() for gradient in gradients_and_inputs[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Raise ``RuntimeError``."""
-        raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
-
-
-def needs_gradient(arg: Any) -> bool:
-    """Whether an input is a tensor that a gradient is wanted of."""
-    return isinstance(arg, torch.Tensor) and arg.requires_grad
-
-
-def versions_of(args: Sequence[Any]) -> list[int]:
-    """How often each tensor was written to; 0 for what is none."""
-    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]
-
-
-def leaves(args: Sequence[Any]) -> list[Any]:
-    """The same values as leaves of another autograd graph, parameters as parameters."""
-    return [_leaf(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach(), tensor.requires_grad)
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def gradients_of(
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    gradients: Sequence[Any],
-    keeps: bool = False,
-    create_graph: bool = False,
-) -> list[Any]:
-    """The gradient of each input; ``None`` for one that has none."""
-    pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-    wanted = [index for index, x in enumerate(inputs) if needs_gradient(x)]
-    found = torch.autograd.grad(
-        [out for out, _ in pairs],
-        [inputs[index] for index in wanted],
-        [gradient if create_graph else gradient.detach() for _, gradient in pairs],
-        retain_graph=keeps or create_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    by_index = dict(zip(wanted, found, strict=True))
-    return [by_index.get(index) for index in range(len(inputs))]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.report import Reason
 
 
@@ -42,6 +43,7 @@ class CompileRequest:
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
         split: Takes why a step that was run as one graph needs separate passes.
+        check: Takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything.
 
     """
 
@@ -56,3 +58,4 @@ class CompileRequest:
     agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None
     refuse: Callable[[Reason], None] | None = None
     split: Callable[[str], None] = lambda why: None
+    check: Callable[[bool], GraphCheck | None] = lambda draws: None

@@ -61,7 +61,7 @@ class RunReport:
         optimizers: What runs each of the Trainer's optimizers.
         steps: Steps of a LightningModule that were timed on several engines.
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
-        peak_bytes: The most memory that the process has used so far, or on a GPU torch's allocator; 0 if nobody knows.
+        peak_bytes: The most memory that the process has used so far, or reserved on a GPU; 0 if nobody knows.
         peak_bytes_before: The same before anything was compiled; 0 if nothing was.
         session_memory: What sessions hold of a GPU's memory; empty on a CPU.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.

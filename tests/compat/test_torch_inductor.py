@@ -24,6 +24,35 @@ def test_copies_of() -> None:
         assert copy.data_ptr() != tensor.data_ptr()
 
 
+def test_what_is_wrong_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.inductor_repairs(exact_masks=True) == {"triton.mix_order_reduction": False}
+    masks = {"align_random_eager": True}
+    assert compat.inductor_repairs(exact_masks=False) == {"triton.mix_order_reduction": False, **masks}
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    exact = {"triton.mix_order_reduction": False, "reorder_for_peak_memory": False}
+    assert compat.inductor_repairs(exact_masks=True) == exact
+    monkeypatch.setattr(torch, "__version__", "2.15.0.dev20261101+cu130")
+    assert compat.inductor_repairs(exact_masks=True) == {}
+    compat.inductor_backend(compat.inductor_repairs(exact_masks=False))  # torch knows each
+
+
+def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
+    """Two branches, of which inductor would begin with the smaller one."""
+
+    def branches(large: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+        first = torch.nn.functional.dropout(large).square().mean(0)
+        return (first + torch.nn.functional.dropout(small).mean(0)).sum()
+
+    options = {"fallback_random": True, **compat.inductor_repairs(exact_masks=True)}
+    compiled = torch.compile(branches, options=options)
+    inputs = [torch.ones(size, 64, requires_grad=True) for size in (4096, 4)]
+    found = []
+    for function in (branches, compiled):
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(function(*inputs), inputs))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_inductor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.compile_fx
 

@@ -142,8 +142,26 @@ def test_no_start_within_a_window_of_accumulated_gradients() -> None:
 
 def test_an_obstacle_is_a_reason_to_wait() -> None:
     race = make(cost=0.0)
-    assert set(drive(race, {"unchanged": 0.1}, 50, obstacle=lambda: "little memory is free")) == {"unchanged"}
+    assert set(drive(race, {"unchanged": 0.1}, 50, obstacle=lambda way: "little memory is free")) == {"unchanged"}
     assert {event.why for event in race.events} == {"little memory is free"}
+
+
+def test_what_takes_memory_of_its_own_waits_alone() -> None:
+    race = make("other", "ort", cost=0.0)
+    times = {"unchanged": 0.1, "ort": 0.05, "other": 0.01}
+    drive(race, times, 50, obstacle=lambda way: "too large" if way == NAMES["other"] else "")
+    assert race.champion == ORT
+    assert ("other", "waits") in [(NAME[event.way], event.what) for event in race.events]
+
+
+def test_the_unchanged_step_is_not_met_again_where_it_has_no_room() -> None:
+    race = make(cost=0.0)
+    times = {"unchanged": 0.1, "ort": 0.05}
+    drive(race, times, 50)
+    no_room = lambda way: "too large" if way == UNCHANGED else ""  # noqa: E731
+    assert set(drive(race, times, 3 * RECHECK, obstacle=no_room)) == {"ort"}
+    assert race.quiet_steps > 0
+    assert "unchanged" in drive(race, times, 2 * RECHECK)
 
 
 def test_now_starts_at_the_first_step_whatever_it_costs() -> None:

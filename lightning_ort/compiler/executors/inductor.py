@@ -18,11 +18,13 @@ from lightning_ort.compat.torch import (
     copies_of,
     inductor_backend,
     inductor_cache_folder,
+    inductor_repairs,
     storage_of,
     traced_graph_facts,
 )
 from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
+from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.report import Reason
 from lightning_ort.compiler.request import CompileRequest
@@ -61,7 +63,8 @@ def backend_for(
 
     With ``"exact"`` masks random numbers are the same as in eager.
     """
-    options = {"fallback_random": masks == "exact"}
+    exact = masks == "exact"
+    options = {"fallback_random": exact, **inductor_repairs(exact)}
     if records:  # what torch.compile's mode sets
         return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure, request)
     return GuardedBackend(inductor_backend(options), on_failure, request)
@@ -102,9 +105,9 @@ class GuardedBackend:
         # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
         monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
         draws = _DRAWS.search(gm.code) is not None
-        guard = GuardedGraph(
-            compiled, eager.forward, monitor, self._give_up, self._leave_to_eager, passes=_PASSES, draws=draws
-        )
+        check = GraphCheck.of(request.check(draws), gm)
+        told = self._give_up, self._leave_to_eager
+        guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, draws=draws, check=check)
         self._guards.add(guard)
         return guard
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
+from lightning_ort.strategies.capture.room import Room
 from lightning_ort.strategies.capture.shims import (
     ModuleShims,
     StepShims,
@@ -67,6 +69,7 @@ class CapturedModule:
         self.part: Part | None = None  # what may be captured, if anything
         self.closure_seen = False  # whether an optimizer was given one
         self.operations: dict[str, int] = {}  # with a gradient, that unchanged steps call
+        self.room = Room(self)
         self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.races: dict[str, Race] = {}  # of steps that have run
         self.running: CapturedStep | None = None  # what is captured in this call, or was in the last
@@ -211,12 +214,18 @@ class CapturedModule:
         alone = self.device.type != "cuda" or self.module.trainer.world_size == 1
         return alone and self.module.automatic_optimization and not torch.is_anomaly_enabled()
 
+    @property
+    def may_copy_process(self) -> bool:
+        """Whether a copy of the process can repeat a step; else each graph that is compiled is compared with eager."""
+        return self.device.type == "cpu" and sys.platform == "linux"
+
     def not_audited(self, name: str, args: Iterable[Any]) -> str:
         """Say why a step of a name, with these arguments, is not audited; nothing if it may be."""
         if given_iterator(args):
             return "it is given an iterator, which its copy would read too"
-        if self.device.type != "cpu":
-            return f"a process that uses {self.device.type} cannot be copied"
+        if not self.may_copy_process:
+            where = "this system" if self.device.type == "cpu" else self.device.type
+            return f"no process that uses {where} can be copied; the first runs of its graphs are compared with eager"
         if self.config.dropout_masks == "fast":
             return "dropout_masks='fast' draws other masks than eager"
         if not self.is_alone and name == TRAINING and not self.module.automatic_optimization:

@@ -25,7 +25,6 @@ import torch
 from torch import fx
 from typing_extensions import override
 
-from lightning_ort._memory import free_bytes, resident_bytes
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
@@ -34,10 +33,12 @@ from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler import malloc
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.graph_check import GraphDiffers
 from lightning_ort.compiler.nodes import num_operations
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
+from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps
@@ -54,8 +55,6 @@ from lightning_ort.strategies.race.ways import Ways, challengers
 
 QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
 NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
-# nothing is tried with less free memory than this, in bytes and as a share of what the process uses
-FREE, FREE_SHARE = 256 << 20, 0.25
 _NO_CONTEXT = nullcontext()
 
 
@@ -74,7 +73,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
-        self._audit = StepAudit(module, name)
+        self._audit, self._graph_audit = StepAudit(module, name), GraphAudit(module, name)
         self._view = RaceView(module, name)
 
     # Runs of the Trainer
@@ -173,7 +172,10 @@ class CapturedStep(AbstractContextManager[None]):
         if has_new_hooks and self._has_compiled(race):
             self._compile_with_hooks(race)
         left = module.steps_left(self._name, race.steps)
-        way = race.next(left, module.at_window_start(), lambda: _obstacle(module), self._memory)
+        room = module.room
+        if not self._compiled and race.champion is UNCHANGED:
+            room.see_unchanged()
+        way = race.next(left, module.at_window_start(), room.obstacle, room.used)
         if race.living.isdisjoint(self._compiled):  # to free one way makes dynamo compile the others again
             self._release(self._compiled)
         if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
@@ -226,12 +228,10 @@ class CapturedStep(AbstractContextManager[None]):
         agree = self._module.agree
         return figures if agree is None else agree(f"{self._name}/{key}", dict(figures))
 
-    def _memory(self) -> float:
-        return resident_bytes(self._module.device) or 0.0
-
     def _tell(self, race: Race) -> None:
         """Tell the race how the last steps went."""
-        self._turn.tell(race, self._memory)
+        self._turn.counts, self._graph_audit.compared = self._turn.counts and not self._graph_audit.compared, False
+        self._turn.tell(race, self._module.room.used)
         self._turn = Turn()
         while self._failures:
             race.fail(*self._failures.popitem())
@@ -350,6 +350,7 @@ class CapturedStep(AbstractContextManager[None]):
             agree=module.agree,
             refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
             split=lambda why: fail(way, failures.without_one_graph(way, why)),
+            check=weakly(self._graph_audit.check),
         )
 
     def _may_compile(self, gm: fx.GraphModule) -> bool:
@@ -445,7 +446,9 @@ class CapturedStep(AbstractContextManager[None]):
     def engine_failed(self, engine: str, error: Exception) -> None:
         """A graph of another compiler has failed while it ran."""
         way = self._turn.way
-        if way.engine == engine:
+        if way.engine == engine and isinstance(error, GraphDiffers):
+            self._fail(way, failures.graph_differs(way, str(error)))
+        elif way.engine == engine:
             self._fail(way, failures.of_torch_compile(f"{type(error).__name__}: {error}".splitlines()[0]))
 
     def _leave_as_wrong(self, text: str) -> None:
@@ -484,11 +487,3 @@ class _UserStep(NamedTuple):
     def function(self) -> Any:
         """It without its object, if it is a method."""
         return getattr(self.call, "__func__", self.call)
-
-
-def _obstacle(module: CapturedModule) -> str:
-    """Return why nothing new may be tried now: what is compiled takes memory, and so do two ways in turns."""
-    free, used = free_bytes(module.device), resident_bytes(module.device)
-    if free is None or used is None or free >= max(FREE, FREE_SHARE * used):
-        return ""
-    return f"only {free >> 20} MB of memory are free"

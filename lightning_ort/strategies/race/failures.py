@@ -112,6 +112,11 @@ def wrong(why: str) -> Failure:
     return Failure(Cause(Reason(ReasonType.MISMATCH, why), warns=True), final=True)
 
 
+def graph_differs(way: Way, text: str) -> Failure:
+    """Return the failure of a step whose compiled graph was found to compute something else than eager."""
+    return wrong(f"compiled by {label_of(way.engine)}, {text}. It stays in PyTorch from now on")
+
+
 def describe(way: Way, failure: Failure, was_used: bool) -> str:
     """Say why a way cannot go on, and what follows.
 

@@ -263,7 +263,7 @@ class Race:
         self,
         steps_left: float | None = None,
         may_change: bool = True,
-        obstacle: Callable[[], str] = lambda: "",
+        obstacle: Callable[[Way], str] = lambda way: "",
         memory: Callable[[], float] = lambda: 0.0,
     ) -> Way:
         """Return which way the next step runs.
@@ -271,17 +271,19 @@ class Race:
         Args:
             steps_left: How many steps are to come; ``None`` if nobody knows: then as many as were done.
             may_change: Whether another way may begin here, and not within a window of accumulated gradients.
-            obstacle: Returns why nothing new may be tried now; may be empty.
+            obstacle: Returns why a way may not run now beside the champion; may be empty.
             memory: Returns the bytes that the process uses; 0 if nobody knows.
 
         """
         self._left = self.steps if steps_left is None else steps_left
         if self._duel is None and may_change:
             if self.measured and self.champion != UNCHANGED and self.steps >= self._recheck:
-                self._duel = Duel(self.champion, UNCHANGED, self._ran)
+                fits = self._agree(f"recheck/{self._recheck}", {"fits": float(not obstacle(UNCHANGED))})["fits"]
+                self._duel = Duel(self.champion, UNCHANGED, self._ran) if fits else None
+                self._recheck += 0 if fits else self._interval
             elif self.has_challengers and self.steps >= self._next:
                 self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
-                self._consider(obstacle(), memory)
+                self._consider(obstacle, memory)
         self._way = self.champion if self._duel is None else self._duel.turn
         return self._way
 
@@ -409,11 +411,11 @@ class Race:
             return 0.0
         return math.inf if self.share == NO_LIMIT else max(0.0, share * self.usual * self._left - self.spent)
 
-    def _consider(self, obstacle: str, memory: Callable[[], float]) -> None:
+    def _consider(self, obstacle: Callable[[Way], str], memory: Callable[[], float]) -> None:
         for way in [*self._challengers]:
-            expected = self._expect(way)
+            expected, why = self._expect(way), obstacle(way)
             allowed = self._may_cost(expected)
-            pays = not obstacle and expected.cost < allowed
+            pays = not why and expected.cost < allowed
             # counted in questions, since duels are not equally long in all processes
             if self._agree(f"start/{way}/{self._count(way, 'waits')}", {"starts": float(pays)})["starts"]:
                 self._challengers.remove(way)
@@ -423,7 +425,7 @@ class Race:
                 else:
                     self.champion = way
                 return
-            self._note(way, "waits", obstacle or expected.why or Waiting(expected.cost, allowed))
+            self._note(way, "waits", why or expected.why or Waiting(expected.cost, allowed))
 
     def _settle(self, duel: Duel, memory: float) -> None:
         """Keep the faster way; all processes go by the times of the one that was done first."""
