@@ -86,7 +86,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(namespace.module), name)
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_ort._arguments import closest
+
+    # dunder names are asked for by Python and tools
+    hint = "" if name.startswith("_") else f": {closest(name, __all__, 'names')}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -24,8 +24,13 @@ def passed(name: str, value: Any, owner: str = "") -> str:
 
 
 def closest(name: object, allowed: Collection[str], what: str) -> str:
-    """Return a question with the allowed name that is closest, or a list of all names if none is close."""
-    close = difflib.get_close_matches(str(name), allowed, n=1)
+    """Return a question with the allowed name that is closest, or a list of all names if none is close.
+
+    The first one with all words of the name is closest: ``adamw_torch_fused`` for ``adamw_fused``.
+    """
+    words = set(str(name).split("_"))
+    close = [each for each in allowed if len(words) > 1 and words.issubset(each.split("_"))]
+    close = close or difflib.get_close_matches(str(name), allowed, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the {what} are {', '.join(allowed)}."
 
 

@@ -38,6 +38,10 @@ NAMES = {
     "ORTNativeZeRO1Strategy": [f"ort_zero1_native{suffix}" for suffix in _PARALLEL],
     "ORTZeRO1Strategy": ["ort_zero1", "ort_zero1_offload"],
 }
+# what people write -> the name that they mean
+_MEANT = {each: each for names in NAMES.values() for each in names}
+_MEANT |= {kind.lower(): names[0] for kind, names in NAMES.items()}
+_MEANT |= dict.fromkeys(("onnxruntime", "onnx", "lightning_ort"), "ort")
 _SHORT = ("ort", "ort_ddp", "ort_zero1", "ort_zero1_native", "ort_zero1_offload")  # without the variants of a name
 
 
@@ -78,13 +82,15 @@ class StrategyNames(list[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        ours = [each for names in NAMES.values() for each in names]
+        if isinstance(name, type) and name.__name__ in NAMES:
+            raise ValueError(f"Trainer(strategy={name.__name__}): pass an object and not the class, {name.__name__}().")
         # those of Lightning too, so that `fdsp` is no question about ours
-        close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) else []
-        if close and close[0] in ours:
+        meant = {**dict.fromkeys(self), **_MEANT}
+        close = difflib.get_close_matches(name.lower(), meant, n=1) if isinstance(name, str) else []
+        if close and (ours := meant[close[0]]) is not None:
             raise ValueError(
-                f"Trainer(strategy={name!r}): there is no such strategy; did you mean {close[0]!r}? The strategies of"
-                f" lightning-ort are {', '.join(each for each in ours if each in _SHORT)}."
+                f"Trainer(strategy={name!r}): there is no such strategy; did you mean {ours!r}? The strategies of"
+                f" lightning-ort are {', '.join(_SHORT)}."
             )
         return False
 

@@ -170,7 +170,7 @@ def to_table(trials: Sequence[Trial], title: str) -> PlainTable:
         table.add_column(column, justify="right")
     table.add_column("on ORT", justify="right")
     for trial in ranked:
-        name = f"{trial.name} *" if trial is ranked[0] and len(trials) > 1 else trial.name
+        name = f"{trial.name} *" if trial is ranked[0] and len(trials) > 1 and trial.rounds else trial.name
         table.add_row(name, *_cells(trial, baseline))
     for trial in trials:
         if trial.rounds and trial.why:

@@ -1,5 +1,6 @@
 """Find the object that a command line names."""
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -13,6 +14,8 @@ from lightning_ort._text import plain
 
 if TYPE_CHECKING:
     from lightning_ort.tuning.project import Project
+
+_SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")  # LightningCLI's
 
 
 def load(path: str, argument: str) -> Any:
@@ -29,6 +32,8 @@ def load(path: str, argument: str) -> Any:
     try:
         found: Any = _module_of(Path(source)) if source.endswith(".py") else _import(source)
         for part in name.split("."):
+            if not hasattr(found, part) and (close := difflib.get_close_matches(part, vars(found), n=1)):
+                sys.exit(plain(f"{argument}={path!r}: {source} has no {part!r}; did you mean {close[0]!r}?", "utf-8"))
             found = getattr(found, part)
     except Exception as error:  # the user's code is run
         sys.exit(plain(f"{argument}={path!r}: {described(error)}", "utf-8"))
@@ -89,6 +94,9 @@ def _configuration(path: Path) -> dict[str, Any]:
     sections = [found.get(name) or {} for name in ("trainer", "model", "data")] if isinstance(found, dict) else [None]
     if not all(isinstance(section, dict) for section in sections):
         sys.exit(f"--config={path}: this is no LightningCLI configuration: pass a file with trainer, model and data.")
+    for name in found:
+        if name not in _SECTIONS and (close := difflib.get_close_matches(str(name), _SECTIONS, n=1)):
+            sys.exit(plain(f"--config={path}: there is no section {name!r}; did you mean {close[0]!r}?", "utf-8"))
     return found
 
 

@@ -342,7 +342,7 @@ class CompileReport:
         """Write the report as one HTML page, as ``lightning-ort report`` does.
 
         Args:
-            path: The file to write.
+            path: The file to write; its folder is made where it is missing.
 
         Returns:
             The path.
@@ -351,6 +351,7 @@ class CompileReport:
         from lightning_ort.compiler.report_page import render
 
         output = Path(path)
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(render(self, output.name), encoding="utf-8", errors="xmlcharrefreplace")
         return output
 

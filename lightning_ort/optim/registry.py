@@ -4,7 +4,6 @@ A new one is a name in :data:`OptimName` and an entry in :data:`REPLACEMENTS`; :
 needs. For another algorithm, or states in a form of their own, :mod:`~lightning_ort.optim.states` has a line of each.
 """
 
-import difflib
 import functools
 import importlib
 import math
@@ -17,7 +16,7 @@ import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn, optim
 
-from lightning_ort._arguments import check_type
+from lightning_ort._arguments import check_type, closest
 from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
 from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
@@ -224,9 +223,7 @@ def check_name(name: str, argument: str = "optim") -> None:
     names = get_args(OptimName)
     check_type(argument, name, str, f"one of {', '.join(map(repr, names))}, or, to a strategy, an ORTOptimizer")
     if name not in names:
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(map(repr, names))}."
-        raise ValueError(f"{argument}={name!r} is not known. {hint}")
+        raise ValueError(f"{argument}={name!r} is not known: {closest(name, names, 'implementations')}")
 
 
 def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]:

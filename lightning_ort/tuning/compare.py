@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_ort.tuning.candidate import TuneError
 from lightning_ort.tuning.project import Project, start
 from lightning_ort.tuning.trainer_process import TrainerProcess, VariantFailed
 from lightning_ort.tuning.trials import Trial, in_turns
@@ -22,6 +23,8 @@ def compare(
 ) -> None:
     """Train a module in several ways and time them against each other; what came of it is noted in the trials.
 
+    If the first one fails in its first steps, the others are not tried: they are compared with it.
+
     Every candidate has a process of its own, so that none inherits another's compiled code, memory or settings. The
     order changes from round to round. ``KeyboardInterrupt`` ends the measurement early.
 
@@ -33,6 +36,9 @@ def compare(
         warm_up: Batches before the first one.
         folder: Each trial has a folder of its name in it for what its Trainer writes and prints.
         advance: Called before each sample with what will be done.
+
+    Raises:
+        TuneError: If the first one does not train.
 
     """
     first: dict[str, float] = {}  # seconds of a step while it compiles and warms up
@@ -46,6 +52,8 @@ def compare(
                 advance(f"{trial.name}: first steps")
                 if (sample := _tried(trial, partial(processes[trial.name].sample, warm_up))) is not None:
                     first[trial.name] = sample.step_seconds
+                elif trial is trials[0]:
+                    raise TuneError(f"{trial.name}, which the others are compared with, does not train: {trial.why}")
             for number in range(1, rounds + 1):
                 for trial in in_turns(trials, number):
                     advance(f"{trial.name}: round {number} of {rounds}")

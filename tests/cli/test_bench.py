@@ -294,11 +294,12 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
         ([], "Nothing to train"),
         (["nowhere.py:Small"], "there is no file"),
         ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
+        ([f"{MODULES}:Smll"], "did you mean 'Small'"),
         ([f"{MODULES}:Small", "--variants=[fast]"], "unknown engine 'fast'; allowed are stock, compile, ort"),
         ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: must be at least 1"),
         ([f"{MODULES}:Small", "--output=/proc/x"], "--output='/proc/x'"),
         ([f"{MODULES}:Small", "--ort_config.placment=always"], "did you mean 'placement'"),
-        ([f"{MODULES}:Small", "--variants=[ort+adamw_bnb_8bits]"], "Did you mean 'adamw_bnb_8bit'"),
+        ([f"{MODULES}:Small", "--variants=[ort+adamw_bnb_8bits]"], "did you mean 'adamw_bnb_8bit'"),
         (["--config=nowhere.yaml"], "--config=nowhere.yaml: there is no such file"),
     ],
 )
@@ -306,6 +307,19 @@ def test_bad_input(arguments: list[str], message: str, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, *arguments)
     assert message in str(caught.value)
+
+
+def test_nothing_is_compared_with_what_does_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = "from torch import nn\n\n\nclass Net(nn.Linear):\n    def __init__(self):\n        1 / 0\n"
+    (tmp_path / "net.py").write_text(source)
+    with pytest.raises(SystemExit, match="stock, which the others are compared with, does not train: .*division"):
+        run(monkeypatch, f"{tmp_path}/net.py:Net", "--variants", "stock", "ort", "--rounds=1", "--steps=1")
+
+
+def test_a_misspelt_section_gets_a_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("modell: {class_path: a.B}\n")
+    with pytest.raises(SystemExit, match="'modell'; did you mean 'model'"):
+        run(monkeypatch, f"--config={tmp_path}/config.yaml")
 
 
 def test_rows_are_sorted_by_the_speed_that_they_show() -> None:

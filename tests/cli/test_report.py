@@ -336,7 +336,7 @@ def test_two_runs_are_compared(everything: CompileReport, tmp_path: Path, monkey
 
 
 def test_report_writes_its_page(everything: CompileReport, tmp_path: Path) -> None:
-    path = everything.to_html(tmp_path / "run.html")
+    path = everything.to_html(tmp_path / "new" / "run.html")
     assert path.read_text(encoding="utf-8") == render(everything, "run.html")
     frame = everything._repr_html_()
     assert frame.startswith("<iframe srcdoc=")

@@ -164,6 +164,10 @@ def test_dry_run_shows_what_would_be_tried(
 def test_python_refuses_too() -> None:
     with pytest.raises(ValueError, match="Nothing to train"):
         lightning_ort.tune()
+    with pytest.raises(ValueError, match="no data to train with.*train_dataloader"):
+        lightning_ort.tune(Net)
+    with pytest.raises(TypeError, match="pass a LightningModule"):
+        lightning_ort.tune(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
     with pytest.raises(ValueError, match=r"time=0: must be above 0"):
         lightning_ort.tune(Net(), Data(), time=0)
     with pytest.raises(TuneError, match="does not train as it is.*NameError"):

@@ -407,7 +407,7 @@ def test_what_rounding_took_from_the_second_moment_is_converted_both_ways() -> N
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'adamw_bnb_8bit'"):
+    with pytest.raises(ValueError, match="did you mean 'adamw_bnb_8bit'"):
         OptimizerSwap("adam_bnb_8bit")
 
 

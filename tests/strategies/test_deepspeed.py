@@ -229,7 +229,7 @@ def test_offload(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
         ({"deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}, "overlap_comm"),
         ({"checkpoint": "files"}, "'file' or 'directory'"),
         ({"exclude_frozen_parameters": True}, "checkpoint='directory'"),
-        ({"optim": "adamw_fussed"}, "adamw_torch_fused|Did you mean"),
+        ({"optim": "adamw_fussed"}, "adamw_torch_fused|did you mean"),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -73,7 +73,7 @@ def test_settings_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_optim(monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., Any]) -> None:
     monkeypatch.setenv(OPTIM, "adafacto")
-    with pytest.raises(ValueError, match=f"{OPTIM}='adafacto' is not known. Did you mean 'adafactor'"):
+    with pytest.raises(ValueError, match=f"{OPTIM}='adafacto' is not known: did you mean 'adafactor'"):
         make_trainer(strategy="ort")
 
 

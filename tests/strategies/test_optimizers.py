@@ -319,5 +319,7 @@ def test_two_callbacks(make_trainer: Callable[..., Any]) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'adamw_torch_fused'"):
+    with pytest.raises(ValueError, match="did you mean 'adamw_torch_fused'"):
+        ORTStrategy(optim="adamw_fused")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="did you mean 'adamw_torch_fused'"):
         ORTStrategy(optim="adamw_torch_fuse")
