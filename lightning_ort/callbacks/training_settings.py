@@ -34,8 +34,6 @@ class TrainingSettingsCallback(_Callback):
 
     Args:
         batch_size: Examples in a batch.
-        whole_batches: Take a batch from a ``TensorDataset`` in one operation, where a DataLoader takes its examples one
-            by one. The batches are the same.
         num_workers: Processes that load data.
         pin_memory: Have the data in memory from which a GPU copies faster.
         persistent_workers: Keep the processes from epoch to epoch.
@@ -50,14 +48,13 @@ class TrainingSettingsCallback(_Callback):
 
     Example::
 
-        Trainer(callbacks=ORTTrainingSettings(whole_batches=True, channels_last=True))
+        Trainer(callbacks=ORTTrainingSettings(channels_last=True))
 
     """
 
     def __init__(
         self,
         batch_size: int | None = None,
-        whole_batches: bool = False,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
         persistent_workers: bool | None = None,
@@ -71,7 +68,6 @@ class TrainingSettingsCallback(_Callback):
             if value is not None:
                 check_integer(name, value, lowest[name], owner=_OWNER)
         for name, value in (
-            ("whole_batches", whole_batches),
             ("channels_last", channels_last),
             ("checkpoint_blocks", checkpoint_blocks),
         ):
@@ -82,8 +78,6 @@ class TrainingSettingsCallback(_Callback):
                 raise ValueError(f"{passed(name, value, _OWNER)}: needs num_workers of 1 or more.")
         settings = {"num_workers": num_workers, "pin_memory": pin_memory, **of_workers, "batch_size": batch_size}
         self._loader: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-        if whole_batches:
-            self._loader["whole_batches"] = True
         self._channels_last, self._threads, self._checkpoint_blocks = channels_last, threads, checkpoint_blocks
         self._undo: list[Callable[[], Any]] = []
 

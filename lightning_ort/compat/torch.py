@@ -30,6 +30,10 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
@@ -196,6 +200,36 @@ def without_tracing() -> AbstractContextManager[Any]:
 def fake_mode_of(value: Any) -> FakeTensorMode | None:
     """The mode in which a fake tensor was made, to compute with it; ``None`` for other values (torch 2.13)."""
     return getattr(value, "fake_mode", None)
+
+
+# Data
+
+
+def replace_fetch(make: Callable[[Any, Callable[[Any], Any]], Callable[[Any], Any]]) -> Callable[[], None]:
+    """Replace what makes batches, where it is ``default_collate`` without workers; return what undoes it.
+
+    ``make`` takes a map-style data set and torch's function from the indices of a batch to the collated batch, and
+    returns the one to use. What iterates already stays as it is (torch 2.13).
+    """
+    original = vars(_DatasetKind)["create_fetcher"]
+
+    def create_fetcher(kind: int, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool) -> Any:
+        fetcher = original.__func__(kind, dataset, auto_collation, collate_fn, drop_last)
+        is_usual = type(fetcher) is _MapDatasetFetcher and auto_collation and collate_fn is default_collate
+        if is_usual and get_worker_info() is None:
+            fetcher.fetch = make(dataset, fetcher.fetch)
+        return fetcher
+
+    _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+    return functools.partial(setattr, _DatasetKind, "create_fetcher", original)
+
+
+def collates_tensors_as_usual() -> bool:
+    """Whether ``default_collate`` stacks tensors and descends into tuples and dictionaries (torch 2.13)."""
+    known = default_collate_fn_map
+    return known.get(torch.Tensor) is collate_tensor_fn and not any(
+        issubclass(own, key) for own in (tuple, dict) for key in known
+    )
 
 
 # Symbolic sizes

@@ -5,7 +5,7 @@ is replaced, which all of torch's dropouts call, by one that leaves large tensor
 :class:`~lightning_ort.compiler.mask_kernel.MaskKernel`.
 """
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +15,12 @@ from lightning_ort.compat.torch import replace_kernel
 from lightning_ort.compiler.cache import Cache
 from lightning_ort.compiler.mask_kernel import MIN_ELEMENTS, mask_kernel
 from lightning_ort.compiler.masks import draw_by_kernel, matches_torch
+from lightning_ort.strategies.while_running import WhileRunning
 
 _OP = "aten::bernoulli_.float"
 # A call from C++ into Python takes some microseconds. Where this many have come and most were small, that is all there
 # is to gain.
 _CALLS = 64
-
-_lock = threading.Lock()  # runs may be in several threads
-_runs: "tuple[DropoutMasks, ...]" = ()
-_undo: Callable[[], None] | None = None
 
 
 class DropoutMasks:
@@ -39,7 +36,7 @@ class DropoutMasks:
         self._drawn_before = mask_kernel().drawn
         if device.type == "cpu" and matches_torch():
             mask_kernel().use_cache(cache)
-            _set_runs(lambda runs: (*runs, self))
+            _replaced.begin(self)
 
     def begin_step(self) -> None:
         """End it if there is nothing to gain."""
@@ -48,8 +45,7 @@ class DropoutMasks:
 
     def teardown(self) -> None:
         """Undo :meth:`setup`; a second call does nothing."""
-        if self in _runs:
-            _set_runs(lambda runs: tuple(run for run in runs if run is not self))
+        _replaced.end(self)
 
     @property
     def text(self) -> str:
@@ -63,24 +59,12 @@ class DropoutMasks:
         return vars(DropoutMasks())  # a copy is in no run
 
 
-def _set_runs(change: Callable[[tuple[DropoutMasks, ...]], tuple[DropoutMasks, ...]]) -> None:
-    """Replace torch's kernel if there is a run, and put it back if there is none."""
-    global _runs, _undo
-    with _lock:
-        _runs = change(_runs)
-        if _runs and _undo is None:
-            _undo = replace_kernel(_OP, "CPU", _kernel)
-        elif not _runs and _undo is not None:
-            _undo()
-            _undo = None
-
-
 def _kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     # dynamo sees this call where a frame that it leaves to Python draws a mask
     @torch.compiler.disable
     def bernoulli_(out: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
         large = out.numel() >= MIN_ELEMENTS
-        for run in _runs:
+        for run in _replaced.runs:
             if large:
                 run.large += 1
             else:
@@ -88,3 +72,6 @@ def _kernel(original: Callable[..., Any]) -> Callable[..., Any]:
         return out if large and draw_by_kernel(out, p, generator) else original(out, p, generator=generator)
 
     return bernoulli_
+
+
+_replaced: WhileRunning[DropoutMasks] = WhileRunning(functools.partial(replace_kernel, _OP, "CPU", _kernel))

@@ -6,6 +6,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.capture.capture.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
+- :class:`~lightning_ort.strategies.whole_batches.WholeBatches`: batches of tensors are fetched at once
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused
@@ -42,6 +43,7 @@ from lightning_ort.strategies.optimizers import (
     swap_optimizers,
 )
 from lightning_ort.strategies.report_delivery import ReportDelivery
+from lightning_ort.strategies.whole_batches import WholeBatches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -93,6 +95,7 @@ class ORTMixin(_Strategy):
         self._swap = parse_optim(optim)
         self._capture = Capture(self.ort_config)
         self._masks = DropoutMasks()
+        self._batches = WholeBatches()
         self._delivery = ReportDelivery(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
         self._updates = False  # whether the update may be called without the closure
@@ -132,11 +135,13 @@ class ORTMixin(_Strategy):
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
         self._masks.setup(self.root_device, self._capture.cache)
+        self._batches.setup()
 
     @override
     def teardown(self) -> None:
         self._memory.teardown()
         self._masks.teardown()
+        self._batches.teardown()
         self.report.dropout_masks = self._masks.text
         self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
@@ -222,7 +227,7 @@ class ORTMixin(_Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        parts = ("_memory", "_masks", "_capture", "_delivery")  # a copy of the strategy has its own
+        parts = ("_memory", "_masks", "_batches", "_capture", "_delivery")  # a copy of the strategy has its own
         return {**state, **{name: copy.copy(state[name]) for name in parts}}
 
 

@@ -12,7 +12,7 @@ from lightning_ort.optim.registry import check_name
 Path = tuple[str | int, ...]  # of a value in a configuration
 
 MATMUL_PRECISIONS = ("high", "medium")
-_OF_LOADER = ("whole_batches", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+_OF_LOADER = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 _OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
 
 
@@ -63,8 +63,7 @@ class Candidate:
         accumulate: Batches whose gradients are added up.
         recompute: As in ``ORTConfig``.
         host_memory: As in ``ORTStrategy``.
-        whole_batches: This and the others as in ``ORTTrainingSettings``.
-        num_workers: Processes that load data.
+        num_workers: This and the others as in ``ORTTrainingSettings``.
         pin_memory: Have the data in memory from which a GPU copies faster.
         persistent_workers: Keep the processes from epoch to epoch.
         prefetch_factor: Batches that each of the processes has ready.
@@ -81,7 +80,6 @@ class Candidate:
     accumulate: int | None = None
     recompute: int | None = None
     host_memory: str | None = None
-    whole_batches: bool | None = None
     num_workers: int | None = None
     pin_memory: bool | None = None
     persistent_workers: bool | None = None

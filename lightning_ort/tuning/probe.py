@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.callbacks.loaders import fixed_batches, not_in_whole_batches
+from lightning_ort.callbacks.loaders import fixed_batches
 from lightning_ort.callbacks.training_settings import BATCH_NORMS, repeated_blocks
+from lightning_ort.strategies.whole_batches import is_made_of_tensors
 from lightning_ort.tuning.candidate import NOT_COMPILED, Candidate
 from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, Saved, SavedTensors, StepMemory, model_of, states_of
 from lightning_ort.tuning.project import GIVEN, Project, train
@@ -40,7 +41,7 @@ class Facts:
     accumulate: int
     batch_argument: bool  # whether the data has an argument batch_size
     fixed_batches: str | None  # why the batch size cannot be changed
-    not_in_whole_batches: str | None
+    made_of_tensors: bool  # whether a batch of the data takes one operation per tensor
     num_workers: int
     optimizers: list[str]  # classes
     fusable: bool  # whether torch has a fused implementation that is not used
@@ -184,7 +185,7 @@ class _Probe:
             accumulate=trainer.accumulate_grad_batches,
             batch_argument=batch_argument,
             fixed_batches=fixed_batches(loader),
-            not_in_whole_batches=not_in_whole_batches(loader),
+            made_of_tensors=is_made_of_tensors(getattr(loader, "dataset", None)),
             num_workers=getattr(loader, "num_workers", 0),
             optimizers=[type(one).__name__ for one in trainer.optimizers],
             fusable=any(_fusable(one) for one in trainer.optimizers),

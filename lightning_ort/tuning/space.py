@@ -138,8 +138,6 @@ def _processes(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option
 
 
 def _loading(best: Candidate, facts: Facts) -> Iterator[Option]:
-    if facts.not_in_whole_batches is None:
-        yield Option(best.but(whole_batches=True), "the examples of a batch are taken from the tensors at once")
     more = best.but(num_workers=1, persistent_workers=True)
     cores = os.cpu_count() or 1
     if facts.num_workers == 0:
@@ -148,7 +146,7 @@ def _loading(best: Candidate, facts: Facts) -> Iterator[Option]:
         yield Option(best.but(prefetch_factor=_AHEAD), f"{_AHEAD} batches of each process ahead even out slow ones")
     wanted = min(cores, 4)
     shared = not facts.stream or facts.num_workers > 1  # or else each process loads all examples
-    if shared and wanted > 1 and wanted != facts.num_workers and facts.not_in_whole_batches is not None:
+    if shared and wanted > 1 and wanted != facts.num_workers and not facts.made_of_tensors:
         yield Option(more.but(num_workers=wanted), f"{wanted} processes load while this one computes")
     if facts.device == "cuda":
         workers = max(facts.num_workers, 1)

@@ -154,7 +154,7 @@ def test_dry_run_shows_what_would_be_tried(
     monkeypatch.setattr(probe, "bfloat16_speed", lambda: 2.0)
     run(monkeypatch, "--config=config.yaml", "--dry-run")
     shown = capsys.readouterr().out
-    for text in ("whole_batches", "bf16-mixed", "batch_size=4 accumulate=2", "--time allows 5.0", "MB of tensors"):
+    for text in ("num_workers=1", "bf16-mixed", "batch_size=4 accumulate=2", "--time allows 5.0", "MB of tensors"):
         assert text in shown
     run(monkeypatch, "--config=config.yaml", "--dry-run", "--keep-numerics")
     assert "bf16-mixed" not in capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_notes_on_devices_and_batches() -> None:
 
 
 def test_a_note_on_a_dataloader_that_is_passed() -> None:
-    trial = Trial(Candidate(whole_batches=True), "a stage", "a reason", 4, 1)
+    trial = Trial(Candidate(num_workers=1), "a stage", "a reason", 4, 1)
     (note,) = api.notes_on(Project(module=Net), Outcome(trial, trial, [trial]), given_loader=True)
     assert "return it from train_dataloader of your module" in note
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorToInt, ToFloat, Where
+from torch.utils.data import DataLoader
 
 from lightning_ort.compat import torch as compat
 
@@ -357,3 +358,20 @@ def test_float32_matmul_precision() -> None:
     finally:
         backend.fp32_precision = kept  # type: ignore[attr-defined]
         torch.set_float32_matmul_precision(before)
+
+
+def test_what_fetches_batches_is_replaced_and_put_back() -> None:
+    def make(dataset: Any, fetch: Any) -> Any:
+        return lambda indices: (fetch(indices), dataset)
+
+    data, own = torch.arange(4), DataLoader(torch.arange(4), batch_size=2, collate_fn=list)
+    undo = compat.replace_fetch(make)
+    try:
+        ((batch, dataset), _) = DataLoader(data, batch_size=2)
+        assert batch.tolist() == [0, 1]
+        assert dataset is data
+        assert list(own) == [[0, 1], [2, 3]]
+    finally:
+        undo()
+    assert [batch.tolist() for batch in DataLoader(data, batch_size=2)] == [[0, 1], [2, 3]]
+    assert compat.collates_tensors_as_usual()

@@ -90,7 +90,7 @@ def fit(make_trainer: Callable[..., Any], strategy: Any, kind: type[Dropping] = 
 
 
 def is_replaced() -> bool:
-    return dropout_masks._undo is not None
+    return bool(dropout_masks._replaced.runs)
 
 
 @needs_kernel

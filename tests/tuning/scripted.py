@@ -24,7 +24,7 @@ def facts(**changes: Any) -> Facts:
         "stream": False,
         "batch_argument": True,
         "fixed_batches": None,
-        "not_in_whole_batches": None,
+        "made_of_tensors": True,
         "num_workers": 0,
         "optimizers": ["AdamW"],
         "fusable": True,

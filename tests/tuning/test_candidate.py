@@ -89,14 +89,14 @@ def test_precision() -> None:
 
 
 def test_callbacks_are_added() -> None:
-    made = trainer(Candidate(engine="stock", optim="auto", whole_batches=True, threads=1))
+    made = trainer(Candidate(engine="stock", optim="auto", pin_memory=True, threads=1))
     assert made["callbacks"] == [
         {"class_path": "mine.Callback"},
         {"class_path": "lightning_ort.ORTOptimizer", "init_args": {"name": "auto"}},
-        {"class_path": "lightning_ort.ORTTrainingSettings", "init_args": {"whole_batches": True, "threads": 1}},
+        {"class_path": "lightning_ort.ORTTrainingSettings", "init_args": {"pin_memory": True, "threads": 1}},
     ]
     again = trainer(Candidate(threads=2), {"trainer": made})
-    assert again["callbacks"][-1]["init_args"] == {"whole_batches": True, "threads": 2}
+    assert again["callbacks"][-1]["init_args"] == {"pin_memory": True, "threads": 2}
     assert len(again["callbacks"]) == 3
 
 
@@ -148,7 +148,7 @@ def commented_lines(config: Any, candidate: Candidate, **more: Any) -> dict[str,
 def test_comments_are_beside_values_in_lists_and_arguments() -> None:
     config = {"trainer": {"plugins": ["mine.Plugin"], "callbacks": ["mine.Callback"]}}
     candidate = Candidate(
-        engine="auto", precision="medium", optim="keep", recompute=1, host_memory="default", whole_batches=True
+        engine="auto", precision="medium", optim="keep", recompute=1, host_memory="default", channels_last=True
     )
     assert commented_lines(config, candidate) == {
         "class_path: lightning_ort.ORTStrategy": "engine",
@@ -157,7 +157,7 @@ def test_comments_are_beside_values_in_lists_and_arguments() -> None:
         "optim: keep": "optim",
         "recompute: 1": "recompute",
         "host_memory: default": "host_memory",
-        "whole_batches: true": "whole_batches",
+        "channels_last: true": "channels_last",
     }
     assert commented_lines(config, Candidate(engine="ort_ddp"), devices=2) == {
         "class_path: lightning_ort.ORTDDPStrategy": "engine",

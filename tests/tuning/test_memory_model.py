@@ -104,7 +104,7 @@ def test_a_work_space_is_what_is_neither_there_before_nor_after() -> None:
 def test_facts(tmp_path: Path) -> None:
     facts = probe(tmp_path)
     assert (facts.module, facts.device, facts.optimizers, facts.fusable) == ("Wide", "cpu", ["AdamW"], True)
-    assert (facts.fixed_batches, facts.not_in_whole_batches, facts.batch_argument) == (None, None, False)
+    assert (facts.fixed_batches, facts.made_of_tensors, facts.batch_argument) == (None, True, False)
     assert not facts.batch_norm
     assert not facts.convolutions
     assert facts.bfloat16 > 0

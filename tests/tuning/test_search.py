@@ -28,27 +28,27 @@ def tried(outcome: Outcome, **settings: object) -> Trial:
 def test_the_fastest_of_each_stage_goes_on() -> None:
     gains = {
         ("engine", "ort"): 1.5,
-        ("whole_batches", True): 1.3,
+        ("channels_last", True): 1.3,
         ("threads", 1): 0.8,
         ("precision", "bf16-mixed"): 0.5,
     }
     machine = Machine(gains)
     outcome = search(machine)
-    assert outcome.best.candidate == Candidate(engine="ort", whole_batches=True)
+    assert outcome.best.candidate == Candidate(engine="ort", channels_last=True)
     found = speed(outcome.best, outcome.own)
     assert found is not None
     assert found.median == pytest.approx(1.95, rel=0.05)
     assert found.low > 1
     assert [one.candidate for one in outcome.trials if one.verdict == "won"] == [
         Candidate(engine="ort"),
-        Candidate(engine="ort", whole_batches=True),
+        Candidate(engine="ort", channels_last=True),
     ]
     assert machine.running == {}
     assert machine.now < 300
 
 
 def test_what_is_slower_changes_nothing() -> None:
-    gains = {("engine", "ort"): 0.9, ("engine", "stock"): 0.8, ("engine", "auto"): 0.7, ("whole_batches", True): 0.9}
+    gains = {("engine", "ort"): 0.9, ("engine", "stock"): 0.8, ("engine", "auto"): 0.7}
     gains |= {("channels_last", True): 0.9, ("threads", 1): 0.9, ("num_workers", 1): 0.9, ("batch_size", 16): 0.9}
     gains |= {("precision", "medium"): 0.9}
     outcome = search(Machine(gains))
@@ -56,7 +56,7 @@ def test_what_is_slower_changes_nothing() -> None:
     assert {one.verdict for one in outcome.trials} == {"measured"}
 
 
-@pytest.mark.parametrize("seconds", [20.0, 40.0, 60.0, 120.0])
+@pytest.mark.parametrize("seconds", [20.0, 40.0, 60.0, 100.0])
 def test_never_longer_than_the_time(seconds: float) -> None:
     machine = Machine({("engine", "ort"): 1.5}, startup=2.0)
     outcome = search(machine, seconds=seconds)
@@ -105,11 +105,11 @@ def test_bfloat16_is_not_tried_where_it_is_emulated() -> None:
 def test_interrupted_search_keeps_the_best_so_far() -> None:
     class Interrupted(Machine):
         def sample(self, candidate: Candidate, steps: int, timeout: float) -> object:
-            if candidate.whole_batches:
+            if candidate.channels_last:
                 raise KeyboardInterrupt
             return super().sample(candidate, steps, timeout)
 
-    machine = Interrupted({("engine", "ort"): 1.5, ("whole_batches", True): 2.0})
+    machine = Interrupted({("engine", "ort"): 1.5, ("channels_last", True): 2.0})
     outcome = search(machine)
     assert outcome.best.candidate == Candidate(engine="ort")
     assert any("interrupted" in note for note in outcome.notes)
@@ -169,7 +169,7 @@ def test_a_batch_whose_first_dimension_is_another_is_not_counted() -> None:
 @pytest.mark.parametrize(("workers", "expected"), [(0, {None, 1}), (2, {None, 4})])
 def test_a_stream_is_not_seen_several_times(workers: int, expected: set, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    stream = {"stream": True, "num_workers": workers, "not_in_whole_batches": "the data is a Stream"}
+    stream = {"stream": True, "num_workers": workers, "made_of_tensors": False}
     outcome = search(Machine(), found=stream, devices=2)
     assert {one.candidate.num_workers for one in outcome.trials} == expected
     assert {one.processes for one in outcome.trials} == {1}
@@ -294,7 +294,7 @@ def test_slow_steps_do_not_run_out_of_time_in_a_round(seconds: float) -> None:
                 self.late += self.running.get(candidate, 0) >= 10  # warmed up
                 raise
 
-    machine = Asked({("engine", "ort"): 1.5, ("whole_batches", True): 1.2}, step=4.0, startup=5.0)
+    machine = Asked({("engine", "ort"): 1.5, ("channels_last", True): 1.2}, step=4.0, startup=5.0)
     outcome = search(machine, seconds=seconds)
     assert machine.late == 0
     assert outcome.best.candidate.engine == "ort"
@@ -410,7 +410,7 @@ def test_a_second_interrupt_does_not_lose_the_results() -> None:
         interrupted = False
 
         def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
-            if candidate.whole_batches:
+            if candidate.channels_last:
                 self.interrupted = True
                 signal.raise_signal(signal.SIGINT)
             return super().sample(candidate, steps, timeout)
@@ -436,6 +436,6 @@ def test_batch_norm_keeps_its_batches_under_keep_numerics() -> None:
 
 
 def test_each_candidate_runs_once() -> None:
-    machine = Machine({("engine", "ort"): 1.5, ("whole_batches", True): 1.3})
+    machine = Machine({("engine", "ort"): 1.5, ("channels_last", True): 1.3})
     search(machine)
     assert len(machine.started) == len(set(machine.started))

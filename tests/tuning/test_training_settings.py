@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_ort import ORTTrainingSettings
-from lightning_ort.callbacks.loaders import changed, fixed_batches, not_in_whole_batches
+from lightning_ort.callbacks.loaders import changed, fixed_batches
 from lightning_ort.callbacks.training_settings import _recomputing, repeated_blocks
 
 DATA = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
@@ -66,27 +66,6 @@ def assert_same(batches: list[Any], others: list[Any]) -> None:
     for ours, theirs in zip(batches, others, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "dataset", [DATA, Subset(DATA, [3, 1, 4, 9, 5]), Subset(Subset(DATA, [9, 8, 7, 6]), [1, 0, 3]), DATA.tensors[0]]
-)
-def test_whole_batches_are_the_same_batches(dataset: Any) -> None:
-    loader = DataLoader(dataset, batch_size=3)
-    assert not_in_whole_batches(loader) is None
-    usual, whole = list(loader), list(changed(loader, whole_batches=True))
-    assert type(usual[0]) is type(whole[0])
-    for one, other in zip(usual, whole, strict=True):
-        assert_same([one] if isinstance(one, list) else [[one]], [other] if isinstance(one, list) else [[other]])
-
-
-def test_order_of_a_shuffled_fit_stays(make_trainer: Callable[..., Any]) -> None:
-    data = Data()
-    usual = fit(make_trainer, None, data)
-    whole = fit(make_trainer, ORTTrainingSettings(whole_batches=True), data)
-    assert_same(usual.seen, whole.seen)
-    assert torch.equal(usual.head.weight, whole.head.weight)
-    assert "train_dataloader" not in vars(data)
 
 
 def test_batch_size(make_trainer: Callable[..., Any]) -> None:
@@ -146,20 +125,19 @@ class Own(DataLoader):
 
 
 @pytest.mark.parametrize(
-    ("loader", "batches", "whole"),
+    ("loader", "batches"),
     [
-        (Own(DATA), "comes from a Own", "comes from a Own"),
-        (DataLoader(DATA, batch_size=None), "batch_size=None", "function of its own"),
-        (DataLoader(Stream(), batch_size=None), "batch_size=None", "function of its own"),
-        (DataLoader(DATA, batch_sampler=Own), "a batch sampler of its own", None),
-        (DataLoader(Stream(), batch_size=2), None, "the data is a Stream"),
-        (DataLoader(DATA, collate_fn=list), None, "function of its own"),
+        (Own(DATA), "comes from a Own"),
+        (DataLoader(DATA, batch_size=None), "batch_size=None"),
+        (DataLoader(Stream(), batch_size=None), "batch_size=None"),
+        (DataLoader(DATA, batch_sampler=Own), "a batch sampler of its own"),
+        (DataLoader(Stream(), batch_size=2), None),
     ],
 )
-def test_what_cannot_be_changed(loader: Any, batches: str | None, whole: str | None) -> None:
-    for found, expected in ((fixed_batches(loader), batches), (not_in_whole_batches(loader), whole)):
-        assert (found is None) == (expected is None)
-        assert expected is None or expected in found
+def test_what_cannot_be_changed(loader: Any, batches: str | None) -> None:
+    found = fixed_batches(loader)
+    assert (found is None) == (batches is None)
+    assert batches is None or batches in found
 
 
 def test_a_stream_in_other_batches() -> None:
@@ -187,8 +165,6 @@ def test_batches_that_are_not_the_loaders_stay(loader: DataLoader) -> None:
     usual, again = list(loader), list(changed(loader, pin_memory=False))
     assert len(usual) == len(again) > 0
     assert repr(usual) == repr(again)
-    if not_in_whole_batches(loader) is None:
-        assert repr(list(changed(loader, whole_batches=True))) == repr(usual)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +193,7 @@ def test_what_cannot_be_set(settings: Any, data: Any, message: str, make_trainer
     [
         ({"batch_size": 0}, r"ORTTrainingSettings\(batch_size=0\): must be at least 1"),
         ({"threads": 1.5}, "pass an integer"),
-        ({"whole_batches": "yes"}, "choose one of True, False"),
+        ({"channels_last": "yes"}, "choose one of True, False"),
         ({"num_workers": 0, "persistent_workers": True}, "needs num_workers of 1 or more"),
     ],
 )

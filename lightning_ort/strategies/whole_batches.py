@@ -1,0 +1,178 @@
+"""Fetch the examples of a batch from tensors at once, with the same values: :class:`WholeBatches`.
+
+A DataLoader takes examples one by one and stacks them. Where a data set is made of tensors, and the loader has torch's
+own ``collate_fn`` and no workers, that is one operation per tensor. Only the way from the indices of a batch to the
+batch is replaced: loaders, samplers, random numbers and pinned memory are torch's. Any doubt is resolved by what is
+replaced, which also raises what there is to be raised.
+"""
+
+import bisect
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch
+from lightning_ort.strategies.while_running import WhileRunning
+
+_FEWEST = 4  # examples: fewer are faster one by one
+# what reads the examples of torch's data sets, and where they keep them
+_FIELDS: dict[Any, tuple[str, ...]] = {
+    TensorDataset: ("tensors",),
+    Subset: ("dataset", "indices"),
+    StackDataset: ("datasets",),
+    ConcatDataset: ("datasets", "cumulative_sizes"),
+}
+_METHODS = {kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for kind in _FIELDS}
+
+
+class _OneByOne(Exception):
+    """Whether these examples can be taken at once is not known."""
+
+
+class WholeBatches:
+    """Has the DataLoaders of this process fetch whole batches while a run lasts."""
+
+    def setup(self) -> None:
+        """Begin a run."""
+        _fetched_whole.begin(self)
+
+    def teardown(self) -> None:
+        """End it; a second call does nothing."""
+        _fetched_whole.end(self)
+
+
+def is_made_of_tensors(dataset: Any) -> bool:
+    """Return whether the examples of a data set are parts of tensors, as far as its classes say."""
+    kind = _kind(dataset)
+    if kind is Subset:
+        return is_made_of_tensors(dataset.dataset)
+    if kind in (StackDataset, ConcatDataset):
+        parts = dataset.datasets
+        return all(map(is_made_of_tensors, parts.values() if isinstance(parts, dict) else parts))
+    return kind is not None
+
+
+def _kind(dataset: Any) -> type | None:
+    """Return which of torch's classes reads the examples; ``None`` if it is another, or a part is overridden."""
+    own = type(dataset)
+    if own is Tensor:
+        return Tensor
+    kind = own if own in _FIELDS else next((one for one in _FIELDS if isinstance(dataset, one)), None)
+    if kind is None or "__getitems__" in vars(dataset):
+        return None
+    if own is not kind and (
+        own.__getattribute__ is not object.__getattribute__
+        or any(hasattr(own, name) for name in ("__getattr__", *_FIELDS[kind]))  # a property, perhaps
+    ):
+        return None
+    return kind if (own.__getitem__, getattr(own, "__getitems__", None)) == _METHODS[kind] else None
+
+
+def _replaced(dataset: Any, one_by_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what fetches the examples of a data set at the indices of a batch and collates them."""
+    if not is_made_of_tensors(dataset) or not collates_tensors_as_usual():
+        return one_by_one
+    at_once = True
+
+    def fetch(indices: Any) -> Any:
+        nonlocal at_once
+        if at_once and type(indices) is list and len(indices) >= _FEWEST:
+            try:
+                return _batch(dataset, _integers(indices))
+            except Exception:  # whatever it is, torch's own way knows what to do
+                at_once = False
+        return one_by_one(indices)
+
+    return fetch
+
+
+_fetched_whole: WhileRunning[WholeBatches] = WhileRunning(functools.partial(replace_fetch, _replaced))
+
+
+def _batch(dataset: Any, indices: list[int]) -> Any:
+    """Return the examples as ``default_collate`` returns them."""
+    kind = _kind(dataset)
+    if kind is TensorDataset:
+        index = _index(indices)
+        return [_rows(tensor, index) for tensor in dataset.tensors]
+    if kind is Tensor:
+        return _rows(dataset, _index(indices))
+    if kind is Subset:
+        return _batch(dataset.dataset, _of_subset(dataset.indices, indices))
+    if kind is StackDataset:
+        parts = dataset.datasets
+        if isinstance(parts, dict):
+            return {name: _batch(part, indices) for name, part in parts.items()}
+        return [_batch(part, indices) for part in parts]
+    if kind is ConcatDataset:
+        return _of_concatenated(dataset, indices)
+    raise _OneByOne
+
+
+def _integers(indices: list[Any]) -> list[int]:
+    kinds = set(map(type, indices))
+    if kinds == {int}:
+        return indices
+    if all(issubclass(kind, np.integer) for kind in kinds):
+        return list(map(int, indices))
+    if kinds == {Tensor} and all(index.dtype is torch.int64 and index.dim() == 0 for index in indices):
+        return torch.stack(indices).tolist()
+    raise _OneByOne  # to a tensor True is no number, and a slice no example
+
+
+def _index(indices: list[int]) -> Tensor:
+    return torch.tensor(indices, device="cpu")
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    # an example that is not contiguous is copied slower at once than one by one
+    if type(tensor) is not Tensor or tensor.requires_grad or not (tensor.is_contiguous() or tensor[0].is_contiguous()):
+        raise _OneByOne
+    return tensor.index_select(0, index.to(tensor.device))
+
+
+def _of_subset(own: Any, indices: list[int]) -> list[int]:
+    if type(own) in (list, tuple, range):
+        return _integers([own[index] for index in indices])
+    is_vector = getattr(own, "ndim", 0) == 1
+    if is_vector and type(own) is np.ndarray and own.dtype.kind in "iu":
+        return own[_index(indices).numpy()].tolist()
+    if is_vector and type(own) is Tensor and own.dtype is torch.int64:
+        return own[_index(indices)].tolist()
+    raise _OneByOne
+
+
+def _of_concatenated(dataset: ConcatDataset[Any], indices: list[int]) -> Any:
+    ends = dataset.cumulative_sizes
+    places: dict[int, list[int]] = {}  # in the batch, by data set
+    for place, index in enumerate(indices):
+        if index < 0:
+            raise _OneByOne
+        places.setdefault(bisect.bisect_right(ends, index), []).append(place)
+    parts = [
+        _batch(dataset.datasets[number], [indices[place] - (ends[number - 1] if number else 0) for place in found])
+        for number, found in places.items()
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    order = [place for found in places.values() for place in found]
+    return _merged(parts, torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu"))
+
+
+def _merged(parts: list[Any], index: Tensor) -> Any:
+    """Return parts of a batch as one, in another order."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) == 1:
+            return torch.cat(parts).index_select(0, index.to(first.device))
+    elif isinstance(first, list):
+        if {len(part) for part in parts if type(part) is list} == {len(first)}:
+            return [_merged(list(same), index) for same in zip(*parts, strict=True)]
+    elif all(type(part) is dict and part.keys() == first.keys() for part in parts):
+        return {name: _merged([part[name] for part in parts], index) for name in first}
+    raise _OneByOne
