@@ -294,7 +294,7 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
         ([], "Nothing to train"),
         (["nowhere.py:Small"], "there is no file"),
         ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
-        ([f"{MODULES}:Smll"], "did you mean 'Small'"),
+        ([f"{MODULES}:Smalls"], "did you mean 'Small'"),
         ([f"{MODULES}:Small", "--variants=[fast]"], "unknown engine 'fast'; allowed are stock, compile, ort"),
         ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: must be at least 1"),
         ([f"{MODULES}:Small", "--output=/proc/x"], "--output='/proc/x'"),
@@ -317,8 +317,8 @@ def test_nothing_is_compared_with_what_does_not_train(monkeypatch: pytest.Monkey
 
 
 def test_a_misspelt_section_gets_a_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("modell: {class_path: a.B}\n")
-    with pytest.raises(SystemExit, match="'modell'; did you mean 'model'"):
+    (tmp_path / "config.yaml").write_text("models: {class_path: a.B}\n")
+    with pytest.raises(SystemExit, match="'models'; did you mean 'model'"):
         run(monkeypatch, f"--config={tmp_path}/config.yaml")
 
 
