@@ -46,7 +46,7 @@ def _read(file: Path) -> CompileReport:
         return CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
         text = error.strerror if isinstance(error, OSError) else error
-        sys.exit(f"{file}: {text}\nPass a file that a run of this version wrote with ORTConfig(report=PATH).")
+        sys.exit(f"{file}: {text}\nPass a file that a run wrote with ORTConfig(report=PATH).")
 
 
 def _ranks(file: Path, first: CompileReport) -> list[CompileReport]:

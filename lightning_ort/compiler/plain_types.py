@@ -10,6 +10,10 @@ def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
     return [each for each in dataclasses.fields(kind) if each.metadata.get("json", True)]
 
 
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not field.default is field.default_factory is dataclasses.MISSING
+
+
 def to_plain(value: Any) -> Any:
     """A value as the types of JSON."""
     if dataclasses.is_dataclass(value):
@@ -24,11 +28,16 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, data: Any) -> Any:
-    """The value of a type that :func:`to_plain` made the data from; KeyError or TypeError if it is other data."""
+    """The value of a type that :func:`to_plain` made the data from; KeyError or TypeError if it is other data.
+
+    A field that is missing has its default, and what is no field is left out: the data may be of an older version.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        values = {each.name: from_plain(each.type, data[each.name]) for each in _json_fields(kind)}
-        return kind(**values)  # type: ignore[operator]
+        if not isinstance(data, dict):
+            raise TypeError(f"{data!r} is not {kind}")
+        wanted = [each for each in _json_fields(kind) if each.name in data or not _has_default(each)]
+        return kind(**{each.name: from_plain(each.type, data[each.name]) for each in wanted})  # type: ignore[operator]
     if type(None) in arguments:
         return None if data is None else from_plain(arguments[0], data)
     if origin is dict and isinstance(data, dict):

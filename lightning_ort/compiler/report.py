@@ -236,6 +236,9 @@ def _of_run(name: str) -> Any:
     return property(lambda self: getattr(self.run, name), lambda self, value: setattr(self.run, name, value))
 
 
+FORMAT = 1  # of the JSON; a field that is new needs no other, one that goes or has another meaning does
+
+
 @dataclass
 class CompileReport:
     """Everything that a backend compiled, and what the run did around it.
@@ -297,28 +300,31 @@ class CompileReport:
         for step, entry in zip(self.steps, data["steps"], strict=True):
             entry["engine"] = step.engine
         derived = {"verdict": self.run.verdict, "ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction}
-        return {**derived, **data}
+        return {"format": FORMAT, **derived, **data}
 
     @classmethod
     def from_dict(cls, data: Any) -> "CompileReport":
         """Return the report that :meth:`to_dict` made the plain types from, perhaps by way of JSON.
 
         Args:
-            data: What :meth:`to_dict` returned.
+            data: What :meth:`to_dict` returned, in this version or an older one: what is missing has its default.
 
         Raises:
-            ValueError: If it is something else, such as the report of another version of lightning-ort.
+            ValueError: If it is something else, or of a later version with another format.
 
         """
+        if not isinstance(data, dict) or "graphs" not in data:
+            raise ValueError("not a report of lightning-ort")
+        if isinstance(given := data.get("format"), int) and given > FORMAT:
+            raise ValueError(
+                f"a later version of lightning-ort wrote this report: format {given}, this one reads {FORMAT}"
+            )
         try:
             report: CompileReport = from_plain(cls, {**data, "run": data})
-            same = report.to_dict() == data
-        except KeyError as error:
-            raise ValueError(f"not a report of this version of lightning-ort: {error} is missing or unknown") from None
-        except (TypeError, ValueError, AttributeError, OverflowError):
-            same = False
-        if not same:
-            raise ValueError("not a report of this version of lightning-ort: it has other entries, or of other types")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            missing = isinstance(error, KeyError)
+            text = f"{error} is missing or unknown" if missing else str(error)
+            raise ValueError(f"not a report of this version of lightning-ort, or damaged: {text}") from None
         return report
 
     def to_text(self, width: int = 120) -> str:
