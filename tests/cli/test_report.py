@@ -283,8 +283,7 @@ def test_reports_of_older_versions_are_read(
     """They lack what is new, and have what is gone."""
     (tmp_path / "report.json").write_text(json.dumps(change(everything, path, value)))
     command(monkeypatch, tmp_path / "report.json")
-    found = Page((tmp_path / "report.html").read_text())
-    assert any("ort" in row for row in found.rows)
+    assert len(Page((tmp_path / "report.html").read_text()).rows) > len(everything.graphs)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"{}", b"<html>", b"\xff\xfe"])
