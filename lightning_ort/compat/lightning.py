@@ -62,19 +62,34 @@ def _put(
     inherited(trainer, extra)
 
 
+_SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
+
+
 def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:
     """Replace what Lightning itself does at SIGTERM; handlers that the user installed still run (2.6)."""
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
 
 
 def reset_sigterm_handler(trainer: "pl.Trainer") -> None:
-    """Undo :func:`set_sigterm_handler`."""
+    """Undo :func:`set_sigterm_handler` and :func:`leave_out_sigterm_broadcast`."""
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    vars(trainer.fit_loop.epoch_loop).pop(_SIGTERM_BROADCAST, None)
 
 
 def is_sigterm_handler(handler: Callable[[int, Any], None]) -> bool:
     """Return whether Lightning calls this handler at SIGTERM now, which it does within its loops alone (2.6)."""
     return handler in getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
+
+
+def leave_out_sigterm_broadcast(trainer: "pl.Trainer") -> None:
+    """Let training batches begin without the flag that rank 0 broadcasts since Lightning 2.6."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, _SIGTERM_BROADCAST):
+        setattr(loop, _SIGTERM_BROADCAST, _broadcast_nothing)
+
+
+def _broadcast_nothing() -> None:
+    pass
 
 
 def end_after_this_batch(trainer: "pl.Trainer") -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_ort.compat import lightning
 
@@ -102,6 +103,18 @@ def test_sigterm() -> None:
     callback = Terminated(handles=False)
     trainer.callbacks = [callback]
     assert not lightning.is_sigterm_handler(callback.handle)
+
+
+def test_the_broadcast_of_sigterm_is_left_out_and_comes_back() -> None:
+    loop = (trainer := Trainer(**QUIET, logger=False)).fit_loop.epoch_loop
+    before, names = vars(loop).copy(), dir(loop)
+    lightning.leave_out_sigterm_broadcast(trainer)
+    assert dir(loop) == names
+    (name,) = vars(loop).keys() - before.keys() or [None]
+    assert (name is not None) == bool(RequirementCache("lightning>=2.6"))
+    assert name is None or getattr(loop, name)() is None
+    lightning.reset_sigterm_handler(trainer)
+    assert vars(loop) == before
 
 
 def test_log_to_loggers(monkeypatch: pytest.MonkeyPatch) -> None:

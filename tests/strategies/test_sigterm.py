@@ -180,6 +180,60 @@ def test_a_rank_that_is_stuck(
     assert not (tmp_path / SIGTERM_CHECKPOINT).exists()
 
 
+class Counts(Slow):
+    """Counts the collectives of three settled steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+        elif batch_idx == 7:
+            self.profile.stop()
+            names = [event.name for event in self.profile.events()]
+            self.say("collectives", sorted(name for name in names if name.startswith("gloo:")))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others"),
+    [("ddp", ["gloo:broadcast"]), ("ort_ddp", []), ("ort_zero1_native", 4 * ["gloo:broadcast"])],
+)
+def test_collectives_of_a_settled_step(
+    strategy: str, others: list[str], start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Lightning has one for a flag, torch's ZeroRedundancyOptimizer one for each parameter."""
+
+    def run_script() -> None:
+        train(Counts(tmp_path), strategy=lambda **_: strategy, max_steps=8, callbacks=[], enable_checkpointing=False)
+
+    run = start(run_script)
+    assert run.ended() == [0, 0], run.output
+    assert run.read("collectives") == [sorted(3 * ["gloo:all_reduce", *others])] * 2
+
+
+class Drifts(Slow):
+    """Has no collective, and one rank is faster."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.automatic_optimization = False
+        self.say("step", batch_idx)
+        time.sleep(0.03 if self.global_rank else 0.005)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_ranks_that_are_apart(rank: int, start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(lambda: train(Drifts(tmp_path), max_steps=-1, max_epochs=1000))
+    os.kill(run.wait_for_step(5)[rank], signal.SIGTERM)
+    assert_saved(run)
+    first, second = run.read("step")
+    assert first == second > 5
+
+
 class Evaluated(Slow):
     """Is not trained."""
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ STATUS = 128 + signal.SIGTERM
 PATIENCE_SECONDS = 60.0  # a process that is to end may take at least this long to reach its next batch
 SAVING_SECONDS = 1800.0  # the same while it, or another process, saves a checkpoint
 _LISTEN_SECONDS = 0.3
+_WAIT_SECONDS = 0.005
 _POSIX = os.name == "posix"
 
 
@@ -35,13 +36,15 @@ class CoordinatedSigterm:
 
     Lightning itself starts a collective wherever the signal meets a process, perhaps in the middle of another: where
     one of two processes is told to end, both hang, and where both are, they end with status 0 and without a checkpoint
-    (2.6.6). Here the signal sets a flag, and a thread of each process tells the others through the store of the run.
-    Each process votes when its next batch begins. When rank 0 has seen all votes, it
-    chooses the batch after which to stop. No process can be past that batch, because Lightning makes all processes wait
-    for rank 0 at the start of each training batch. In evaluation they are not further apart than their collectives
-    allow, and only those have to match. A step costs nothing extra unless the run is told to end.
+    (2.6.6). And it broadcasts a flag in each step, which is not needed here and left out.
 
-    If the vote does not succeed because a process is stuck, each process ends by itself, without a checkpoint.
+    Here the signal sets a flag, and a thread of each process tells the others through the store of the run. That thread
+    also says how far its process has come, while the process computes, or waits for another one in a collective. From
+    then on the process waits where its next batch begins until all have said it. All stop at the first batch that none
+    has reached before. So nobody has passed it, whatever is between two collectives; and nobody waits for one who waits
+    in a collective, since what is said needs no main thread.
+
+    If they do not agree because a process is stuck, each process ends by itself, without a checkpoint.
 
     """
 
@@ -51,7 +54,8 @@ class CoordinatedSigterm:
         self.status = status
         self._trainer = trainer
         self._store = store
-        self._voted = False
+        self._said = False  # whether the others may read how far this process has come
+        self._last: tuple[int, int] | None = None  # the furthest that any process had come
         self._position = (0, 0)  # training batches, and steps of the evaluation since then
         self._listener: _Listener | None = None
         self._progress = time.monotonic()
@@ -62,6 +66,7 @@ class CoordinatedSigterm:
         """Replace Lightning's reaction to SIGTERM; handlers that the user installed still run."""
         compat.set_sigterm_handler(self._trainer, self.on_signal)
         if self._store is not None:
+            compat.leave_out_sigterm_broadcast(self._trainer)
             self._listener = _Listener(self, self._store)
             self._listener.start()
 
@@ -71,20 +76,22 @@ class CoordinatedSigterm:
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
+            with suppress(RuntimeError):  # the process that hosts the store may be gone
+                self.say()  # to those that are still told
 
     def on_signal(self, signum: int = signal.SIGTERM, frame: Any = None) -> None:
-        """Let this process vote from now on; a second call does nothing."""
+        """Let this process look for the batch after which to stop; a second call does nothing."""
         if not self.told:
             self._progress = time.monotonic()
             self.told = True
 
     def on_train_batch_start(self) -> None:
-        """Vote; if this is the batch to stop after, Lightning's loops end after it and save their progress."""
+        """If this is the batch to stop after, let Lightning's loops end after it and save their progress."""
         if self._at((self._position[0] + 1, 0)):
             compat.end_after_this_batch(self._trainer)
 
     def on_evaluation_step(self) -> bool:
-        """Vote, and return whether to end here."""
+        """Return whether to end here."""
         return not self._trainer.sanity_checking and self._at((self._position[0], self._position[1] + 1))
 
     def _at(self, position: tuple[int, int]) -> bool:
@@ -92,21 +99,26 @@ class CoordinatedSigterm:
         self._longest = max(self._longest, now - self._progress)
         self._position, self._progress = position, now
         if self.told and not self.agreed:
-            self.agreed = self._store is None or self._vote(self._store)
+            # the thread has said it, and then reads the position, or it will say this one
+            self.agreed = self._store is None or (self._said and position > self._furthest(self._store))
         return self.agreed
 
-    def _vote(self, store: "torch.distributed.Store") -> bool:
-        votes = store.add("stop/votes", 0 if self._voted else 1)
-        self._voted = True
-        batches, steps = self._position
-        if self._trainer.is_global_zero and votes == self._trainer.world_size and not store.check(["stop/at"]):
-            # the next training batch; if an evaluation comes first, its second batch, because another process may have
-            # begun the first one already
-            store.set("stop/at", f"{batches},{steps + 2}")
-        if not store.check(["stop/at"]):
-            return False
-        at, step = store.get("stop/at").decode().split(",")
-        return self._position >= (int(at), int(step))
+    def say(self) -> None:
+        """Tell the others how far this process has come, once; call it from any thread."""
+        if self._store is not None and not self._said:
+            self._said = True  # before the position is read: see `_at`
+            batches, steps = self._position
+            self._store.set(f"stop/after/{self._trainer.global_rank}", f"{batches},{steps}")
+
+    def _furthest(self, store: "torch.distributed.Store") -> tuple[int, int]:
+        """Wait until all have said how far they had come, and return the furthest."""
+        if self._last is None:
+            keys = [f"stop/after/{rank}" for rank in range(self._trainer.world_size)]
+            while not store.check(keys):
+                time.sleep(_WAIT_SECONDS)
+            found = (store.get(key).decode().split(",") for key in keys)
+            self._last = max((int(batches), int(steps)) for batches, steps in found)
+        return self._last
 
     @contextmanager
     def patience(self) -> Iterator[None]:
@@ -145,7 +157,7 @@ class CoordinatedSigterm:
 
 
 class _Listener(threading.Thread):
-    """Learns of a signal to any process of the run, and ends this process if the vote takes too long.
+    """Learns of a signal to any process of the run, and ends this process if that comes to nothing.
 
     Python calls a signal handler only when the main thread returns from C code, where it may wait for a process that is
     stuck. But it writes the signal's number to the wakeup file at once, and this thread reads that.
@@ -201,10 +213,12 @@ class _Listener(threading.Thread):
             return
         if self._sigterm.told:
             self._store.set("stop/told", "1")
-            self._passed_on = True
         elif self._store.check(["stop/told"]):
-            self._passed_on = True
             self._sigterm.on_signal()
+        else:
+            return
+        self._sigterm.say()
+        self._passed_on = True
 
     def stop(self) -> None:
         """End the thread."""
