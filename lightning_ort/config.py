@@ -24,6 +24,7 @@ EngineSetting = Literal["auto", "ort", "torch"]
 DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
+DEFAULT_BUDGET = 0.05  # of the time of a run's steps, on a CPU
 DEFAULT_START: Start = "amortized"  # under a strategy, where nothing that the user asks for needs compiled graphs
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
@@ -115,6 +116,7 @@ class ORTConfig:
             with ``placement="always"`` and where ``debug`` checks or saves compiled graphs.
         compile_budget: With ``start="amortized"``, the share of the time of a run's steps, those so far and, where the
             Trainer knows the run's length, those to come, that compiling and trying may take. Above 0, at most 1.
+            ``None`` is 0.05 on a CPU; on a GPU a way may cost a quarter of what it is expected to save.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that
             names the reason; ``"raise"`` makes it an error.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``
@@ -142,7 +144,7 @@ class ORTConfig:
     engine: EngineSetting | None = None
     placement: Placement = "measured"
     start: Start | None = None
-    compile_budget: float = 0.05
+    compile_budget: float | None = None
     fallback: Fallback = "warn"
     dynamic: bool | None = None
     recompute: Recompute = 0
@@ -165,7 +167,8 @@ class ORTConfig:
                 "ORTConfig(dropout_masks='fast') is for steps that another compiler runs: it needs engine='auto' or"
                 " None, and placement='measured'."
             )
-        check_share("compile_budget", self.compile_budget, owner)
+        if self.compile_budget is not None:
+            check_share("compile_budget", self.compile_budget, owner)
         for name, word in (("cache_dir", "auto"), ("report", "log")):
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):

@@ -85,7 +85,7 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     # the modules of tests take less than a millisecond a step, or none at all by a clock of their own
-    monkeypatch.setattr("lightning_ort.strategies.race.race.MIN_SECONDS", 0)
+    monkeypatch.setattr("lightning_ort.strategies.race.duel.MIN_SECONDS", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +145,7 @@ def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., N
 
     def scripted(self: Turn, *args: Any) -> None:
         self.seconds = seconds["compiling"] if self.compiled else seconds[self.way.engine]
+        self.waited = 0.0
         tell(self, *args)
 
     monkeypatch.setattr(Turn, "tell", scripted)

@@ -4,7 +4,6 @@ Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch 
 """
 
 import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from packaging.version import Version
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._functorch import config as functorch_config
@@ -374,36 +372,6 @@ def generate_boxed_code(graph: fx.Graph) -> None:
 def default_store() -> "torch.distributed.Store | None":
     """The key-value store of the default process group; ``None`` if it has none, as with MPI (torch 2.13)."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def inductor_cache_folder() -> str:
-    """Where inductor keeps what it has compiled; torch's own function creates the folder (torch 2.13)."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # torch does not load it with itself
-
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
-
-
-def inductor_repairs(exact_masks: bool) -> dict[str, Any]:
-    """The options without which inductor computes something wrong, of those that this version has (torch 2.11 to 2.14).
-
-    ``exact_masks``: whether random numbers are to be those of eager.
-    """
-    from torch._inductor import config  # not loaded with torch: 0.2 s
-
-    known, version = config.get_config_copy(), Version(torch.__version__)
-    wanted: dict[str, Any] = {}
-    if version < Version("2.15.dev0"):  # parts of a gradient that layer norms share are not written, pytorch #193061
-        wanted["triton.mix_order_reduction"] = False
-    if exact_masks and version < Version("2.13"):  # which draws in another order, pytorch #192635
-        wanted["reorder_for_peak_memory"] = False
-    if not exact_masks:  # else four elements in a row may get the same mask, pytorch #198333
-        wanted["align_random_eager"] = True
-    return {name: value for name, value in wanted.items() if name in known}
-
-
-def inductor_backend(options: Mapping[str, Any]) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """Return what compiles graphs for ``torch.compile(backend="inductor", options=options)`` (torch 2.13)."""
-    return torch._TorchCompileInductorWrapper(None, dict(options), None)
 
 
 def cpu_has_fast_bfloat16() -> bool:

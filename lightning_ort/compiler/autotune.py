@@ -36,11 +36,12 @@ _BORDERS_MS = 0.4
 
 @dataclass(frozen=True)
 class OpAutotuner:
-    """Chooses variants for the ops that an executor runs; ``agree`` is as in :class:`~.placer.Placer`."""
+    """Chooses variants for the ops that an executor runs; the arguments are those of :class:`~.placer.Placer`."""
 
     executor: Executor
     cache: Cache
     agree: Callable[[str, dict[str, float]], dict[str, float]]
+    check_budget: Callable[[], None] = lambda: None
 
     def choose(self, gm: fx.GraphModule, candidates: Candidates) -> None:
         """Write the fastest variant to the metadata of each node, and demote a node if torch's kernel is faster."""
@@ -50,6 +51,7 @@ class OpAutotuner:
             variants = self.executor.op_variants(node)
             if not variants:
                 continue
+            self.check_budget()
             region = Region(name, 1, [node, *(user for user in node.users if user.target is operator.getitem)])
             finalize_region(region, gm, views, candidates)
             text = fingerprint(region.module.graph)
@@ -91,7 +93,7 @@ class OpAutotuner:
             args = timing.samples(region)
             calls = timing.warm_up(calls, args, leave_out)
             # in a whole region, other ops have ended torch's threads already
-            return timing.race(calls, args, before=openmp.pause_openmp)
+            return timing.race(calls, args, before=openmp.pause_openmp, check_budget=self.check_budget)
         except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
             if not is_out_of_memory(error):
                 raise

@@ -26,7 +26,7 @@ from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
 from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report import GraphReport, Reason, ReasonType, RegionReport
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.request import CompileRequest, Stopped
 from lightning_ort.compiler.step_graph import GraphSource, StepGraph
 from lightning_ort.compiler.writes import InputWrites
 
@@ -91,8 +91,12 @@ class Compilation:
         if name is not None and (kept := self._cache.load_graphs(name)) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
-        messages = len(report.fallbacks) + len(report.notes)
-        run = self._traced(source, inputs)
+        messages, compiled = len(report.fallbacks) + len(report.notes), len(report.graphs)
+        try:
+            run = self._traced(source, inputs)
+        except Stopped:
+            del report.graphs[compiled:]
+            return gm.forward
         if run is None:
             return gm.forward
         if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
@@ -171,6 +175,7 @@ class Compilation:
     def compile_graph(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower it, place its regions, assemble them."""
         start = time.perf_counter()
+        self._request.check_budget()
         self.monitor.see_facts()
         allow_retain_graph()
         graph = GraphReport(self._named(kind))
@@ -180,7 +185,7 @@ class Compilation:
         with without_fake_tensors(), torch.no_grad():
             try:
                 lowering.lower(gm)
-                placed = self._backend.placer.place(gm, device_of(inputs), graph.name)
+                placed = self._backend.placer.place(gm, device_of(inputs), graph.name, self._request.check_budget)
                 graph.regions = placed.reports
                 run = assemble(placed)
             except ORTFallbackError:

@@ -86,15 +86,17 @@ class Placer:
         """Return the ops that executors run whole, so that they are not decomposed."""
         return frozenset(op for executor in registry.EXECUTORS for op in executor.whole_ops())
 
-    def place(self, gm: fx.GraphModule, device: torch.device, name: str) -> PlacedGraph:
-        """Cut a lowered graph and build its regions."""
+    def place(
+        self, gm: fx.GraphModule, device: torch.device, name: str, check_budget: Callable[[], None] = lambda: None
+    ) -> PlacedGraph:
+        """Cut a lowered graph and build its regions; ``check_budget`` is called between them, and may raise."""
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
         candidates = self._candidates(gm, list(executors.values()), name)
         timed = self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
         timed_on_gpu = timed and device.type != "cpu"
         if timed:
             for executor in executors.values():
-                OpAutotuner(executor, self.cache, self.agree).choose(gm, candidates)
+                OpAutotuner(executor, self.cache, self.agree, check_budget).choose(gm, candidates)
         built: dict[Any, GuardedRegion] = {}
         lost: dict[Any, Timing] = {}
         regions: list[Region] = []
@@ -109,7 +111,7 @@ class Placer:
                     candidates.demote(region, _OUT_OF_BOUNDS, nodes)
                     continue
                 where = f"{name}/{region.name}"
-                builder = RegionBuilder(self, executors[region.executor], region, where)
+                builder = RegionBuilder(self, executors[region.executor], region, where, check_budget)
                 try:
                     built[region.key] = builder.build()
                 except RegionRejected as rejection:
@@ -209,8 +211,10 @@ class RegionBuilder:
 
     """
 
-    def __init__(self, placer: Placer, executor: Executor, region: Region, where: str) -> None:
-        self._placer, self._config = placer, placer.config
+    def __init__(
+        self, placer: Placer, executor: Executor, region: Region, where: str, check_budget: Callable[[], None]
+    ) -> None:
+        self._placer, self._config, self._check_budget = placer, placer.config, check_budget
         self._executor, self._region, self._where = executor, region, where
         self._variants = executor.variants(region)
         self.timed = False
@@ -291,10 +295,12 @@ class RegionBuilder:
         torch_forward = self._region.module.forward if measured else None
         try:
             for variant in self._variants:
+                self._check_budget()
                 calls[variant] = build(variant)
+            self._check_budget()
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
-            times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure)
+            times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
             self._executor.end_trial(calls[times.variant], args)
             return times
         except RegionRejected as rejection:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ort._busy import differ
+
 if TYPE_CHECKING:
     from lightning_ort.compiler.report import CompileReport, GraphReport, Reason, RegionReport
 
@@ -198,10 +200,16 @@ def share_text(report: "CompileReport") -> str:
 
 
 def speedup(report: "CompileReport") -> float | None:
-    """Return how many times as fast as before the training step runs since its trial; ``None`` without a trial."""
-    steps = [step for step in report.steps if step.name == "training_step" and "torch" in step.ms]
-    time = steps[-1].ms[steps[-1].engine] if steps else 0.0
-    return steps[-1].ms["torch"] / time if time else None  # a time of 0 has no ratio
+    """Return how many times as fast as before the training step runs since its trial.
+
+    ``None`` without a trial, and where other programs used the machine more for one of the two.
+    """
+    step = next((step for step in report.steps if step.name == "training_step" and "torch" in step.ms), None)
+    if step is None or not (time := step.ms[step.engine]):  # a time of 0 has no ratio
+        return None
+    if differ(step.slowdown.get(engine, 1.0) for engine in ("torch", step.engine)):
+        return None
+    return step.ms["torch"] / time
 
 
 def rank_file(file: Path, rank: int) -> Path:

@@ -11,6 +11,13 @@ from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.report import Reason
 
 
+class Stopped(BaseException):
+    """No more may be spent on compiling; whoever called the compiler goes on without it.
+
+    Like :class:`KeyboardInterrupt`, it is no failure of what it ends.
+    """
+
+
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
     """Return a function that calls a method of an object while that lives, and then returns something else.
 
@@ -37,6 +44,8 @@ class CompileRequest:
         began_at: The number of autograd's first node of the step; 0 if there is none.
         logs_graphs: Whether each graph gets a line in the log.
         may_compile: Takes a captured graph; returns whether to compile it.
+        check_budget: Called between the stages and trials of compiling; raises :class:`Stopped` if that may go on no
+            longer.
         writes_gradients: Returns whether ``loss.backward()`` may write gradients to parameters without the autograd
             engine.
         drop_gradients: Drops the gradients of the last step, where that is possible, before large new ones are made.
@@ -53,6 +62,7 @@ class CompileRequest:
     began_at: int = 0
     logs_graphs: bool = True
     may_compile: Callable[[fx.GraphModule], bool] = lambda gm: True
+    check_budget: Callable[[], None] = lambda: None
     writes_gradients: Callable[[], bool] = lambda: False
     drop_gradients: Callable[[], None] = lambda: None
     agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None

@@ -36,12 +36,15 @@ class StepReport:
         ms: Median time of the step with its backward pass in ms by engine: ``"ort"`` (captured, with ONNX Runtime's
             regions), ``"torch"`` (as the module defines it), and others (:mod:`~lightning_ort.compiler.engines`).
         kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
+        slowdown: How many times as long other programs made the steps take while an engine was timed; the times are
+            without that.
 
     """
 
     name: str
     ms: dict[str, float]
     kept: str = ""
+    slowdown: dict[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:

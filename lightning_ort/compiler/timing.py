@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler.layouts import int_hint
 from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
@@ -70,11 +71,12 @@ def measure(
     torch_forward: _Call | None,
     args: Sequence[Any],
     on_failure: Callable[[Any, Exception], None],
+    check_budget: Callable[[], None] = lambda: None,
 ) -> Timing:
     """Time a region's variants on its executor, and the region in torch unless ``torch_forward`` is ``None``.
 
     Return the fastest variant, and the times if there was anything to compare. ``on_failure`` is that of
-    :func:`warm_up`; it has to raise for the last variant.
+    :func:`warm_up`; it has to raise for the last variant. ``check_budget`` is that of :func:`race`.
     """
     candidates: dict[Any, _Call] = dict(calls)
     if torch_forward is not None:
@@ -84,7 +86,7 @@ def measure(
     variants = [variant for variant in calls if variant in candidates]
     if len(candidates) == 1:
         return Timing({}, variants[0])
-    medians = race(candidates, args)
+    medians = race(candidates, args, check_budget=check_budget)
     fastest = min(variants, key=medians.__getitem__)
     ms = {executor: medians[fastest]}
     if TORCH in medians:
@@ -119,9 +121,15 @@ def is_due_to_samples(error: Exception, torch_forward: _Call, args: Sequence[Any
 
 
 def race(
-    candidates: Mapping[_Name, _Call], args: Sequence[Any], before: Callable[[], None] | None = None
+    candidates: Mapping[_Name, _Call],
+    args: Sequence[Any],
+    before: Callable[[], None] = lambda: None,
+    check_budget: Callable[[], None] = lambda: None,
 ) -> dict[_Name, float]:
-    """Return the median time of each candidate in ms; ``before`` is called before each run, outside its time."""
+    """Return the median time of each candidate in ms, without what other programs took.
+
+    Outside of the times ``before`` is called before each run, and ``check_budget``, which may raise, before each round.
+    """
     times: dict[_Name, list[float]] = {name: [] for name in candidates}
     if not candidates:
         return {}
@@ -132,9 +140,9 @@ def race(
             racing = not_far_behind({name: times[name] for name in racing})
         if (rounds and len(racing) == 1) or (rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS):
             break
+        check_budget()
         for name in racing:
-            if before is not None:
-                before()
+            before()
             times[name].append(_timed(candidates[name], args))
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
@@ -148,11 +156,12 @@ def not_far_behind(times: Mapping[_Name, Sequence[float]]) -> list[_Name]:
 def _timed(call: _Call, args: Sequence[Any]) -> float:
     if (device := _gpu_of(args)) is not None:
         torch.cuda.synchronize(device)  # which need not be the current one
-    start = time.perf_counter()
+    watch = Stopwatch()
     results = call(*args)
     if (device := device or _gpu_of(results)) is not None:  # of numbers alone, tensors may be made there
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    seconds, waited = watch.read()
+    return seconds - waited
 
 
 def _gpu_of(values: Any) -> torch.device | None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lightning_ort.compat import inductor
 from lightning_ort.compat import torch as compat
 
 
@@ -25,15 +26,15 @@ def test_copies_of() -> None:
 
 
 def test_what_is_wrong_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.inductor_repairs(exact_masks=True) == {"triton.mix_order_reduction": False}
+    assert inductor.inductor_repairs(exact_masks=True) == {"triton.mix_order_reduction": False}
     masks = {"align_random_eager": True}
-    assert compat.inductor_repairs(exact_masks=False) == {"triton.mix_order_reduction": False, **masks}
+    assert inductor.inductor_repairs(exact_masks=False) == {"triton.mix_order_reduction": False, **masks}
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     exact = {"triton.mix_order_reduction": False, "reorder_for_peak_memory": False}
-    assert compat.inductor_repairs(exact_masks=True) == exact
+    assert inductor.inductor_repairs(exact_masks=True) == exact
     monkeypatch.setattr(torch, "__version__", "2.15.0.dev20261101+cu130")
-    assert compat.inductor_repairs(exact_masks=True) == {}
-    compat.inductor_backend(compat.inductor_repairs(exact_masks=False))  # torch knows each
+    assert inductor.inductor_repairs(exact_masks=True) == {}
+    inductor.inductor_backend(inductor.inductor_repairs(exact_masks=False))  # torch knows each
 
 
 def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
@@ -43,7 +44,7 @@ def test_random_numbers_are_drawn_in_the_order_of_eager() -> None:
         first = torch.nn.functional.dropout(large).square().mean(0)
         return (first + torch.nn.functional.dropout(small).mean(0)).sum()
 
-    options = {"fallback_random": True, **compat.inductor_repairs(exact_masks=True)}
+    options = {"fallback_random": True, **inductor.inductor_repairs(exact_masks=True)}
     compiled = torch.compile(branches, options=options)
     inputs = [torch.ones(size, 64, requires_grad=True) for size in (4096, 4)]
     found = []
@@ -58,8 +59,26 @@ def test_inductor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compile_fx = lambda gm, inputs, config_patches, **kwargs: (gm, inputs, config_patches)  # noqa: E731
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
-    assert compat.inductor_backend({"fallback_random": True})("gm", "inputs") == (  # type: ignore[arg-type,comparison-overlap]
+    assert inductor.inductor_backend({"fallback_random": True})("gm", "inputs") == (  # type: ignore[arg-type,comparison-overlap]
         "gm",
         "inputs",
         {"fallback_random": True},
     )
+
+
+def test_each_pass_may_be_stopped_before_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx
+
+    compiled: list[int] = []
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", lambda gm, *args, **kwargs: compiled.append(1))
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torch.compile(lambda x: x.exp(), backend=inductor.inductor_backend({}, stop))(torch.ones(2, requires_grad=True))
+    assert compiled == []
+
+
+def test_has_triton() -> None:
+    assert isinstance(inductor.has_triton(), bool)

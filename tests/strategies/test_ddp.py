@@ -16,7 +16,7 @@ from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.strategies.distributed.shared_timings import agree
-from lightning_ort.strategies.race.race import Duel
+from lightning_ort.strategies.race.duel import Duel
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:

@@ -6,21 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from functorch.compile import make_boxed_func
 from small_modules import Small
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTConfig, ORTStrategy
+from lightning_ort.compat.inductor import inductor_repairs
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture import step as captured_step
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.environment import read_environment
-from lightning_ort.strategies.race import ways
-from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Way
+from lightning_ort.strategies.race import failures, ways
+from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Now, Took, Verdict, Way
 from lightning_ort.strategies.race.ways import Ways, challengers, setting_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -75,7 +79,7 @@ def module_on(device: torch.device = CPU, operations: int = 100, records: bool =
         may_record=lambda step: records,
         operations={"training_step": operations},
         races={"training_step": Race([ORT], 0.05, lambda way: None)},  # type: ignore[arg-type,return-value]
-        backend=SimpleNamespace(cache=Cache(), compiled_in_process=lambda: True),
+        backend=SimpleNamespace(cache=Cache(), compiled_in_process=lambda: True, available=True),
     )
 
 
@@ -89,14 +93,33 @@ def test_on_a_cpu_onnxruntime_comes_first() -> None:
         assert tried_on(CPU, step, engine="auto") == ["ort", "inductor"]
 
 
-def test_on_a_gpu_it_comes_last() -> None:
-    for step in ("training_step", "predict_step"):
-        assert tried_on(CUDA, step) == ["inductor", "inductor-graphs", "ort"]
+def test_on_a_gpu_inductor_compiles_once_and_onnxruntime_trains_if_asked_for() -> None:
+    assert tried_on(CUDA) == ["inductor-graphs"]
+    assert tried_on(CUDA, "predict_step") == ["inductor-graphs", "ort"]
+    assert tried_on(CUDA, engine="ort") == tried_on(CUDA, placement="always") == ["ort"]
 
 
 def test_no_recording_of_sizes_that_vary_or_gradients_that_stay() -> None:
-    assert tried_on(CUDA, dynamic=True) == ["inductor", "ort"]
-    assert tried_on(CUDA, records=False) == ["inductor", "ort"]
+    assert tried_on(CUDA, dynamic=True) == ["inductor"]
+    assert tried_on(CUDA, records=False) == ["inductor"]
+
+
+def test_nothing_runs_on_an_onnxruntime_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_on(CUDA, engine="auto")
+    module.backend.available = False
+    assert [way.engine for way in challengers(module, "predict_step", ORT)] == ["inductor-graphs"]
+    monkeypatch.setattr(kernels, "providers_for", lambda device: None)  # a build for CPUs
+    assert "GPU" in Ways(module_on(CUDA), "predict_step", None).expect(ORT).why
+    assert Ways(module_on(CPU), "predict_step", None).expect(ORT).why == ""
+
+
+def test_what_cannot_compile_for_a_gpu_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way("inductor-graphs")
+    for has_it in (True, False):
+        monkeypatch.setattr(inductor, "has_triton", lambda: has_it)  # noqa: B023
+        expected = Ways(module_on(CUDA), "training_step", None).expect(way)
+        assert (expected.saves > 0) is has_it
+        assert ("Triton" in expected.why) is not has_it
 
 
 def test_what_ways_are_expected_to_cost() -> None:
@@ -151,7 +174,7 @@ def test_a_run_tells_later_ones_what_it_found() -> None:
         Event(ORT, "starts", 3),
         Event(ORT, "compiles", 4, seconds={ORT: 2.0}),
         Event(ORT, "compiles", 5, seconds={ORT: 1.0}),
-        Event(ORT, "wins", 20, seconds={ORT: 0.25, UNCHANGED: 0.5}),
+        Event(ORT, "wins", 20, Verdict(), seconds={ORT: 0.25, UNCHANGED: 0.5}),
         Event(inductor_way, "starts", 50),
         Event(inductor_way, "compiles", 51, seconds={inductor_way: 20.0}),
         Event(inductor_way, "fails", 52),
@@ -173,28 +196,43 @@ def test_gradients_that_gpus_exchange_come_from_a_backward_pass(
     assert may_join.fget(SimpleNamespace(device=device, module=module)) is joins
 
 
-def test_on_a_gpu_onnxruntime_is_tried_where_it_can_still_win() -> None:
-    for inductor_seconds, tried in ((0.080, False), (0.097, True)):
+def test_on_a_gpu_a_training_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "has_triton", lambda: True)
+    for inductor_seconds in (0.080, 0.120):
         module = module_on(CUDA, start="now")
         known = Ways(module, "training_step", None)
         race = Race(challengers(module, "training_step", ORT), float("inf"), known.expect)
         module.races["training_step"] = race
         ran = set()
         for _ in range(200):
-            way = race.next(1000)
+            way = race.next(Now(1000))
             ran.add(way.engine)
-            race.done({"torch": 0.1, "ort": 0.05}.get(way.engine, inductor_seconds))
-        assert ran == {"torch", "inductor", "inductor-graphs", *(["ort"] if tried else [])}
+            race.done(Took({"torch": 0.1, "ort": 0.05}.get(way.engine, inductor_seconds)))
+        assert ran == {"torch", "inductor-graphs"}
+        # such as by a scheduler that accumulates gradients from here on
+        way = Way("inductor-graphs")
+        race.fail(way, failures.of_torch_compile(way, "gradients are accumulated"))
+        inductor_way = Way("inductor")
+        assert (inductor_way in {race.next(Now(1000)) for _ in range(3)}) is (inductor_seconds < 0.1)
 
 
-def test_what_inductor_is_told() -> None:
-    exact, fast = (inductor.backend_for(masks).compile.config for masks in ("exact", "fast"))
-    assert exact == {"fallback_random": True}
-    assert fast == {"fallback_random": False}
-    recorded = inductor.backend_for("exact", records=True).compile.options
+def test_what_inductor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def compile_fx(gm: Any, inputs: Any, inner_compile: Any, config_patches: Any) -> Any:
+        told.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    for settings in (("exact",), ("fast",), ("exact", True)):
+        torch.compile(lambda x: x + 1, backend=inductor.backend_for(*settings))(torch.ones(2))
+        torch._dynamo.reset()
+    exact, fast, recorded = told
+    assert exact == {"fallback_random": True, **inductor_repairs(True)}
+    assert fast == {"fallback_random": False, **inductor_repairs(False)}
     # these are options of the installed torch, and those of its mode
     mode = torch._inductor.list_mode_options("reduce-overhead")
-    assert recorded == {"fallback_random": True, **mode}
+    assert recorded == {**exact, **mode}
     assert set(recorded) <= set(torch._inductor.list_options())
 
 
@@ -208,7 +246,7 @@ class Recorder:
         self.events: list[str] = []
         self._memory: dict[Any, Tensor] = {}
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: self.events.append("begin"))
-        monkeypatch.setattr(inductor, "inductor_backend", lambda options: self.compile)
+        monkeypatch.setattr(inductor, "inductor_backend", lambda *told: self.compile)
 
     def compile(self, gm: Any, inputs: Any) -> Callable[..., Any]:
         return aot_autograd(fw_compiler=self._record, bw_compiler=self._record)(gm, inputs)

@@ -19,7 +19,7 @@ from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.strategies.race import race
+from lightning_ort.strategies.race import duel, race
 
 STEPS = 120  # more than two duels take
 SLOW = 0.05  # seconds, many times what a step of the module takes
@@ -121,7 +121,7 @@ def test_a_faster_captured_step_stays(make_trainer: Callable[..., Any]) -> None:
     assert not report.notes
     # all but the steps that ran as they are, and the first, whose regions are timed
     (region,) = [region for graph in report.graphs for region in graph.regions if region.executor == "ort"]
-    assert region.runs >= STEPS - 2 * race.MOST
+    assert region.runs >= STEPS - 2 * duel.MOST
 
 
 def test_a_captured_step_that_becomes_slower_is_taken_back(
@@ -213,7 +213,8 @@ def test_each_engine_says_whether_it_can_compile_here(
         return inductor.GuardedBackend(lambda gm, inputs: gm.forward, *told)
 
     monkeypatch.setitem(engines.ENGINES, "new", engines.Engine(label="a new engine", backend=backend))
-    absent = engines.Engine(label="an absent one", backend=lambda *args: 1 / 0, obstacle=lambda: "no nvcc on the PATH")
+    nowhere = lambda on_gpu: "no nvcc on the PATH"  # noqa: E731
+    absent = engines.Engine(label="an absent one", backend=lambda *args: 1 / 0, obstacle=nowhere)
     monkeypatch.setitem(engines.ENGINES, "absent", absent)
     with_engines(monkeypatch, "new", "absent")
     paces(torch=2.0, ort=3.0, new=1.0, absent=0.5)

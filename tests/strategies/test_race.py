@@ -7,23 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.strategies.race.race import (
-    FIRST,
-    GRACE,
-    MOST,
-    NO_LIMIT,
-    RARER,
-    RECHECK,
-    SAMPLES,
-    STOP,
-    UNCHANGED,
-    Duel,
-    Expected,
-    Failure,
-    Race,
-    Waiting,
-    Way,
-)
+from lightning_ort.strategies.race.duel import MOST, Duel
+from lightning_ort.strategies.race.race import FIRST, GRACE, NO_LIMIT, RARER, RECHECK, SAMPLES, STOP, Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Waiting, Way
 
 SHARE = 0.05
 ORT, CHILDREN, INDUCTOR = Way("ort", graphs=1), Way("ort", "modules"), Way("inductor")
@@ -55,13 +41,13 @@ def drive(
     order: list[str] = []
     for number in range(steps):
         remaining = None if left is None else 10**6 if math.isnan(left) else left - number
-        way = NAME[race.next(remaining, **kwargs)]
+        way = NAME[race.next(Now(remaining, **kwargs))]
         time = times[way]
         seconds = time(number) if callable(time) else time
         compiles = way != "unchanged" and (way not in COMPILED[id(race)] or way in recompiles)
         COMPILED[id(race)].add(way)
         order.append(way)
-        race.done(seconds + compiles * compiling.get(way, 1.0), compiles)
+        race.done(Took(seconds + compiles * compiling.get(way, 1.0), compiled=compiles))
         if compiles and way in failures:
             race.fail(NAMES[way], failures[way])
     return order
@@ -135,8 +121,8 @@ def test_no_start_within_a_window_of_accumulated_gradients() -> None:
     race = make(cost=0.0)
     ways = []
     for number in range(40):
-        ways.append(NAME[race.next(9000, may_change=number % 4 == 0)])
-        race.done(0.1 if ways[-1] == "unchanged" else 0.05)
+        ways.append(NAME[race.next(Now(9000, may_change=number % 4 == 0))])
+        race.done(Took(0.1 if ways[-1] == "unchanged" else 0.05))
     assert ways.index("ort") == 4
 
 
@@ -225,30 +211,30 @@ def test_work_that_alternates_meets_both(work: tuple[float, ...]) -> None:
     extra = itertools.cycle(work)
     duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     while not duel.is_over:
-        duel.add(duel.turn, 0.1 + next(extra))
-    sums = [sum(samples) for samples in duel.samples.values()]
+        duel.add(duel.turn, Took(0.1 + next(extra)))
+    sums = [sum(duel.samples(way)) for way in (ORT, UNCHANGED)]
     assert sums[0] == pytest.approx(sums[1], rel=0.1)
 
 
 def test_a_failing_sample_does_not_count() -> None:
     duel = Duel(ORT, UNCHANGED, [UNCHANGED])
-    assert [duel.turn, (duel.add(ORT, 9.0), duel.turn)[1]] == [ORT, ORT]
-    assert duel.samples[ORT] == []
+    assert [duel.turn, (duel.add(ORT, Took(9.0)), duel.turn)[1]] == [ORT, ORT]
+    assert duel.samples(ORT) == []
 
 
 def test_interruptions_of_the_unchanged_step_are_no_saving() -> None:
     duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for seconds in (0.1, 0.1, 0.1, 0.5, 0.5, 0.5):
-        duel.add(ORT, 0.1)
-        duel.add(UNCHANGED, seconds)
+        duel.add(ORT, Took(0.1))
+        duel.add(UNCHANGED, Took(seconds))
     assert duel.saved_by(ORT) == pytest.approx(0.0)
 
 
 def test_a_duel_costs_the_turns_of_what_was_not_used_before() -> None:
     duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for _ in range(4):
-        duel.add(ORT, 0.1)
-        duel.add(UNCHANGED, 0.3)
+        duel.add(ORT, Took(0.1))
+        duel.add(UNCHANGED, Took(0.3))
     assert duel.overhead(UNCHANGED) == 0
     assert duel.overhead(ORT) == pytest.approx(0.8)
     assert duel.is_clear
@@ -257,8 +243,8 @@ def test_a_duel_costs_the_turns_of_what_was_not_used_before() -> None:
 def test_a_difference_within_the_spread_is_not_clear() -> None:
     duel = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
     for seconds in (0.1, 0.2, 0.3, 0.4):
-        duel.add(ORT, seconds)
-        duel.add(UNCHANGED, seconds + 0.01)
+        duel.add(ORT, Took(seconds))
+        duel.add(UNCHANGED, Took(seconds + 0.01))
     assert not duel.is_clear
 
 
@@ -266,8 +252,8 @@ def test_more_memory_has_to_be_worth_it() -> None:
     for faster, wins in ((0.98, False), (0.9, True)):
         race = make(cost=0.0)
         for _ in range(100):
-            way = race.next(10_000, memory=lambda: 100.0)
-            race.done(0.1 * (faster if way == ORT else 1.0), memory=120.0)
+            way = race.next(Now(10_000, memory=lambda: 100.0))
+            race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=120.0))
         assert (race.champion == ORT) is wins
 
 
@@ -368,9 +354,9 @@ def test_a_champion_that_fails_goes_back_to_unchanged() -> None:
     race = make("ort", "inductor", cost={"ort": 0.0, "inductor": math.inf})
     drive(race, {"unchanged": 0.1, "ort": 0.05}, 100)
     race.fail(ORT, Failure("it differs from eager"))
-    assert race.next(100) == UNCHANGED
+    assert race.next(Now(100)) == UNCHANGED
     before = race.saved
-    race.done(0.1)
+    race.done(Took(0.1))
     assert race.saved == before
 
 
@@ -402,16 +388,16 @@ def test_a_champion_of_an_earlier_run_has_a_budget_too() -> None:
     race, times = make(cost=1.0), {"unchanged": 0.1, "ort": 0.05}
     drive(race, times, 100)
     race.begin_run()
-    assert race.next(100) == ORT
+    assert race.next(Now(100)) == ORT
     assert drive(race, times, 30, 100, compiling={"ort": 1.0}, recompiles=("ort",))[-1] == "unchanged"
 
 
 def test_what_was_left_uncompiled_is_not_tried_on() -> None:
     race = make(cost=1.0)
     drive(race, {"unchanged": 0.1}, FIRST, 1000)
-    assert race.next(1000) is ORT
-    race.done(4.0, compiled=True, projected=20.0)
-    assert race.next(1000) is UNCHANGED
+    assert race.next(Now(1000)) is ORT
+    race.done(Took(4.0, compiled=True, projected=20.0))
+    assert race.next(Now(1000)) is UNCHANGED
     assert happened(race)[-1] == ("ort", "costs too much")
 
 
@@ -426,15 +412,15 @@ def test_a_sample_of_an_audited_step_does_not_count() -> None:
     drive(race, {"unchanged": 0.1, "ort": 0.05}, 6)
     before = len(happened(race))
     for _ in range(50):
-        race.next(1000)
-        race.done(0.1, counts=False)
+        race.next(Now(1000))
+        race.done(Took(0.1, counts=False))
     assert len(happened(race)) == before
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
     race = make(cost=1.0)
     drive(race, {"unchanged": 0.1}, FIRST, 1000)
-    assert race.next(1000 - FIRST) == ORT
+    assert race.next(Now(1000 - FIRST)) == ORT
     allowed = SHARE * 0.1 * 1000
     assert race.may_compile(0.99 * STOP * allowed)
     assert not race.may_compile(1.01 * STOP * allowed)
@@ -450,12 +436,12 @@ def test_no_run_is_much_slower_than_without_compiling(known: bool) -> None:
         race, total = make(cost=1.0), 0.0
         COMPILED.clear()
         for number in range(length):
-            way = NAME[race.next(length - number if known else None)]
+            way = NAME[race.next(Now(length - number if known else None))]
             compiles = way != "unchanged" and way not in COMPILED[0]
             COMPILED[0].add(way)
             seconds = step * (ort if way == "ort" else 1.0) + factor * compiles
             total += seconds
-            race.done(seconds, compiles)
+            race.done(Took(seconds, compiled=compiles))
         worst = max(worst, total / (step * length))
     assert worst < 1 + 3 * SHARE
 
@@ -475,10 +461,10 @@ def test_processes_of_a_run_decide_alike() -> None:
         for race, order, times in zip(
             races, orders, ({"unchanged": 0.1, "ort": 0.08}, {"unchanged": 0.01, "ort": 0.5}), strict=True
         ):
-            way = NAME[race.next(5000 - number)]
+            way = NAME[race.next(Now(5000 - number))]
             compiles = way == "ort" and "ort" not in order
             order.append(way)
-            race.done(times[way] + compiles, compiles)
+            race.done(Took(times[way] + compiles, compiled=compiles))
     assert orders[0].index("ort") == orders[1].index("ort")
     assert len({order[-1] for order in orders}) == 1
 

@@ -11,13 +11,16 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort.compiler.report_view import speedup
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport
 from lightning_ort.strategies.race import view as race_view
-from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Way
-from lightning_ort.strategies.race.view import RaceView
+from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Way
+from lightning_ort.strategies.race.view import WHILE_BUSY, RaceView
 
 ALWAYS = {"placement": "always"}
 ORT, INDUCTOR = Way("ort"), Way("inductor")
+EQUAL, UNEQUAL = {ORT: 3.0, UNCHANGED: 3.2}, {ORT: 1.0, UNCHANGED: 3.0}
 
 
 def lines(text: str) -> list[str]:
@@ -97,7 +100,15 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
         ),
         (
             Event(ORT, "wins", 20, Verdict(is_clear=False), {ORT: 0.001, UNCHANGED: 0.009}),
-            "ONNX Runtime goes on, without a clear difference, 1 ms a step (9 ms in PyTorch); the machine may be busy",
+            "ONNX Runtime goes on, without a clear difference, 1 ms a step (9 ms in PyTorch)",
+        ),
+        (
+            Event(ORT, "wins", 20, Verdict(slowdown=UNEQUAL, is_busy=True), {ORT: 0.001, UNCHANGED: 0.009}),
+            f"ONNX Runtime wins, 1 ms a step (9 ms in PyTorch){WHILE_BUSY}",
+        ),
+        (
+            Event(ORT, "wins", 20, Verdict(slowdown=EQUAL, is_busy=True), {ORT: 0.01, UNCHANGED: 0.02}),
+            f"ONNX Runtime wins, 10 ms a step (20 ms in PyTorch), 2.00x as fast as before{WHILE_BUSY}",
         ),
     ],
 )
@@ -107,6 +118,10 @@ def test_win_or_lose(event: Event, verdict: str) -> None:
     assert bar.lines[1:] == [f"lightning-ort: training_step compiled in 1.5 s: {verdict}"]
     (step,) = report.steps
     assert step.engine == ("ort" if event.what == "wins" else "torch")
+    # no ratio of times of which one was taken on a busier machine
+    unequal = isinstance(event.why, Verdict) and event.why.slowdown == UNEQUAL
+    assert (speedup(report) is None) == unequal
+    assert speedup(CompileReport.from_dict(report.to_dict())) == speedup(report)
 
 
 def test_the_report_says_what_runs_whatever_was_faster_before() -> None:

@@ -184,7 +184,7 @@ def test_batches_are_loaded_ahead_where_processes_load(workers: int) -> None:
 
 @pytest.mark.parametrize("obstacle", ["", "no nvcc on the PATH"])
 def test_other_compilers_are_tried_where_one_can_compile(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = engines.Engine(label="a new engine", obstacle=lambda: obstacle)
+    new = engines.Engine(label="a new engine", obstacle=lambda on_gpu: obstacle)
     monkeypatch.setitem(engines.ENGINES, "new", new)
     monkeypatch.setattr(engines, "ON_CPU", (engines.ORT, "new"))
     (compilers,) = [stage for stage in stages(facts(), Limits(), plain=True) if stage.name == "compilers"]

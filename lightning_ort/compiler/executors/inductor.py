@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.torch import (
-    GraphFacts,
-    copies_of,
-    inductor_backend,
-    inductor_cache_folder,
-    inductor_repairs,
-    storage_of,
-    traced_graph_facts,
-)
+from lightning_ort.compat.inductor import has_triton, inductor_backend, inductor_cache_folder, inductor_repairs
+from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
 from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
 from lightning_ort.compiler.graph_check import GraphCheck
 from lightning_ort.compiler.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.report import Reason
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.request import CompileRequest, Stopped
 from lightning_ort.compiler.writes import InputWrites
 from lightning_ort.config import DropoutMasks
 
@@ -40,6 +33,13 @@ def cpp_compiler_name() -> str:
 def cpp_compiler() -> str | None:
     """Return where that compiler is, or ``None`` if there is none."""
     return shutil.which(cpp_compiler_name())
+
+
+def obstacle(on_gpu: bool) -> str:
+    """Return why inductor cannot compile here; nothing if it can."""
+    if on_gpu:
+        return "" if has_triton() else "Triton is not installed, or the GPU is too old for it"
+    return "" if cpp_compiler() else f"no {cpp_compiler_name()} on the PATH"
 
 
 def has_cache() -> bool:
@@ -64,10 +64,10 @@ def backend_for(
     With ``"exact"`` masks random numbers are the same as in eager.
     """
     exact = masks == "exact"
-    options = {"fallback_random": exact, **inductor_repairs(exact)}
-    if records:  # what torch.compile's mode sets
-        return GuardedBackend(RecordingBackend({**options, "triton.cudagraphs": True}), on_failure, request)
-    return GuardedBackend(inductor_backend(options), on_failure, request)
+    # a recording is what torch.compile's mode "reduce-overhead" sets
+    options = {"fallback_random": exact, **inductor_repairs(exact)} | ({"triton.cudagraphs": True} if records else {})
+    compile = inductor_backend(options, lambda: request().check_budget())
+    return GuardedBackend(RecordingBackend(compile) if records else compile, on_failure, request)
 
 
 class GuardedBackend:
@@ -100,8 +100,12 @@ class GuardedBackend:
             request.refuse(reason)
             return in_eager(captured)
         eager = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # inductor changes the graph
-        with traced_as_eager():
-            compiled, monitor = self.compile(gm, inputs), _MemoryMonitor(len(inputs))
+        monitor = _MemoryMonitor(len(inputs))
+        try:
+            with traced_as_eager():
+                compiled = self.compile(gm, inputs)
+        except Stopped:
+            return eager.forward
         # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
         monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
         draws = _DRAWS.search(gm.code) is not None
@@ -134,13 +138,13 @@ class RecordingBackend:
     is read (2.13). So whatever leaves a graph is copied: what a step returns, and what it keeps, as in a list.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+    def __init__(self, compile: Callable[..., Callable[..., Any]]) -> None:
+        self.compile = compile
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph that dynamo has captured."""
         copied = _not_of_inputs(gm)
-        compiled = inductor_backend(self.options)(gm, inputs)
+        compiled = self.compile(gm, inputs)
 
         def run(*args: Any) -> list[Any]:
             results = list(compiled(*args))

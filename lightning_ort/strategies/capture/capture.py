@@ -12,6 +12,7 @@ from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.step import CapturedStep
+from lightning_ort.strategies.race.ways import setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -63,7 +64,7 @@ class Capture:
             for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
             self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()))
             self.backend.report.optimizers = self._report.optimizers
-        if not self.backend.available:
+        if not self.backend.available and setting_for(self.config, strategy.root_device) == "ort":
             return
         module = strategy.lightning_module
         assert module is not None

@@ -1,7 +1,7 @@
 """What a step is seen to do while it still runs unchanged: :class:`FirstSteps`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ort.compat.autograd import GradientCalls, next_number
 from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
@@ -59,3 +59,16 @@ class FirstSteps:
         """Return why it cannot be captured, as a whole or by its child modules, if it takes gradients itself."""
         reasons = (OWN_GRADIENT, SECOND_GRADIENT) if whole_step else (SECOND_GRADIENT,)
         return next((reason for reason in reasons if reason in self._calls), None)
+
+
+class UserStep(NamedTuple):
+    """The step that a user wrote, bound; who watches its first calls; and what replaces it."""
+
+    call: Any
+    first: FirstSteps
+    replacement: Any
+
+    @property
+    def function(self) -> Any:
+        """It without its object, if it is a method."""
+        return getattr(self.call, "__func__", self.call)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import sys
 import time
 import weakref
@@ -187,8 +188,9 @@ class CapturedModule:
         return 0 if self._start is None else self._start[1]
 
     def steps_left(self, name: str, done: int) -> float | None:
-        """Return how many steps of this name are to come, if that is known."""
-        return self.outlook(name, done).steps_left(done, self.elapsed - self.spent)
+        """Return how many steps of this name are to come, if that is known; on a GPU they are else taken to be many."""
+        left = self.outlook(name, done).steps_left(done, self.elapsed - self.spent)
+        return math.inf if left is None and self.device.type == "cuda" else left
 
     def at_window_start(self) -> bool:
         """Return whether no gradients are accumulated now."""

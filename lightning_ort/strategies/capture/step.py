@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,21 +37,22 @@ from lightning_ort.compiler.graph_check import GraphDiffers
 from lightning_ort.compiler.nodes import num_operations
 from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.request import CompileRequest, weakly
+from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
-from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps
+from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps, UserStep
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, UNCHANGED, Failure, Race, Way
+from lightning_ort.strategies.race.race import FIRST, Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.turn import Turn
 from lightning_ort.strategies.race.view import STAYS, RaceView, is_announced
-from lightning_ort.strategies.race.ways import Ways, challengers
+from lightning_ort.strategies.race.ways import Ways, challengers, share_for
 
 QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
 NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
@@ -63,7 +64,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def __init__(self, module: CapturedModule, name: str) -> None:
         self._module, self._name = module, name
-        self._user = _UserStep(None, FirstSteps(lambda: None), None)  # of nobody yet
+        self._user = UserStep(None, FirstSteps(lambda: None), None)  # of nobody yet
         self._before: Any = MISSING  # what the module had under its name
         self._race: Race | None = None  # from the first call on, if there is something to try
         self._ways: Ways
@@ -126,12 +127,12 @@ class CapturedStep(AbstractContextManager[None]):
         if attributes.get(self._name) is self._user.replacement:
             restore_attribute(attributes, self._name, self._before)
 
-    def _prepare(self, step: Callable[..., Any]) -> "_UserStep":
+    def _prepare(self, step: Callable[..., Any]) -> UserStep:
         """Begin with a new step."""
         self._release(self._compiled)
         self._failures.clear()
         self._race, self._turn = None, Turn()
-        user = _UserStep(step, FirstSteps(step), functools.partial(self._run))
+        user = UserStep(step, FirstSteps(step), functools.partial(self._run))
         functools.update_wrapper(user.replacement, step)  # Lightning reads its signature
         return user
 
@@ -175,7 +176,7 @@ class CapturedStep(AbstractContextManager[None]):
         room = module.room
         if not self._compiled and race.champion is UNCHANGED:
             room.see_unchanged()
-        way = race.next(left, module.at_window_start(), room.obstacle, room.used)
+        way = race.next(Now(left, module.at_window_start(), room.obstacle, room.used))
         if race.living.isdisjoint(self._compiled):  # to free one way makes dynamo compile the others again
             self._release(self._compiled)
         if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
@@ -212,7 +213,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _race_settings(self) -> tuple[float, bool]:
         module = self._module
-        return module.config.compile_budget if module.is_amortized else NO_LIMIT, module.is_measured
+        return share_for(module.config, module.device), module.is_measured
 
     def _unchanged_steps(self) -> int:
         """How many steps run unchanged in any case: one of several shows the user's errors before anything compiles."""
@@ -267,7 +268,7 @@ class CapturedStep(AbstractContextManager[None]):
         module, turn = self._module, self._turn
         if ENGINES[way.engine].records:
             if not module.may_record(self._name):
-                self._fail(way, failures.of_torch_compile("gradients are accumulated now"))
+                self._fail(way, failures.of_torch_compile(way, "gradients are accumulated now"))
                 turn.counts = False
                 return self._user.call(*args, **kwargs)
             inductor.begin_recorded_step()
@@ -345,6 +346,7 @@ class CapturedStep(AbstractContextManager[None]):
             began_at=turn.began_at,
             logs_graphs=not is_announced(module.module.trainer),
             may_compile=weakly(self._may_compile),
+            check_budget=weakly(self._check_budget),
             writes_gradients=weakly(module.writes_gradients),
             drop_gradients=weakly(module.drop_gradients),
             agree=module.agree,
@@ -363,8 +365,14 @@ class CapturedStep(AbstractContextManager[None]):
         projected = self._ways.projected_cost(turn.since_call, turn.operations)
         turn.operations += num_operations(gm)
         if not race.may_compile(turn.since_call, projected):
-            turn.projected = race.spent + max(turn.since_call, projected)
+            turn.projected = race.charged + max(turn.since_call, projected)
         return turn.projected == 0
+
+    def _check_budget(self) -> None:
+        turn, race = self._turn, self._race
+        if race is not None and not race.may_compile(turn.since_call):
+            turn.projected = race.charged + turn.since_call
+            raise Stopped
 
     def _count_compiled(self) -> Outcome:
         """Report what was compiled in a call."""
@@ -449,7 +457,7 @@ class CapturedStep(AbstractContextManager[None]):
         if way.engine == engine and isinstance(error, GraphDiffers):
             self._fail(way, failures.graph_differs(way, str(error)))
         elif way.engine == engine:
-            self._fail(way, failures.of_torch_compile(f"{type(error).__name__}: {error}".splitlines()[0]))
+            self._fail(way, failures.of_torch_compile(way, f"{type(error).__name__}: {error}".splitlines()[0]))
 
     def _leave_as_wrong(self, text: str) -> None:
         """Run the step unchanged from now on, as an audit has found that it does something else when it is captured."""
@@ -474,16 +482,3 @@ class CapturedStep(AbstractContextManager[None]):
             module.backend.fall_back(self._name, reason)
         else:
             module.record_choice(self._name, kind, reason.text)
-
-
-class _UserStep(NamedTuple):
-    """The step that a user wrote, bound; who watches its first calls; and what replaces it."""
-
-    call: Any
-    first: FirstSteps
-    replacement: Any
-
-    @property
-    def function(self) -> Any:
-        """It without its object, if it is a method."""
-        return getattr(self.call, "__func__", self.call)

@@ -11,7 +11,7 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.strategies.race.race import Failure, Way
+from lightning_ort.strategies.race.terms import Failure, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.dynamo_monitor import Outcome
@@ -102,9 +102,10 @@ def without_one_graph(way: Way, why: str) -> Failure:
     return Failure(Cause(Reason(ReasonType.SPLIT, why)), Way(way.engine, way.part))
 
 
-def of_torch_compile(why: str) -> Failure:
+def of_torch_compile(way: Way, why: str) -> Failure:
     """Return the failure of a way that another backend of torch.compile runs."""
-    return _choice(why, None, ReasonType.INDUCTOR_FAILED)
+    other = ENGINES[way.engine].otherwise
+    return _choice(why, Way(other, way.part) if other else None, ReasonType.INDUCTOR_FAILED)
 
 
 def wrong(why: str) -> Failure:
@@ -133,7 +134,9 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
         follows = "that part stays in PyTorch"
     elif failure.instead is not None:
         follows = "its child modules are captured instead"
-        if failure.instead.part == "step":
+        if failure.instead.engine != way.engine:
+            follows = f"{label_of(failure.instead.engine)} is tried instead"
+        elif failure.instead.part == "step":
             follows = "the step is captured as two graphs"
     elif ENGINES[way.engine].backend is not None and not failure.final:
         follows = f"{label_of(way.engine)} is {'given up' if was_used else 'not tried'}"
@@ -145,8 +148,8 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
 def _of_torch_compile(way: Way, outcome: "Outcome") -> Failure | None:
     cause = outcome.error and (dynamo.backend_error(outcome.error) or outcome.error)
     if cause is not None or outcome.limit is not None:
-        return of_torch_compile(dynamo.explanation(str(cause or outcome.limit)))
-    return of_torch_compile("sizes vary") if ENGINES[way.engine].records and outcome.recompiles else None
+        return of_torch_compile(way, dynamo.explanation(str(cause or outcome.limit)))
+    return of_torch_compile(way, "sizes vary") if ENGINES[way.engine].records and outcome.recompiles else None
 
 
 def _failure(text: str, instead: Way | None, kind: ReasonType, error: BaseException | None = None) -> Failure:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ort.strategies.race.race import UNCHANGED, Race, Way
+from lightning_ort._stopwatch import Stopwatch
+from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Took, Way
 
 
 class Turn:
@@ -31,40 +33,42 @@ class Turn:
         self.steps = 0  # that have begun
         self.captured: Any = None  # what to call, and what to install before
         self.counts = True  # whether the time says how fast the way is
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self.operations = 0  # in graphs that were compiled
-        self.projected = 0.0  # seconds of compiling in all, if that is why a part was left uncompiled
+        self.projected = 0.0  # working seconds of compiling in all, if that is why a part was left uncompiled
         self.began_at = 0  # the number of autograd's first node of the call
         self._is_passed = quiet > 0  # whether the race need not know how a step went
-        self.compiled = self._within = False
+        self.compiled = False
+        self._watch: Stopwatch | None = None  # within a timed block
         self.call_start = 0.0
 
     @property
     def since_call(self) -> float:
-        """Seconds since the call began."""
-        return time.perf_counter() - self.call_start
+        """Seconds since the call began; working ones, as far as it is timed."""
+        seconds = time.perf_counter() - self.call_start
+        return seconds if self._watch is None else max(0.0, seconds - self._watch.read()[1])
 
     def has_compiled(self) -> None:
         """Note that something was compiled in the call; the race has to know."""
         if not self.is_timed:
-            self.seconds = self.since_call
+            self.seconds = time.perf_counter() - self.call_start
         self.compiled, self._is_passed, self.quiet = True, False, 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the block; a block inside another one counts once."""
-        if self._within:
+        if self._watch is not None:
             yield
             return
-        self._within = True
         self._synchronize()
-        start = time.perf_counter()
+        self._watch = Stopwatch()
         try:
             yield
         finally:
             self._synchronize()
-            self.seconds += time.perf_counter() - start
-            self._within = False
+            seconds, waited = self._watch.read()
+            self.seconds, self.waited = self.seconds + seconds, self.waited + waited
+            self._watch = None
 
     def tell(self, race: Race, memory: Callable[[], float]) -> None:
         """Tell the race how the steps went."""
@@ -72,4 +76,4 @@ class Turn:
             race.pass_by(passed)
         if passed < self.steps:
             used = 0.0 if race.trying is None else memory()
-            race.done(self.seconds, self.compiled, self.projected, self.counts, used)
+            race.done(Took(self.seconds, self.waited, self.compiled, self.projected, self.counts, used))

@@ -5,16 +5,19 @@ by its own ``print``, so that neither breaks the other. A run without a progress
 first, says nothing. The report has the times of the step, what was spent and saved, and a note for each choice.
 """
 
+import dataclasses
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_ort._busy import differ, is_busy
 from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
 from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report import ReasonType, StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import UNCHANGED, Event, Race, Verdict, Waiting, Way
+from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 STAYS = "the step stays in PyTorch"
+WHILE_BUSY = "; other programs used the machine, so it is timed again later"
 
 
 class RaceView:
@@ -103,7 +107,7 @@ class RaceView:
             self._show_verdict(race, event)
         elif event.what == "costs too much":
             assert isinstance(event.why, Waiting)
-            text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed"
+            text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed{_busy(event.why)}"
             after = f"{label_of(event.way.engine)} is given up" if race.champion is not UNCHANGED else STAYS
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
             if race.champion is UNCHANGED:
@@ -116,7 +120,11 @@ class RaceView:
         steps = self._module.backend.report.steps
         times: dict[str, float] = {way.engine: 1000 * seconds for way, seconds in event.seconds.items()}
         before = next((step for step in steps if step.name == self._name), None)
-        report = StepReport(self._name, times if before is None else {**before.ms, **times})
+        assert isinstance(event.why, Verdict)
+        slowdown = {way.engine: slowed for way, slowed in event.why.slowdown.items()}
+        if before is not None:
+            times, slowdown = {**before.ms, **times}, {**before.slowdown, **slowdown}
+        report = StepReport(self._name, times, slowdown=slowdown)
         if before is None:
             steps.append(report)
         else:
@@ -124,8 +132,7 @@ class RaceView:
         (other,) = event.seconds.keys() - {event.way}
         winner, loser = (event.way, other) if event.what == "wins" else (other, event.way)
         self._keep(winner)
-        took = f"{_took(loser, times)}, {_took(winner, times)}"
-        assert isinstance(event.why, Verdict)
+        took = f"{_took(loser, times)}, {_took(winner, times)}{WHILE_BUSY * event.why.is_busy}"
         again = f"again after {event.why.after} steps" if event.why.after else ""
         if again and winner is not UNCHANGED:
             return  # as before
@@ -153,10 +160,10 @@ class RaceView:
         text = f"{label_of(winner.engine)} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
-        elif found.is_clear and loser is UNCHANGED:
+        elif found.is_clear and loser is UNCHANGED and not differ(found.slowdown.values()):
             text += f", {times[loser] / times[winner]:.2f}x as fast as before"
-        if not found.is_clear and not found.more_memory:
-            text += "; the machine may be busy"
+        if found.is_busy:
+            text += WHILE_BUSY
         return f"{self._compiled_in(race, event.way)}: {text}"
 
     def _compiled_in(self, race: Race, way: Way) -> str:
@@ -168,7 +175,7 @@ class RaceView:
         steps = self._module.backend.report.steps
         for index, step in enumerate(steps):
             if step.name == self._name and step.engine != way.engine:
-                steps[index] = StepReport(step.name, step.ms, way.engine)
+                steps[index] = dataclasses.replace(step, kept=way.engine)
 
     def _waits_no_more(self) -> None:
         run = self._module.backend.report.run
@@ -205,7 +212,13 @@ def _why_waiting(event: Event) -> str:
     if not isinstance(event.why, Waiting):
         return str(event.why)
     text = f"about {seconds_text(event.why.cost)} to compile, compile_budget allows {seconds_text(event.why.allowed)}"
-    return f"{text}; ORTConfig(start='now') compiles at once"
+    return f"{text}{_busy(event.why)}; ORTConfig(start='now') compiles at once"
+
+
+def _busy(why: Waiting) -> str:
+    if not is_busy(why.slowdown):
+        return ""
+    return f" (of an idle machine; other programs make this one {why.slowdown:.1f} times as slow)"
 
 
 def _took(way: Way, ms: dict[str, float]) -> str:

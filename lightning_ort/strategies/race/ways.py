@@ -16,9 +16,10 @@ from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache import Startup
 from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
 from lightning_ort.compiler.fingerprint import digest, program
-from lightning_ort.config import DEFAULT_START, EngineSetting, ORTConfig
+from lightning_ort.config import DEFAULT_BUDGET, DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import STOP, UNCHANGED, Event, Expected, Way
+from lightning_ort.strategies.race.race import NO_LIMIT, STOP
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Verdict, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
@@ -48,15 +49,27 @@ def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
     return "auto" if tries_others else "ort"
 
 
+def share_for(config: ORTConfig, device: torch.device) -> float:
+    """Return the share of a run's steps that compiling may take; on a GPU, by default, the stake alone decides."""
+    if not is_amortized(config):
+        return NO_LIMIT
+    if config.compile_budget is not None:
+        return config.compile_budget
+    return 1.0 if device.type == "cuda" else DEFAULT_BUDGET
+
+
 def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
     """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
     if module.setting == "ort" or not module.is_measured:
         return [first]
     # a recording is of fixed sizes
     records = module.may_record(step) and module.config.dynamic is not True
-    order = engines.ON_GPU if module.device.type == "cuda" else engines.ON_CPU
-    allowed = [engine for engine in order if records or not ENGINES[engine].records]
-    return [first if engine == first.engine else Way(engine, first.part) for engine in allowed]
+    order = engines.order(module.device.type == "cuda", step == TRAINING, records)
+    return [
+        first if engine == first.engine else Way(engine, first.part)
+        for engine in order
+        if engine != ORT or module.backend.available
+    ]
 
 
 class Ways:
@@ -86,24 +99,26 @@ class Ways:
         """Return what is expected of a way."""
         engine, facts = ENGINES[way.engine], self._facts(way)
         cost = engine.cost(facts)
-        if not facts.on_gpu and (why := engine.obstacle()):
+        if self._module.setting != way.engine and (why := engine.obstacle(facts.on_gpu)):
             return Expected(cost, 0.0, why)
         refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
             return Expected(cost, 0.0, why)
         saves = engine.saves(facts) if self._module.is_amortized or facts.on_gpu else 1.0
+        stake = engines.STAKE if facts.on_gpu else 1.0
         known = self._known.get(way.engine)
         if known is None:
-            return Expected(cost, saves)
+            return Expected(cost, saves, "", stake)
         why = ""
         if {TORCH, way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
             times = ", ".join(f"{duration(ms)} {engines.label_of(name)}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
+            stake = engines.STAKE_IF_KNOWN if facts.on_gpu else 1.0
         if not known.finished:  # it takes more than that
-            return Expected(max(STOP * known.cold, cost), saves, why)
-        return Expected(engine.warm() * known.cold if known.warm is None else known.warm, saves, why)
+            return Expected(max(STOP * known.cold, cost), saves, why, stake)
+        return Expected(engine.warm() * known.cold if known.warm is None else known.warm, saves, why, stake)
 
     def _facts(self, way: Way) -> StepFacts:
         module, name = self._module, self._name
@@ -176,7 +191,8 @@ def _compiling(events: Iterable[Event], engine: str) -> Iterator[float]:
 
 
 def _milliseconds(events: list[Event]) -> dict[str, float]:
-    duels = [event.seconds for event in events if event.what in ("wins", "loses") and UNCHANGED in event.seconds]
+    verdicts = (event for event in events if isinstance(event.why, Verdict) and UNCHANGED in event.seconds)
+    duels = [event.seconds for event in verdicts if not event.why.is_busy]
     return {way.engine: 1000 * seconds for way, seconds in duels[-1].items()} if duels else {}
 
 

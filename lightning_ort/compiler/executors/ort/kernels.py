@@ -47,6 +47,7 @@ TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]]
     **dict.fromkeys(("GeluGrad", "FastGeluGrad", "ReluGrad", "SigmoidGrad", "TanhGrad"), ((_MATRIX, _MATRIX), 1, {})),
 }
 
+ANY_GPU = torch.device("cuda")
 _CPU = torch.device("cpu")
 
 _load_errors: dict[Hashable, str | None] = {}

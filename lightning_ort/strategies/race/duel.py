@@ -1,0 +1,104 @@
+"""Two ways of a step in turns: :class:`Duel`."""
+
+import statistics
+from collections.abc import Iterable
+
+from lightning_ort._busy import is_busy, slowdown
+from lightning_ort.strategies.race.terms import Took, Way
+
+CLEAR, LEAST, MOST = 2, 6, 18  # samples of each way in a duel: far apart, usual, close
+FAR, CLOSE = 1.5, 1.1  # ratios of times
+# seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
+MIN_SECONDS = 0.06
+
+
+class Duel:
+    """Two ways take turns, A B, B A, A B, so that work that alternates from step to step meets both.
+
+    Working seconds count: those in which other programs had the processor say nothing about a way. The first step of a
+    way that has not run yet does not count, since it allocates; nor do steps that compile.
+
+    Args:
+        challenger: One of them.
+        champion: The other one.
+        ran: The ways that have run before.
+        memory: Bytes that the process used before it began; 0 if nobody knows.
+
+    """
+
+    def __init__(self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0) -> None:
+        self.challenger, self.champion, self.memory = challenger, champion, memory
+        self.steps: dict[Way, list[Took]] = {challenger: [], champion: []}
+        self._fresh = self.steps.keys() - ran
+
+    @property
+    def turn(self) -> Way:
+        """Whose turn it is."""
+        counts = {name: len(steps) - (name in self._fresh) for name, steps in self.steps.items()}
+        fewest = min(counts.values())
+        behind = [name for name, count in counts.items() if count == fewest]
+        return behind[-(fewest % 2)]
+
+    def add(self, way: Way, took: Took) -> None:
+        """Add a step."""
+        if way in self._fresh:
+            self._fresh.discard(way)
+        else:
+            self.steps[way].append(took)
+
+    def samples(self, way: Way) -> list[float]:
+        """Return the seconds of a way's steps."""
+        return [took.working for took in self.steps[way]]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough samples."""
+        one, other = map(self.samples, self.steps)
+        count = len(one)
+        if self._fresh or count != len(other) or count < CLEAR or count % 2 or sum(one) + sum(other) < MIN_SECONDS:
+            return False
+        fast, slow = sorted((one, other), key=statistics.median)
+        if max(fast) * FAR < min(slow) or count >= MOST:
+            return True
+        return count >= LEAST and statistics.median(slow) > CLOSE * statistics.median(fast)
+
+    @property
+    def medians(self) -> dict[Way, float]:
+        """The median of each way in seconds."""
+        return {way: statistics.median(self.samples(way)) for way in self.steps}
+
+    def saved_by(self, way: Way) -> float:
+        """Return the seconds by which a way is faster: the lesser of what medians and lower quartiles say."""
+        own, other = (self._quartiles(one) for one in (way, *(self.steps.keys() - {way})))
+        return max(0.0, min(other[index] - own[index] for index in (0, 1)))
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the medians differ by more than the middle half of the samples of either way."""
+        one, other = map(self._quartiles, self.steps)
+        return abs(one[1] - other[1]) > max(one[2] - one[0], other[2] - other[0])
+
+    @property
+    def slowdown(self) -> dict[Way, float]:
+        """How many times as long the steps of each way took as on an idle machine."""
+        return {way: slowdown_of(steps) for way, steps in self.steps.items()}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs may have decided it."""
+        return is_busy(max(self.slowdown.values()))
+
+    def overhead(self, used: Way) -> float:
+        """Return the seconds by which steps took longer than the way that was used before usually does."""
+        usual = self.medians[used]
+        others = (self.samples(way) for way in self.steps if way != used)
+        return sum(max(0.0, seconds - usual) for samples in others for seconds in samples)
+
+    def _quartiles(self, way: Way) -> list[float]:
+        return statistics.quantiles(self.samples(way), method="inclusive")
+
+
+def slowdown_of(steps: Iterable[Took]) -> float:
+    """Return how many times as long steps took, together, as on an idle machine."""
+    steps = list(steps)
+    return slowdown(sum(took.seconds for took in steps), sum(took.waited for took in steps))
