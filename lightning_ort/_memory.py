@@ -1,5 +1,6 @@
 """How much memory this process uses, and how much is free: of the machine, of a container, of a GPU."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -33,9 +34,7 @@ def free_bytes(device: "torch.device | None" = None) -> int | None:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux
         return None
-    if (limit := _cgroup_bytes("memory.max")) is not None and (used := _cgroup_bytes("memory.current")) is not None:
-        free = min(free, limit - used)
-    return free
+    return int(min([free, *map(_free_in, _control_groups())]))
 
 
 def resident_bytes(device: "torch.device | None" = None) -> int | None:
@@ -75,9 +74,36 @@ def peak_bytes(device: "torch.device | None" = None) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _cgroup_bytes(name: str) -> int | None:
-    """Return a figure of the container that the process runs in, if that has one."""
+def _control_groups() -> list[Path]:
+    """Return the folders of the control groups that limit this process's memory: its own, and those around it."""
+    found = []
     try:
-        return int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # none, or "max"
-        return None
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            for _, _, _, root, folder, *rest in mounts:
+                kind, _, options = rest[rest.index("-") + 1 :]
+                v1 = kind == "cgroup" and "memory" in controllers.split(",") and "memory" in options.split(",")
+                if v1 or (kind == "cgroup2" and not controllers):
+                    # a container may see its own group as the root of what is mounted
+                    inside = os.path.relpath(path, root) if os.path.commonpath([path, root]) == root else "."
+                    own = Path(folder, inside)
+                    found += [own, *(one for one in own.parents if one.is_relative_to(folder))]
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _free_in(group: Path) -> float:
+    """Return the bytes that a control group leaves, of either version; without a limit it is infinite."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = (int(Path(group, name).read_text(encoding="ascii")) for name in (limit, used))
+            figures = dict(line.split() for line in Path(group, "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):  # not this version, or "max"
+            continue
+        return most - now + int(figures.get(cache, 0))  # files that are kept as long as there is room
+    return math.inf

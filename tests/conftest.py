@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
+from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.openmp import pause_openmp
 
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish() -> None:
     # torch's and Lightning's modules hold a million objects that stay: without them a collection takes no time
+    handlers_of_forked_children()  # found before they are hidden
     gc.freeze()
 
 
@@ -90,8 +92,8 @@ def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def audits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    # one in each run, and what the time of a run allows; those of audits ask for more
-    monkeypatch.setattr("lightning_ort.strategies.audit.step_audit.SECONDS", 0.0)
+    # about one in each run, and what the time of a run allows; those of audits ask for more
+    monkeypatch.setattr("lightning_ort.strategies.audit.schedule.SECONDS", 0.15)
 
 
 @pytest.fixture

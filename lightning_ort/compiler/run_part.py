@@ -74,7 +74,7 @@ class RunReport:
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
         audits: How many captured steps a copy of the process repeated in eager.
-        audit_seconds: Wall clock of these steps, with their copies.
+        audit_seconds: Wall clock of these steps, with their copies, and of others that found nothing out.
         audit_difference: The largest relative difference of a result or gradient that audits found.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
 
@@ -124,7 +124,7 @@ class RunReport:
     @property
     def audit_text(self) -> str:
         """What audits have found, in one line."""
-        steps = "1 captured step was" if self.audits == 1 else f"{self.audits} captured steps were"
+        steps = "only 1 captured step was" if self.audits == 1 else f"{self.audits} captured steps were"
         return (
             f"{steps} repeated in eager in {self.audit_seconds:.1f} s; results and gradients differ by up to"
             f" {self.audit_difference:.1g} of their size"

@@ -1,6 +1,7 @@
 """Captured steps are repeated in eager, and one that does something else goes back to PyTorch."""
 
 import collections
+import itertools
 import logging
 import math
 import threading
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.fallbacks import ORTFallbackError
 from lightning_ort.compiler.report import ReasonType
-from lightning_ort.strategies.audit import forked_copy, step_audit
+from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
 from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot
 from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs f
 
 @pytest.fixture(autouse=True)
 def audits_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_audit, "SECONDS", 60.0)
+    monkeypatch.setattr(schedule, "SECONDS", 60.0)
+    monkeypatch.setattr(schedule, "LEAST_PATIENCE", 20.0)
 
 
 ALWAYS = ORTConfig(placement="always")
@@ -296,8 +298,8 @@ def test_inductor_is_audited(make_trainer: Callable[..., Any], monkeypatch: pyte
 def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_audit, "STEPS", range(1, 10_000))
-    monkeypatch.setattr(step_audit, "SECONDS", 10_000.0)
+    monkeypatch.setattr(schedule, "LONGEST_GAP", 1)
+    monkeypatch.setattr(schedule, "SECONDS", 10_000.0)
     stop, lock = threading.Event(), threading.Lock()
 
     def work() -> None:
@@ -370,15 +372,65 @@ def test_audits_become_rare(make_trainer: Callable[..., Any]) -> None:
             return loader(8 * 200)
 
     report = fit(make_trainer, Long(), max_epochs=1, limit_val_batches=0)
-    assert 4 <= report.run.audits <= 10
+    assert 8 <= report.run.audits <= 40
 
 
 def test_audits_take_a_share_of_the_time(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_audit, "SECONDS", 0.0)
+    monkeypatch.setattr(schedule, "SECONDS", 0.0)
     start = time.perf_counter()
     report = fit(make_trainer, Small(), max_epochs=2)
     seconds = time.perf_counter() - start
     assert report.run.audits <= 1 + 0.2 * seconds / 0.02
+
+
+# When, by plain calls
+
+
+def due(seed: str, steps: int) -> list[int]:
+    """The steps of one epoch that are audited."""
+    plan, found = schedule.Schedule(seed), []
+    for step in range(steps):
+        if plan.is_due(step, 0):
+            plan.passed(step, 0)
+            found.append(step)
+    return found
+
+
+def test_which_steps_are_audited_falls_into_no_pattern() -> None:
+    steps, others = due("a", 20_000), due("b", 20_000)
+    assert steps == due("a", 20_000)
+    assert steps[:4] == [0, 1, 2, 3]
+    gaps = [later - step for step, later in itertools.pairwise(steps)]
+    assert all(1 <= gap <= max(1, min(step // 2, schedule.LONGEST_GAP)) for step, gap in zip(steps, gaps, strict=False))
+    assert max(gap for step, gap in zip(steps, gaps, strict=False) if step < 64) < 32
+    assert len(steps) < 100
+    assert steps[5:] != others[5:]
+    # steps that do something else every 20th time are met in most runs
+    assert sum(any(step % 20 == 17 for step in due(str(seed), 400)) for seed in range(20)) >= 12
+
+
+def test_audits_begin_anew_with_what_compiles_and_with_each_epoch() -> None:
+    plan = schedule.Schedule("")
+    plan.passed(100, 0)
+    plan.passed(100, 0, again=True)
+    assert plan.is_due(101, 0)
+    plan.passed(101, 0)
+    plan.passed(200, 0)
+    assert plan.is_due(201, 1)
+    plan.restart()
+    assert plan.is_due(0, 0)
+
+
+def test_what_an_audit_takes_is_expected_from_the_machine_as_it_is() -> None:
+    first = schedule.expected_seconds(usual=1.0, threads=2, processor=0.0, slowdown=1.0)
+    assert first == pytest.approx(2.0 + schedule.COPYING)
+    assert schedule.expected_seconds(1.0, 2, 0.0, 3.0) == pytest.approx(3 * first)
+    assert schedule.expected_seconds(1.0, 2, 5.0, 1.0) == 5.0
+    assert schedule.expected_seconds(1.0, 2, 0.5, 1.0) == first
+    assert schedule.limit_seconds(first) > first
+    assert schedule.limit_seconds(0.0) == schedule.LEAST_PATIENCE
+    assert schedule.allowed_seconds(0.0, 0.0) == schedule.SECONDS
+    assert schedule.allowed_seconds(1000.0, 100.0) == pytest.approx(schedule.SECONDS + 3.0 + 3.0)
 
 
 # What counts as a difference

@@ -10,9 +10,9 @@ A difference counts if eager, repeated, has the same result again, and if it is 
 is repeated with parameters and inputs that differ by roundings, to see how much its results change.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.strategies.audit import forked_copy
+from lightning_ort.strategies.audit import forked_copy, schedule
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from lightning_ort.strategies.audit.snapshot import (
     GRADIENT,
@@ -39,15 +39,9 @@ from lightning_ort.strategies.race.outlook import TRAINING
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
 
-# which captured steps are audited, counted from the last one that compiled; further ones are as far apart as the last
-STEPS = (1, 2, 4, 10, 30, 100, 300, 1000, 3000, 10_000)
-WHILE_TIMED = 1  # of these, the last one while the step takes turns with another way
-# what the audits of a run may take: seconds, and shares of the run's time and of the time that compiling took
-SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.003, 0.03
-# the copy computes with one thread, and may be slow: seconds, and times what the step itself took
-PATIENCE, PATIENCE_PER_STEP = 3.0, 10.0
 MAX_SHOWN = 3  # differences in a message
 MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
+FEW = 10  # captured steps of a run, of which too few audits are nothing to tell
 
 _PLAIN, _ROUNDED = 0, (1, 2)  # commands: the step as it is; with other roundings
 # relative differences that no audit looks into, and which need no second audit
@@ -77,6 +71,8 @@ def unexplained(
     if (again := copy(_PLAIN)) is None:
         return None
     unsteady = differences(again, eager, 0.0).names  # clocks, and what is random beyond torch's generators
+    if found.names <= unsteady:
+        return Findings()
     explained = Findings()
     for command in _ROUNDED:
         if (rounded := copy(command)) is None:
@@ -96,7 +92,7 @@ def unexplained(
 
 
 class AuditBudget:
-    """What the audits of one run of the Trainer may take, all steps together.
+    """What the audits of one run of the Trainer take, all steps together.
 
     Args:
         module: Whose steps they are.
@@ -105,23 +101,30 @@ class AuditBudget:
 
     def __init__(self, module: "CapturedModule") -> None:
         self._module = module
-        self._spent = self._last = 0.0
+        self._spent = 0.0
+        self._clock = time.perf_counter(), waited_seconds()
 
     @property
-    def affords(self) -> bool:
-        """Whether there may be another one."""
-        compiling = self._module.spent - self._spent
-        most = SECONDS + SHARE * self._module.elapsed + SHARE_OF_COMPILING * compiling
-        return self._spent + self._last <= most
+    def allowed(self) -> float:
+        """Seconds that they may take in all."""
+        return schedule.allowed_seconds(self._module.elapsed, self._module.spent - self._spent)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the next one may take."""
+        return self.allowed - self._spent
+
+    def slowdown(self) -> float:
+        """Return how many times as long as on an idle machine this thread took for everything since the last call."""
+        before, self._clock = self._clock, (time.perf_counter(), waited_seconds())
+        seconds, waited = (now - then for now, then in zip(self._clock, before, strict=True))
+        return max(1.0, seconds / (seconds - waited)) if seconds > waited else 1.0
 
     def add(self, name: str, seconds: float) -> None:
         """Count an audit of a step, as something that this has cost."""
-        self._last = seconds
         self._spent += seconds
         self._module.races[name].spend(seconds)
-        run = self._module.backend.report.run
-        run.audits += 1
-        run.audit_seconds += seconds
+        self._module.backend.report.run.audit_seconds += seconds
 
 
 class StepAudit:
@@ -135,23 +138,33 @@ class StepAudit:
 
     def __init__(self, module: "CapturedModule", name: str) -> None:
         self._module, self._name = module, name
-        self._steps = -1  # captured, since the last one that compiled
-        self._next: float = 0
-        self._epoch = -1
-        self._unknown = 0  # audits in a row
-        self._suspected = False  # whether the next audit has to confirm what the last one has found
         self.audit: _Audit | None = None  # that runs
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
-        self._steps, self._next, self._epoch, self._unknown, self._suspected = -1, 0, -1, 0, False
-        if self._module.config.audit == "off":
-            self._next = math.inf
+        self._steps, self._captured = -1, 0  # captured, since the last one that compiled and in all
+        self._schedule = schedule.Schedule(f"{self._name} {torch.initial_seed()}")
+        self._off = self._module.config.audit == "off"
+        self._unknown = self._done = 0  # audits in a row that found nothing out, and others
+        self._processor = 0.0  # seconds of the last copy
+        self._expected = 0.0  # seconds, of the last one that was due
+        self._suspected = False  # whether the next audit has to confirm what the last one has found
+
+    def end_run(self) -> None:
+        """End a run: say of a step that it is not audited if it hardly was."""
+        self.close()
+        if not self._off and self._done < schedule.ENOUGH and self._captured >= FEW:
+            allowed = self._module.audits.allowed
+            self._note(
+                f"{self._done} of {self._captured} captured steps were repeated: one takes about"
+                f" {self._expected:.2g} s, and {allowed:.2g} s may be spent in a run of {self._module.elapsed:.2g} s"
+            )
 
     def after_compiling(self) -> None:
         """Audit the steps that follow."""
-        if self._next < math.inf:
-            self._steps = self._next = 0
+        self._steps = 0
+        self._schedule.restart()
 
     def begin(self, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool) -> bool:
         """Before a captured step: copy the process if the step is to be audited; return whether it is.
@@ -166,23 +179,24 @@ class StepAudit:
         if self.audit is not None:
             self.close()
         self._steps += 1
+        self._captured += 1
         epoch = self._module.module.trainer.current_epoch
-        if self._next == math.inf or (self._steps <= self._next and self._epoch == epoch) or self._would_disturb:
+        if self._off or not self._schedule.is_due(self._steps, epoch) or self._would_disturb:
             return False
-        if reason := self._module.not_audited(self._name, args):
+        if reason := self._module.not_audited(self._name, args) or forked_copy.unavailable():
             self._stop(reason)
             return False
-        self._next = next((number for number in STEPS if number >= self._steps), self._steps + STEPS[-1])
-        self._epoch = epoch
-        if not self._suspected and not self._module.audits.affords:
+        self._schedule.passed(self._steps, epoch)
+        budget, usual = self._module.audits, self._module.races[self._name].usual
+        expected = schedule.expected_seconds(usual, torch.get_num_threads(), self._processor, budget.slowdown())
+        self._expected = expected
+        if expected > budget.left and not self._suspected:
             return False
-        if reason := forked_copy.unavailable():
-            self._note(reason)
-            return False
+        seconds = schedule.limit_seconds(expected)
         try:
-            self.audit = _Audit(self._module, self._name, call, args, kwargs, logs)
+            self.audit = _Audit(self._module, self._name, call, args, kwargs, logs, seconds)
         except OSError as error:
-            self._note(str(error))
+            self._count_unknown(error.strerror or str(error))
         return self.audit is not None
 
     @property
@@ -190,7 +204,7 @@ class StepAudit:
         """Whether something is timed that an audit would make slower, which writes to memory shared with a copy."""
         compiles = self._steps == 0  # the first call, in which regions are timed
         in_turns = self._module.races[self._name].trying is not None and not self._suspected
-        return (compiles and self._module.config.placement == "measured") or (in_turns and self._steps > WHILE_TIMED)
+        return (compiles and self._module.config.placement == "measured") or (in_turns and self._done > 0)
 
     def after_step(self, output: Any) -> str:
         """After the captured step, before what it logged is handed on; return in what it differs from eager."""
@@ -218,25 +232,32 @@ class StepAudit:
         finally:
             self.close()
         self._module.audits.add(self._name, audit.seconds)
+        self._processor = audit.processor_seconds
         if found is None:
-            self._unknown += 1
-            if self._unknown >= MAX_UNKNOWN:
-                self._stop(f"a copy of the process could not repeat it: {audit.problem}")
+            self._count_unknown(audit.problem)
             return ""
         self._unknown = 0
+        self._done += 1
         run = self._module.backend.report.run
+        run.audits += 1
         run.audit_difference = max(run.audit_difference, audit.largest)
         large = bool(found.other) or max(found.relative.values(), default=0.0) >= _LARGE
         confirmed, self._suspected = self._suspected, bool(found.names)
         if not self._suspected:
             return ""
         if not large and not confirmed:
-            self._next = self._steps  # the next step confirms it, or it was a tie that a rounding has decided
+            # the next step confirms it, or it was a tie that a rounding has decided
+            self._schedule.passed(self._steps, self._module.module.trainer.current_epoch, again=True)
             return ""
         return audit.describe(found)
 
+    def _count_unknown(self, problem: str) -> None:
+        self._unknown += 1
+        if self._unknown >= MAX_UNKNOWN:
+            self._stop(f"a copy of the process could not repeat it: {problem}")
+
     def _stop(self, reason: str) -> None:
-        self._next = math.inf
+        self._off = True
         self._note(reason)
 
     def _note(self, reason: str) -> None:
@@ -247,15 +268,24 @@ class _Audit:
     """One captured step, and the copy of the process that repeats it."""
 
     def __init__(
-        self, module: "CapturedModule", name: str, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool
+        self,
+        module: "CapturedModule",
+        name: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        logs: bool,
+        seconds: float,
     ) -> None:
         self._module, self._name, self._logs = module, name, logs
         self._function = getattr(call, "__func__", call)
         manual = name == TRAINING and not module.module.automatic_optimization
         self.has_backward = name == TRAINING and not manual and module.is_alone
         self._manual = manual
-        self.seconds = 0.0  # all that the step took: beside its copy it is slower itself
+        self.seconds = 0.0  # all that the step took, but for compiling: beside its copy it is slower itself
+        self.processor_seconds = 0.0  # of its copy
         self._begun = time.perf_counter()
+        self._limit = self._begun + seconds
         self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module.module))
         self._own: dict[str, Value] = {}
         self._eager: Mapping[str, Value] = {}
@@ -266,8 +296,12 @@ class _Audit:
             with torch.compiler.set_stance("force_eager"), without_collectives():
                 return self._repeat(call, args, kwargs)
 
-        self._copy = ForkedCopy(compute)
-        self._copy.ask(_PLAIN)
+        self._copy = ForkedCopy(compute, seconds)
+        self._ask(_PLAIN)
+        self._step_begun = time.perf_counter()
+
+    def _ask(self, command: int) -> None:
+        self._copy.ask(command, max(0.01, self._limit - time.perf_counter()))
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
@@ -287,6 +321,9 @@ class _Audit:
 
     def after_step(self, output: Any) -> None:
         """Look at what the step returned, logged and left behind."""
+        if self._module.monitor.saw_compile:
+            compiling = time.perf_counter() - self._step_begun
+            self._begun, self._limit = self._begun + compiling, self._limit + compiling
         module = self._module.module
         logger = self._module.shims.logger
         logged = [(names, value) for _, _, names, value, *_ in logger.made + logger.calls] if self._logs else []
@@ -306,14 +343,13 @@ class _Audit:
 
     def findings(self) -> Findings | None:
         """Return in what the captured step differs from eager; ``None`` if that cannot be told."""
-        patience = PATIENCE + PATIENCE_PER_STEP * (time.perf_counter() - self._begun)
         answers = 0
 
         def copy(command: int) -> Mapping[str, Value] | None:
             nonlocal answers
             if answers:  # the first one is asked for at the beginning
-                self._copy.ask(command)
-            found = self._copy.answer(patience)
+                self._ask(command)
+            found = self._copy.answer()
             self._eager = found if found is not None and not answers else self._eager
             answers += 1
             return found
@@ -348,7 +384,16 @@ class _Audit:
     def close(self) -> None:
         """End the copy."""
         self._copy.close()
+        self.processor_seconds = self._copy.processor_seconds
         self.seconds = time.perf_counter() - self._begun
+
+
+def waited_seconds() -> float:
+    """Return how long this thread has waited for a processor that others had, so far."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _dtypes(module: nn.Module) -> set[torch.dtype]:

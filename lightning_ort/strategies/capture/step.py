@@ -92,7 +92,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
-        self._audit.close()
+        self._audit.end_run()
         if self._race is None:
             return
         self._tell(self._race)

@@ -1,0 +1,26 @@
+"""What CPython does after a fork, without the handlers that others have registered for it."""
+
+import ctypes
+import gc
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def handlers_of_forked_children() -> list[Any]:
+    """Return the list in which ``os.register_at_fork`` keeps ``after_in_child`` (CPython 3.10 to 3.13).
+
+    No object refers to it: it is found by an entry, :mod:`threading`'s, among the objects that the garbage collector
+    knows. If it is not found (``gc.freeze`` hides it), an empty one is returned.
+    """
+    handler = threading._after_fork  # type: ignore[attr-defined]
+    return next((one for one in gc.get_referrers(handler) if type(one) is list and handler in one), [])
+
+
+def adopt_interpreter() -> Callable[[], None]:
+    """Return the function of C that makes the thread which was copied the interpreter's only one."""
+    function = ctypes.pythonapi.PyOS_AfterFork_Child
+    function.restype, function.argtypes = None, ()
+    return function
