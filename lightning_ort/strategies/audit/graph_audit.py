@@ -49,6 +49,7 @@ class GraphAudit:
         self.compared = True
         self._module.audits.add(self._name, seconds)
         run = self._module.backend.report.run
+        run.audits += 1
         run.audit_difference = max(run.audit_difference, largest)
 
     def _skipped(self, why: str) -> None:

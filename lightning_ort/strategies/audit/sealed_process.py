@@ -23,7 +23,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -78,17 +78,24 @@ class _Mapping(NamedTuple):
         return self.mode[:2] != "--" and (not of_device or self.name.startswith(("/dev/zero", "/dev/shm/")))
 
 
-def unavailable() -> str:
-    """Return why this process cannot have such a copy, or nothing."""
+@cache
+def unsupported() -> str:
+    """Return why no process can have such a copy on this system, or nothing."""
     if sys.platform != "linux" or _LIBC is None:
         return "it takes Linux"
     if platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
         return f"there is no filter of system calls for {platform.machine()} yet"
     if _system_call(_SECCOMP, _GET_ACTION_AVAIL, 0, ctypes.byref(ctypes.c_uint32(_END)))() != 0:
         return "this system does not let a process filter its system calls"
-    if (size := sum(one.end - one.start for one in _shared("self") if one.is_memory)) > MAX_SHARED_BYTES:
-        return f"{size >> 20} MB of memory are shared with other processes"
     return ""
+
+
+def unavailable() -> str:
+    """Return why this process cannot have such a copy now, or nothing."""
+    if reason := unsupported():
+        return reason
+    size = sum(one.end - one.start for one in _shared("self") if one.is_memory)
+    return f"{size >> 20} MB of memory are shared with other processes" if size > MAX_SHARED_BYTES else ""
 
 
 def copy_process(serve: Callable[[], NoReturn], commands: int, answers: int) -> int:

@@ -12,12 +12,13 @@ is repeated with parameters and inputs that differ by roundings, to see how much
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lightning_ort._busy import slowdown
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.report import Reason, ReasonType
@@ -102,7 +103,7 @@ class AuditBudget:
     def __init__(self, module: "CapturedModule") -> None:
         self._module = module
         self._spent = 0.0
-        self._clock = time.perf_counter(), waited_seconds()
+        self._stopwatch = Stopwatch()
 
     @property
     def allowed(self) -> float:
@@ -116,9 +117,8 @@ class AuditBudget:
 
     def slowdown(self) -> float:
         """Return how many times as long as on an idle machine this thread took for everything since the last call."""
-        before, self._clock = self._clock, (time.perf_counter(), waited_seconds())
-        seconds, waited = (now - then for now, then in zip(self._clock, before, strict=True))
-        return max(1.0, seconds / (seconds - waited)) if seconds > waited else 1.0
+        (seconds, waited), self._stopwatch = self._stopwatch.read(), Stopwatch()
+        return slowdown(seconds, waited)
 
     def add(self, name: str, seconds: float) -> None:
         """Count an audit of a step, as something that this has cost."""
@@ -386,14 +386,6 @@ class _Audit:
         self._copy.close()
         self.processor_seconds = self._copy.processor_seconds
         self.seconds = time.perf_counter() - self._begun
-
-
-def waited_seconds() -> float:
-    """Return how long this thread has waited for a processor that others had, so far."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _dtypes(module: nn.Module) -> set[torch.dtype]:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import math
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.audit import sealed_process
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
@@ -219,7 +219,7 @@ class CapturedModule:
     @property
     def may_copy_process(self) -> bool:
         """Whether a copy of the process can repeat a step; else each graph that is compiled is compared with eager."""
-        return self.device.type == "cpu" and sys.platform == "linux"
+        return self.device.type == "cpu" and not sealed_process.unsupported()
 
     def not_audited(self, name: str, args: Iterable[Any]) -> str:
         """Say why a step of a name, with these arguments, is not audited; nothing if it may be."""
