@@ -97,6 +97,11 @@ def end_after_this_batch(trainer: "pl.Trainer") -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def train_fetcher(trainer: "pl.Trainer") -> Any:
+    """Return what fetches batches in a fit; its ``iterator`` is what it asks for the next one (2.6)."""
+    return trainer.fit_loop._data_fetcher
+
+
 def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning made an optimizer because ``configure_optimizers`` returned ``None`` (2.6)."""
     return type(optimizer).__name__ == "_MockOptimizer"

@@ -12,7 +12,7 @@ from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.plain_types import from_plain, to_plain
 from lightning_ort.compiler.report_text import render_text
 from lightning_ort.compiler.report_view import in_column, in_use, share
-from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport, StepTimeReport
 
 __all__ = [
     "CompileReport",
@@ -24,6 +24,7 @@ __all__ = [
     "RegionReport",
     "RunReport",
     "StepReport",
+    "StepTimeReport",
 ]
 
 if TYPE_CHECKING:

@@ -147,10 +147,11 @@ class ReportView:
         run = report.run
         facts = {
             "without compiling": run.uncompiled_text,
-            "host memory": run.host_memory,
+            "a training step": str(run.step_time or ""),
+            "host memory": "" if run.host_memory == "retained" else run.host_memory,  # or the first one says it
             "peak memory": run.peak_text,
             "session memory": run.session_memory,
-            "dropout masks": run.dropout_masks,
+            "dropout masks": "" if run.draws_masks_faster else run.dropout_masks,
             "audits": run.audit_text if run.audits else "",
         }
         return cls(

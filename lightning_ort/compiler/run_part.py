@@ -56,6 +56,29 @@ class StepReport:
         return f"{self.name}: {times}; continues with {self.engine}"
 
 
+STEP_PARTS = ("loader", "Trainer", "step", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepTimeReport:
+    """What the time of a training step is made of.
+
+    Args:
+        ms: Mean time of each of :data:`STEP_PARTS` in a few steps, in ms: the DataLoader; the training step with its
+            backward pass; the optimizer's step with clipping and hooks; all else.
+        advice: What would help.
+
+    """
+
+    ms: dict[str, float]
+    advice: str = ""
+
+    def __str__(self) -> str:
+        total = sum(self.ms.values())
+        shares = ", ".join(f"{part} {ms / total:.0%}" for part, ms in self.ms.items())
+        return f"{duration(total)}: {shares}" + (f"; {self.advice}" if self.advice else "")
+
+
 @dataclass
 class RunReport:
     """What a Trainer run adds to the report.
@@ -67,6 +90,7 @@ class RunReport:
         peak_bytes: The most memory that the process has used so far, or reserved on a GPU; 0 if nobody knows.
         peak_bytes_before: The same before anything was compiled; 0 if nothing was.
         session_memory: What sessions hold of a GPU's memory; empty on a CPU.
+        step_time: What the time of a training step is made of; ``None`` if a fit was too short, or there was none.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
@@ -86,6 +110,7 @@ class RunReport:
     peak_bytes: int = 0
     peak_bytes_before: int = 0
     session_memory: str = ""
+    step_time: StepTimeReport | None = None
     dropout_masks: str = ""
     startup_seconds: float = 0.0
     trial_seconds: float = 0.0
@@ -98,11 +123,16 @@ class RunReport:
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
+    def draws_masks_faster(self) -> bool:
+        """Whether a compiled function draws large masks."""
+        return self.dropout_masks.startswith("drawn by a compiled function")
+
+    @property
     def uncompiled_text(self) -> str:
         """What is in use that makes steps faster without compiling them, in one line."""
         used = [each.runs_as for each in self.optimizers if each.runs_as != each.configured]
         retained = self.host_memory.startswith("retained")
-        draws = self.dropout_masks.startswith("drawn by a compiled function")
+        draws = self.draws_masks_faster
         fused = [each.runs_as == f"{each.configured} (fused)" for each in self.optimizers]
         used += ["retained memory"] * retained
         used += ["faster dropout masks"] * draws
@@ -115,10 +145,10 @@ class RunReport:
 
     @property
     def peak_text(self) -> str:
-        """What compiling added to the peak of memory, in one line; empty if nothing was compiled."""
-        if not self.peak_bytes_before:
-            return ""
+        """What compiling added to the peak of memory, in one line; empty if that is nothing."""
         before, now = (round(each / 1e6) for each in (self.peak_bytes_before, self.peak_bytes))
+        if not before or before == now:
+            return ""
         return f"{now:,} MB, and {before:,} MB before anything was compiled"
 
     @property

@@ -1,10 +1,11 @@
-"""What a run on a GPU leaves unused: :func:`advice_for`, for the report.
+"""What a run on a GPU leaves unused, and what would save time: :func:`advice_for`, :func:`advice_on_time`.
 
-What pays most comes first. Each piece of advice says what to do; nothing is changed.
+For the report. What pays most comes first. Each piece of advice says what to do; nothing is changed.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ort.compat.torch import tree_map
+from lightning_ort.compiler.run_part import StepTimeReport
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.whole_batches import is_made_of_tensors
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 _TILE = 64  # elements: tensor cores compute with blocks of this width, and a part of one takes as long
 _AMPERE = 8  # compute capability 8.0, the first with bfloat16 and TF32
 _SHOWN = 3
+_MUCH = 0.4  # of a step
+_HANDED_OVER = 0.5  # ms: what a batch from a worker costs at least
 
 
 def advice_for(trainer: "pl.Trainer", module: nn.Module, device: torch.device, config: ORTConfig) -> list[str]:
@@ -98,3 +103,42 @@ def _data(loaders: Any) -> Iterator[str]:
     tree_map(found.append, loaders)
     if any(isinstance(loader, DataLoader) and not loader.pin_memory for loader in found):
         yield "batches are copied to the GPU while it waits; DataLoader(pin_memory=True)"
+
+
+def advice_on_time(ms: Mapping[str, float], module: "pl.LightningModule | None") -> StepTimeReport | None:
+    """Return what the time of a step is made of, with advice; ``None`` if it was not measured."""
+    if not ms:
+        return None
+    found: list[Any] = []
+    if module is not None:
+        tree_map(found.append, module.trainer.train_dataloader)
+    loaders = [loader for loader in found if isinstance(loader, DataLoader)]
+    workers = max((loader.num_workers for loader in loaders), default=None)
+    of_tensors = all(is_made_of_tensors(loader.dataset) for loader in loaders)
+    return StepTimeReport(dict(ms), what_would_help(ms, workers, of_tensors, os.cpu_count() or 1))
+
+
+def what_would_help(ms: Mapping[str, float], workers: int | None, of_tensors: bool, processors: int) -> str:
+    """Return what would make a step faster; nothing if its time goes where it should.
+
+    Args:
+        ms: Time of each part, in ms.
+        workers: Of the DataLoader; ``None`` if the data comes from something else.
+        of_tensors: Whether a batch is fetched at once.
+        processors: Of this machine.
+
+    """
+    much = _MUCH * sum(ms.values())
+    if ms["loader"] > much:
+        if workers is None or of_tensors or (workers == 0 and processors == 1):
+            return "larger batches would help, or a faster loader"
+        if workers:
+            return f"more than {workers} workers would help, DataLoader(num_workers=...)"
+        if ms["loader"] > _HANDED_OVER:
+            return "a worker would help, DataLoader(num_workers=1, persistent_workers=True)"
+        return "larger batches would help"
+    if ms["Trainer"] > much:
+        return "larger batches would help, or fewer logged values and callbacks"
+    if ms["optimizer"] > much:
+        return "larger batches would help, or Trainer(accumulate_grad_batches=...)"
+    return ""

@@ -9,7 +9,8 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.whole_batches.WholeBatches`: batches of tensors are fetched at once
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
-- :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused
+- :class:`~lightning_ort.strategies.step_time.StepTime`: what the time of a training step is made of
+- :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused, and what would save time
 - :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
 """
 
@@ -29,7 +30,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.optim.fused_update import may_update, update
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
-from lightning_ort.strategies.advice import advice_for
+from lightning_ort.strategies.advice import advice_for, advice_on_time
 from lightning_ort.strategies.capture.capture import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.dropout_masks import DropoutMasks
@@ -43,6 +44,7 @@ from lightning_ort.strategies.optimizers import (
     swap_optimizers,
 )
 from lightning_ort.strategies.report_delivery import ReportDelivery
+from lightning_ort.strategies.step_time import StepTime
 from lightning_ort.strategies.whole_batches import WholeBatches
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class ORTMixin(_Strategy):
         self._capture = Capture(self.ort_config)
         self._masks = DropoutMasks()
         self._batches = WholeBatches()
+        self._times = StepTime()
         self._delivery = ReportDelivery(self.ort_config.report)
         self._accelerator_of_trainer: Accelerator | None = None
         self._updates = False  # whether the update may be called without the closure
@@ -136,12 +139,15 @@ class ORTMixin(_Strategy):
         self.report.host_memory = self._memory.setup(self.root_device)
         self._masks.setup(self.root_device, self._capture.cache)
         self._batches.setup()
+        self._times.setup()
 
     @override
     def teardown(self) -> None:
         self._memory.teardown()
         self._masks.teardown()
         self._batches.teardown()
+        self._times.teardown()
+        self.report.run.step_time = advice_on_time(self._times.ms, self.lightning_module)
         self.report.dropout_masks = self._masks.text
         self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
@@ -168,6 +174,10 @@ class ORTMixin(_Strategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._masks.begin_step()
+        times = self._times
+        times.steps += 1
+        if times.steps >= times.next_look:
+            times.look(self.lightning_module.trainer)  # type: ignore[union-attr]
         with self._capture.step("training_step"):
             return super().training_step(*args, **kwargs)
 
@@ -227,7 +237,14 @@ class ORTMixin(_Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        parts = ("_memory", "_masks", "_batches", "_capture", "_delivery")  # a copy of the strategy has its own
+        parts = (
+            "_memory",
+            "_masks",
+            "_batches",
+            "_times",
+            "_capture",
+            "_delivery",
+        )  # a copy of the strategy has its own
         return {**state, **{name: copy.copy(state[name]) for name in parts}}
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch
 from lightning_ort.strategies.while_running import WhileRunning
 
+_INTEGERS = {int}
 _FEWEST = 4  # examples: fewer are faster one by one
 # what reads the examples of torch's data sets, and where they keep them
 _FIELDS: dict[Any, tuple[str, ...]] = {
@@ -83,7 +84,7 @@ def _replaced(dataset: Any, one_by_one: Callable[[Any], Any]) -> Callable[[Any],
         nonlocal at_once
         if at_once and type(indices) is list and len(indices) >= _FEWEST:
             try:
-                return _batch(dataset, _integers(indices))
+                return _batch(dataset, indices if set(map(type, indices)) == _INTEGERS else _integers(indices))
             except Exception:  # whatever it is, torch's own way knows what to do
                 at_once = False
         return one_by_one(indices)
@@ -97,11 +98,17 @@ _fetched_whole: WhileRunning[WholeBatches] = WhileRunning(functools.partial(repl
 def _batch(dataset: Any, indices: list[int]) -> Any:
     """Return the examples as ``default_collate`` returns them."""
     kind = _kind(dataset)
-    if kind is TensorDataset:
-        index = _index(indices)
-        return [_rows(tensor, index) for tensor in dataset.tensors]
-    if kind is Tensor:
-        return _rows(dataset, _index(indices))
+    if kind is TensorDataset or kind is Tensor:
+        index = torch.tensor(indices, device="cpu")
+        rows = []
+        for tensor in (dataset,) if kind is Tensor else dataset.tensors:
+            # an example that is not contiguous is copied slower at once than one by one
+            if tensor.__class__ is not Tensor or tensor.requires_grad:
+                raise _OneByOne
+            if not (tensor.is_contiguous() or tensor[0].is_contiguous()):
+                raise _OneByOne
+            rows.append(tensor.index_select(0, index if tensor.is_cpu else index.to(tensor.device)))
+        return rows[0] if kind is Tensor else rows
     if kind is Subset:
         return _batch(dataset.dataset, _of_subset(dataset.indices, indices))
     if kind is StackDataset:
@@ -116,7 +123,7 @@ def _batch(dataset: Any, indices: list[int]) -> Any:
 
 def _integers(indices: list[Any]) -> list[int]:
     kinds = set(map(type, indices))
-    if kinds == {int}:
+    if kinds == _INTEGERS:
         return indices
     if all(issubclass(kind, np.integer) for kind in kinds):
         return list(map(int, indices))
@@ -125,25 +132,14 @@ def _integers(indices: list[Any]) -> list[int]:
     raise _OneByOne  # to a tensor True is no number, and a slice no example
 
 
-def _index(indices: list[int]) -> Tensor:
-    return torch.tensor(indices, device="cpu")
-
-
-def _rows(tensor: Tensor, index: Tensor) -> Tensor:
-    # an example that is not contiguous is copied slower at once than one by one
-    if type(tensor) is not Tensor or tensor.requires_grad or not (tensor.is_contiguous() or tensor[0].is_contiguous()):
-        raise _OneByOne
-    return tensor.index_select(0, index.to(tensor.device))
-
-
 def _of_subset(own: Any, indices: list[int]) -> list[int]:
     if type(own) in (list, tuple, range):
         return _integers([own[index] for index in indices])
     is_vector = getattr(own, "ndim", 0) == 1
     if is_vector and type(own) is np.ndarray and own.dtype.kind in "iu":
-        return own[_index(indices).numpy()].tolist()
+        return own[np.array(indices)].tolist()
     if is_vector and type(own) is Tensor and own.dtype is torch.int64:
-        return own[_index(indices)].tolist()
+        return own[torch.tensor(indices, device=own.device)].tolist()
     raise _OneByOne
 
 

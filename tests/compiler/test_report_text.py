@@ -15,6 +15,7 @@ from lightning_ort.compiler.report import (
     RegionReport,
     RunReport,
     StepReport,
+    StepTimeReport,
 )
 from lightning_ort.compiler.report_view import (
     ReportView,
@@ -57,6 +58,7 @@ def report() -> CompileReport:
                 StepReport("validation_step", {"ort": 20.0, "torch": 10.0}),
             ],
             host_memory="retained",
+            step_time=StepTimeReport({"loader": 800.0, "Trainer": 1.0, "step": 1530.0, "optimizer": 9.0}, "a worker"),
             dropout_masks="drawn by a compiled function",
             startup_seconds=8.5,
             trial_seconds=1.5,

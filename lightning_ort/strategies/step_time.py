@@ -1,0 +1,147 @@
+"""What the time of a training step is made of, measured in a few steps: :class:`StepTime`."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ort.compat.lightning import train_fetcher
+from lightning_ort.compiler.run_part import STEP_PARTS
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+LOADER, TRAINER, STEP, OPTIMIZER = STEP_PARTS
+_FIRST, _RARER = 10, 4  # the step where it is measured first, and how many times as many pass before the next time
+_MEASURED, _TRIED = 8, 24  # steps of the optimizer: so many are measured, or none if so many were of no use
+_LARGEST = 1.5  # of the median: a step that takes longer has done something else, such as a validation
+
+
+class StepTime:
+    """Watches a few steps of a fit, ever more rarely; what it found last is in :attr:`ms`.
+
+    While it watches, the strategy's methods and what the Trainer fetches batches from are wrapped. In all other steps
+    it costs what :attr:`steps` and :attr:`next_look` do: the strategy counts the one, and calls :meth:`look` when it
+    has reached the other.
+    """
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self.steps = 0
+        self.next_look = _FIRST
+        self._watch: _Watch | None = None
+
+    def setup(self) -> None:
+        """Begin a run."""
+        self.teardown()
+        self.ms, self.steps, self.next_look = {}, 0, _FIRST
+
+    def look(self, trainer: "pl.Trainer") -> None:
+        """Begin to watch, or go on; at the end the Trainer's next steps are as they were."""
+        if self._watch is None:
+            self._watch = _Watch(trainer, train_fetcher(trainer))
+        elif self._watch.next_step():
+            self.ms = self._watch.ms or self.ms
+            self.teardown()
+            self.next_look = _RARER * self.steps
+
+    def teardown(self) -> None:
+        """Stop to watch; a second call does nothing."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+
+class _Watch:
+    """Attributes the time to the parts of a step; what is none of the others is the Trainer's."""
+
+    def __init__(self, trainer: "pl.Trainer", fetcher: Any) -> None:
+        self._strategy = trainer.strategy
+        self._batches = trainer.accumulate_grad_batches
+        self._fetcher = fetcher
+        self._within = [TRAINER]
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+        self._steps: list[dict[str, float]] = []
+        self._batch, self._tried = -1, 0  # the one in which it begins is not seen from its start
+        self._wrapped = {
+            name: self._timed(part, getattr(self._strategy, name))
+            for name, part in (("training_step", STEP), ("backward", STEP), ("optimizer_step", OPTIMIZER))
+        }
+        vars(self._strategy).update(self._wrapped)
+        self._iterator = self._timed_iterator()
+        self._since = self._now()
+
+    def next_step(self) -> bool:
+        """Note that a step begins; return whether it is the last one to watch."""
+        self._batch += 1
+        if self._batch % self._batches == 0:
+            self._charge()
+            parts, self._parts = self._parts, dict.fromkeys(STEP_PARTS, 0.0)
+            self._tried += 1
+            if self._fetcher.iterator is not self._iterator:  # another epoch has begun
+                self._iterator = self._timed_iterator()
+            elif self._batch > 0:
+                self._steps.append(parts)
+        return len(self._steps) == _MEASURED or self._tried == _TRIED
+
+    def stop(self) -> None:
+        """Undo what was wrapped."""
+        for name, wrapped in self._wrapped.items():
+            if vars(self._strategy).get(name) is wrapped:
+                del vars(self._strategy)[name]
+        if self._fetcher.iterator is self._iterator:
+            self._fetcher.iterator = self._iterator.iterator
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Mean time of each part in a step of the optimizer, in ms; nothing if too few were measured."""
+        totals = [sum(parts.values()) for parts in self._steps]
+        limit = _LARGEST * sorted(totals)[len(totals) // 2] if len(totals) == _MEASURED else 0.0
+        usual = [parts for parts, total in zip(self._steps, totals, strict=True) if total <= limit]
+        return {part: 1e3 * sum(parts[part] for parts in usual) / len(usual) for part in STEP_PARTS} if usual else {}
+
+    def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._charge()
+            self._within.append(part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._charge()
+                self._within.pop()
+
+        return timed
+
+    def _timed_iterator(self) -> "_TimedIterator":
+        self._fetcher.iterator = timed = _TimedIterator(self._fetcher.iterator, self._timed)
+        return timed
+
+    def _charge(self) -> None:
+        now = self._now()
+        self._parts[self._within[-1]] += now - self._since
+        self._since = now
+
+    def _now(self) -> float:
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.root_device)
+        return time.perf_counter()
+
+
+class _TimedIterator:
+    """Stands for the iterator that the Trainer fetches batches from."""
+
+    def __init__(self, iterator: Iterator[Any], timed: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.iterator = iterator
+        self._next = timed(LOADER, iterator.__next__)
+
+    def __iter__(self) -> "_TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self._next()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.iterator, name)
