@@ -32,6 +32,7 @@ Recompute = Literal[0, 1, 2]
 StepGraph = Literal["auto", "joint", "split"]
 Capture = Literal["auto", "step", "modules"]
 Audit = Literal["auto", "off"]
+TrainerLoop = Literal["lean", "stock"]
 MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
 
 
@@ -54,6 +55,8 @@ class DebugSettings:
         intra_op_threads: Threads per session, at most 1024; ``None`` times one thread against as many as torch uses.
         check_against_eager: Compare the first run of every region with torch, and treat a difference beyond tolerance
             as a failure of that region.
+        trainer_loop: ``"lean"`` lets the Trainer do in each batch what somebody asked for, and no more, where its code
+            is known; ``"stock"`` leaves its loops, ``self.log`` and progress bars as they are.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
 
     Raises:
@@ -70,6 +73,7 @@ class DebugSettings:
     min_region_nodes: int = 2
     intra_op_threads: int | None = None
     check_against_eager: bool = False
+    trainer_loop: TrainerLoop = "lean"
     save_onnx_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -222,6 +226,7 @@ _DEBUG_CHOICES: dict[str, tuple[Any, ...]] = {
     "step_graph": get_args(StepGraph),
     "kernels": get_args(Kernels),
     "check_against_eager": (True, False),
+    "trainer_loop": get_args(TrainerLoop),
 }
 
 

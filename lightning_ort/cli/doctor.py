@@ -37,6 +37,7 @@ from lightning_ort.compiler.masks import matches_torch
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
+from lightning_ort.strategies.lean.known import unknown_release
 
 COMPROMISED = ("2.6.2", "2.6.3")
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
@@ -114,6 +115,11 @@ def _lightning() -> Iterator[Finding]:
             yield Finding(name, "failed", f"{number} is a compromised release", todo)
         else:
             yield Finding(name, "ok", number)
+            namespace = next(each for each in NAMESPACES if each.distribution == name)
+            with quiet():
+                reason = unknown_release(namespace)
+            text = reason or "the Trainer does in each batch what somebody asked for, and no more"
+            yield Finding("Trainer's loop", "absent" if reason else "ok", text)
 
 
 def _onnxruntime() -> Iterator[Finding]:

@@ -141,3 +141,17 @@ def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None
 def note_step(optimizer: Optimizer) -> None:
     """Note a call of ``step`` for schedulers, as their wrapper does (torch 2.13)."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Do what ``zero_grad`` does, without its entry for torch's profiler where that does not run (torch 2.13)."""
+    own = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad and _ZERO_GRAD_IS_KNOWN
+    if not own or torch.autograd._profiler_enabled():
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+_ZERO_GRAD_IS_KNOWN = True

@@ -152,6 +152,7 @@ class ReportView:
             "peak memory": run.peak_text,
             "session memory": run.session_memory,
             "dropout masks": "" if run.draws_masks_faster else run.dropout_masks,
+            "Trainer's loop": run.trainer_loop,
             "audits": run.audit_text if run.audits else "",
         }
         return cls(

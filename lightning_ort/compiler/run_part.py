@@ -97,6 +97,7 @@ class RunReport:
         saved_seconds: What the steps since then were faster by, as the trials measured them.
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
+        trainer_loop: Whether the Trainer's loop is lean, and if not, why.
         audits: How many captured steps a copy of the process repeated in eager.
         audit_seconds: Wall clock of these steps, with their copies, and of others that found nothing out.
         audit_difference: The largest relative difference of a result or gradient that audits found.
@@ -117,6 +118,7 @@ class RunReport:
     saved_seconds: float = 0.0
     paid_after: int | None = None
     waiting: str = ""
+    trainer_loop: str = ""
     audits: int = 0
     audit_seconds: float = 0.0
     audit_difference: float = 0.0

@@ -5,6 +5,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.report_delivery.ReportDelivery`: the report at the end of a run
 - :class:`~lightning_ort.strategies.capture.capture.Capture`: the steps of the module, compiled
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
+- :class:`~lightning_ort.strategies.lean.lean.Lean`: the Trainer does in each batch what somebody asked for
 - :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
 - :class:`~lightning_ort.strategies.whole_batches.WholeBatches`: batches of tensors are fetched at once
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
@@ -36,6 +37,7 @@ from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
+from lightning_ort.strategies.lean.lean import Lean
 from lightning_ort.strategies.optimizers import (
     OptimizerSettings,
     choose_swap,
@@ -100,6 +102,7 @@ class ORTMixin(_Strategy):
         self._batches = WholeBatches()
         self._times = StepTime()
         self._delivery = ReportDelivery(self.ort_config.report)
+        self._lean = Lean()
         self._accelerator_of_trainer: Accelerator | None = None
         self._updates = False  # whether the update may be called without the closure
 
@@ -140,9 +143,11 @@ class ORTMixin(_Strategy):
         self._masks.setup(self.root_device, self._capture.cache)
         self._batches.setup()
         self._times.setup()
+        self.report.run.trainer_loop = self._lean.setup(trainer, self, self.ort_config.debug.trainer_loop)
 
     @override
     def teardown(self) -> None:
+        self._lean.teardown()
         self._memory.teardown()
         self._masks.teardown()
         self._batches.teardown()
@@ -237,14 +242,8 @@ class ORTMixin(_Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        parts = (
-            "_memory",
-            "_masks",
-            "_batches",
-            "_times",
-            "_capture",
-            "_delivery",
-        )  # a copy of the strategy has its own
+        # a copy of the strategy has its own
+        parts = ("_memory", "_masks", "_batches", "_times", "_capture", "_delivery", "_lean")
         return {**state, **{name: copy.copy(state[name]) for name in parts}}
 
 

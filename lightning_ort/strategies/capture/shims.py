@@ -29,6 +29,7 @@ from lightning_ort.compat.dynamo import is_compiled_module
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
+from lightning_ort.strategies.lean.log import is_lean
 
 _HELPERS = (
     "all_gather",
@@ -208,7 +209,7 @@ class StepShims(Shims):
 
         def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any] = _outside_graphs) -> None:
             mocked = not isinstance(getattr(owner, name), (FunctionType, MethodType))
-            if not mocked and (owner is not module or name not in vars(owner)):
+            if not mocked and (owner is not module or name not in vars(owner) or is_lean(vars(owner)[name])):
                 add(owner, name, make)  # what a user put on the instance stays
 
         overridden = not all(_is_of_lightning(getattr(type(module), name)) for name in ("log", "log_dict"))

@@ -1,0 +1,125 @@
+"""Private names of Lightning's loops (2.5, 2.6), for :mod:`lightning_ort.strategies.lean`."""
+
+import logging
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_ort._imports import LightningNamespace
+
+CURRENT_HOOK = "_current_fx_name"  # of a LightningModule: which hook or step of it runs
+RESTARTING = "_restarting"  # of a loop: whether it goes on in the middle
+# attributes of a LightningModule that Lightning calls itself, and nobody else is to override
+MODULE_INTERNALS = ("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+
+active_connector: Callable[[Any], Any] = operator.attrgetter("_logger_connector")
+lightning_optimizers: Callable[[Any], list[Any]] = operator.attrgetter("_lightning_optimizers")
+
+
+def says_each_call(namespace: LightningNamespace) -> Callable[[], bool]:
+    """Return a function that tells whether Lightning logs each call of a hook now."""
+    log: logging.Logger = namespace.submodule("trainer.call").log
+    return lambda: log.isEnabledFor(logging.DEBUG)
+
+
+def transfer_batch(trainer: Any, call: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Move a batch to the device with all hooks, by Lightning's own code; ``call`` is its module of that name."""
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+
+def may_validate_by_time(trainer: Any) -> bool:
+    """Return whether the Trainer validates after a time."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def step_values(results: Any) -> "tuple[list[Any], list[Any], Any, Any] | None":
+    """Return what was logged for this step: metadata, values, collection, number of the loader.
+
+    ``None`` if Lightning refuses to show one.
+    """
+    metas, values, loader = [], [], results.dataloader_idx
+    for item in results.values():
+        meta, value = item.meta, item._forward_cache
+        if meta.on_step and value is not None and not item.has_reset and meta.dataloader_idx == loader:
+            if not isinstance(value, torch.Tensor) or (meta.prog_bar and value.numel() != 1):
+                return None
+            metas.append(meta)
+            values.append(value)
+    return metas, values, results, loader
+
+
+def shown(kept: "tuple[list[Any], list[Any], Any, Any]") -> Any:
+    """Return Lightning's dictionaries of what :func:`step_values` returned."""
+    metas, values, results, loader = kept
+    then = type(results)(results.training)
+    then.dataloader_idx = loader
+    for number, (meta, value) in enumerate(zip(metas, values, strict=True)):
+        then[str(number)] = SimpleNamespace(meta=meta, _forward_cache=value, has_reset=False)
+    return then.metrics(on_step=True)
+
+
+def parts_of(trainer: Any) -> list[Any]:
+    """Return the objects of a Trainer that run its batches."""
+    fit = trainer.fit_loop
+    epoch = fit.epoch_loop
+    evaluations = [epoch.val_loop, trainer.validate_loop, trainer.test_loop]
+    optimizations = [epoch.automatic_optimization, epoch.manual_optimization]
+    return [fit, epoch, *optimizations, *evaluations, trainer.predict_loop, trainer._logger_connector]
+
+
+def stock_parts(namespace: LightningNamespace) -> list[Any]:
+    """Return the classes of :func:`parts_of`."""
+    loops, optimizations = namespace.submodule("loops"), namespace.submodule("loops.optimization")
+    connector = namespace.submodule("trainer.connectors.logger_connector")._LoggerConnector
+    evaluations = [loops._EvaluationLoop] * 3
+    kinds = [optimizations._AutomaticOptimization, optimizations._ManualOptimization]
+    return [loops._FitLoop, loops._TrainingEpochLoop, *kinds, *evaluations, loops._PredictionLoop, connector]
+
+
+def stock_fetcher(namespace: LightningNamespace) -> Any:
+    """Return the class of what fetches batches for steps."""
+    return namespace.submodule("loops.fetchers")._PrefetchDataFetcher
+
+
+def precision_of(strategy: Any) -> Any:
+    """Return the precision plugin that a strategy has, or ``None``."""
+    return strategy._precision_plugin
+
+
+class KnownMetric:
+    """One metric of a collection, and the call of ``log`` that it comes from."""
+
+    def __init__(self, results: Any, key: str, value: Any) -> None:
+        self._results, self._key, self._item = results, key, results[key]
+        is_tensor = self._item.is_tensor
+        self.metric = None if is_tensor else value
+        self.device = self._item.value.device if is_tensor else value.device
+        self._update = vars(type(self._item))["update"]
+
+    def is_in(self, results: Any) -> bool:
+        """Return whether it is still part of a collection."""
+        return self._results is results and results.get(self._key) is self._item
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        """Do what a call of ``log`` with another value does."""
+        item, results, state = self._item, self._results, self._item.__dict__
+        batch_size = results._extract_batch_size(item, batch_size, item.meta)
+        # as torchmetrics does around it
+        state["_computed"] = None
+        state["_update_count"] += 1
+        self._update(item, value, batch_size)
+        state["has_reset"] = False
+
+
+def known_metric(results: Any, hook: str, name: str, value: Any, add_loader: bool) -> KnownMetric | None:
+    """Return the metric that a call of ``log`` from a hook has made or updated, if later calls may update it alone."""
+    key = f"{hook}.{name}"
+    if add_loader and results.dataloader_idx is not None:
+        key += f".{results.dataloader_idx}"
+    if (item := results.get(key)) is None or item.meta.enable_graph:
+        return None
+    return KnownMetric(results, key, value)

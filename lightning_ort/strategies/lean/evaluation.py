@@ -1,0 +1,117 @@
+"""One batch of a validation, a test or a prediction: :class:`LeanEvaluation`, :class:`LeanPrediction`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_ort.compat.lightning_loops import active_connector
+from lightning_ort.strategies.lean.run import LeanObject
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+    from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+else:
+    _EvaluationLoop = _PredictionLoop = object
+
+
+class LeanEvaluation(LeanObject, _EvaluationLoop):
+    """Does of Lightning's loop what somebody asked for."""
+
+    @override
+    def run(self) -> Any:
+        try:
+            return super().run()
+        finally:
+            self._lean.bars.catch_up()
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self._lean.begin_evaluation(self._data_fetcher)
+
+    @override
+    def _store_dataloader_outputs(self) -> None:
+        self._lean.bars.catch_up()
+        super()._store_dataloader_outputs()
+
+    @override
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        lean, trainer = self._lean, self.trainer
+        if dataloader_iter is not None or not lean.begin():
+            return super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        module, progress, stage = lean.module, self.batch_progress, lean.stage
+        batch = lean.to_device(batch, dataloader_idx)
+        total: Any = progress.total
+        current: Any = progress.current
+        number = dataloader_idx if self.num_dataloaders > 1 and self._is_sequential else None
+        args = (batch, batch_idx) if number is None else (batch, batch_idx, number)
+        total.ready += 1
+        current.ready += 1
+        connector = active_connector(trainer)
+        connector.begin_batch(self._results, batch, number)
+        lean.run_hook(trainer, module, f"on_{stage}_batch_start", *args)
+        total.started += 1
+        current.started += 1
+        output = lean.run_step(f"{stage}_step", args, self._build_step_args_from_hook_kwargs)
+        total.processed += 1
+        current.processed += 1
+        lean.bars.must_draw = (
+            lean.sanity or progress.is_last_batch or batch_idx + 1 == self._max_batches[dataloader_idx]
+        )
+        lean.run_hook(trainer, module, f"on_{stage}_batch_end", output, *args)
+        connector.on_batch_end()
+        total.completed += 1
+        current.completed += 1
+        if not lean.sanity:
+            self._has_run = True
+            connector.update_eval_step_metrics(self._seen_batches_per_dataloader[dataloader_idx])
+            self._seen_batches_per_dataloader[dataloader_idx] += 1
+        if not progress.is_last_batch and trainer.received_sigterm:
+            raise lean.sigterm_exception
+        return None
+
+
+class LeanPrediction(LeanObject, _PredictionLoop):
+    """Does of Lightning's loop what somebody asked for."""
+
+    @override
+    def run(self) -> Any:
+        try:
+            return super().run()
+        finally:
+            self._lean.bars.catch_up()
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self._lean.begin_evaluation(self._data_fetcher)
+
+    @override
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        lean, trainer = self._lean, self.trainer
+        if dataloader_iter is not None or not lean.begin():
+            return super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        module, progress = lean.module, self.batch_progress
+        batch = lean.to_device(batch, dataloader_idx)
+        total: Any = progress.total
+        current: Any = progress.current
+        total.ready += 1
+        current.ready += 1
+        keeps = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+        args = (batch, batch_idx) if self.num_dataloaders == 1 else (batch, batch_idx, dataloader_idx)
+        lean.run_hook(trainer, module, "on_predict_batch_start", *args)
+        total.started += 1
+        current.started += 1
+        predictions = lean.run_step("predict_step", args, self._build_step_args_from_hook_kwargs)
+        if predictions is None:
+            self._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+        total.processed += 1
+        current.processed += 1
+        lean.bars.must_draw = batch_idx + 1 == self.max_batches[dataloader_idx] or bool(self._data_fetcher.done)  # type: ignore[union-attr]
+        lean.run_hook(trainer, module, "on_predict_batch_end", predictions, *args)
+        total.completed += 1
+        current.completed += 1
+        if self._return_predictions or keeps:
+            self._predictions[dataloader_idx].append(lean.move(predictions, torch.device("cpu")))
+        return None

@@ -1,0 +1,92 @@
+"""Call a hook if somebody has overridden it: :class:`Hooks`.
+
+People replace methods while they train: so each hook is looked up when it is due, and compared with what does nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK
+from lightning_ort.strategies.lean.bars import Bars
+
+_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_KNOWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_ort")
+_OF_MODULES = ("log", "configure_gradient_clipping", "clip_gradients", "optimizer_zero_grad")
+
+
+class Hooks:
+    """Calls hooks in Lightning's order, with ``_current_fx_name`` as Lightning sets it, also where one raises."""
+
+    def __init__(self, namespace: LightningNamespace, bars: Bars) -> None:
+        self._bars, self._draws = bars, bars.draws
+        module: Any = namespace.submodule("core.module").LightningModule
+        datamodule: Any = namespace.submodule("core.datamodule").LightningDataModule
+        # the functions, not where they are: people patch those classes too
+        self._of_callback = dict(_hooks(namespace.submodule("callbacks.callback").Callback))
+        self._of_module = {name: getattr(module, name, None) for name in (*self._of_callback, *_OF_MODULES)}
+        self._of_batches = [(getattr(module, name), getattr(datamodule, name)) for name in _OF_BATCHES]
+
+    def run(self, trainer: Any, module: Any, name: str, *args: Any) -> Any:
+        """Call the hook of the callbacks and then that of the module, whose result is returned."""
+        own, nothing = module.__dict__, self._of_callback[name]
+        for callback in trainer.callbacks:
+            method = getattr(callback, name)
+            try:
+                function = method.__func__
+            except AttributeError:
+                function = None
+                if not callable(method):
+                    continue
+            if function is nothing or (function in self._draws and self._bars.waits(callback, method, trainer, args)):
+                continue
+            before, own[CURRENT_HOOK] = own[CURRENT_HOOK], name
+            method(trainer, module, *args)
+            own[CURRENT_HOOK] = before
+        method = getattr(module, name)
+        try:
+            if method.__func__ is self._of_module[name]:
+                return None
+        except AttributeError:
+            if not callable(method):
+                return None
+        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], name
+        result = method(*args)
+        own[CURRENT_HOOK] = before
+        return result
+
+    def is_stock(self, module: Any, name: str) -> bool:
+        """Return whether a method of a module is Lightning's."""
+        return getattr(getattr(module, name), "__func__", None) is self._of_module[name]
+
+    def clips_as_asked(self, module: Any, precision: Any) -> bool:
+        """Return whether only the Trainer's arguments say how gradients are clipped."""
+        return (
+            self.is_stock(module, "configure_gradient_clipping")
+            and self.is_stock(module, "clip_gradients")
+            and precision.clip_gradients.__module__.partition(".")[0] in _KNOWN_PACKAGES
+        )
+
+    def only_moves(self, module: Any, datamodule: Any) -> bool:
+        """Return whether nobody has overridden what is called when a batch is moved to the device."""
+        before, move, after = self._of_batches
+        try:
+            return (
+                module.on_before_batch_transfer.__func__ is before[0]
+                and module.transfer_batch_to_device.__func__ is move[0]
+                and module.on_after_batch_transfer.__func__ is after[0]
+                and (
+                    datamodule is None
+                    or (
+                        datamodule.on_before_batch_transfer.__func__ is before[1]
+                        and datamodule.transfer_batch_to_device.__func__ is move[1]
+                        and datamodule.on_after_batch_transfer.__func__ is after[1]
+                    )
+                )
+            )
+        except AttributeError:
+            return False
+
+
+def _hooks(kind: type) -> "list[tuple[str, Callable[..., Any]]]":
+    return [(name, value) for name, value in vars(kind).items() if name.startswith("on_")]

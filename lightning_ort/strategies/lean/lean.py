@@ -1,0 +1,93 @@
+"""Make a run of the Trainer lean, and undo it: :class:`Lean`."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from lightning_ort._imports import LightningNamespace, namespace_of
+from lightning_ort.compat.lightning_loops import parts_of, precision_of, stock_fetcher
+from lightning_ort.config import TrainerLoop
+from lightning_ort.strategies.lean.evaluation import LeanEvaluation, LeanPrediction
+from lightning_ort.strategies.lean.fetching import LeanFetcher
+from lightning_ort.strategies.lean.known import reason_against
+from lightning_ort.strategies.lean.log import LeanLog, is_lean
+from lightning_ort.strategies.lean.metrics import LeanConnector
+from lightning_ort.strategies.lean.optimization import LeanAutomatic, LeanClosure, LeanManual, LeanPrecision
+from lightning_ort.strategies.lean.run import LeanRun
+from lightning_ort.strategies.lean.training import LeanEpochLoop
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+
+_EVALUATIONS = (LeanEvaluation,) * 3
+# for what `parts_of` returns; the loop over epochs stays
+_PARTS = (None, LeanEpochLoop, LeanAutomatic, LeanManual, *_EVALUATIONS, LeanPrediction, LeanConnector)
+
+
+class Lean:
+    """The lean parts of a strategy's run: their classes are changed, their state stays where it is."""
+
+    def __init__(self) -> None:
+        self._changed: list[Any] = []
+        self._module: Any = None
+
+    def setup(self, trainer: "pl.Trainer", strategy: "Strategy", setting: TrainerLoop) -> str:
+        """Begin a run; return whether it is lean and, if it is not, why."""
+        self.teardown()
+        namespace = namespace_of(type(trainer))
+        assert namespace is not None
+        reason = "trainer_loop='stock'" if setting == "stock" else reason_against(namespace, trainer, strategy)
+        if reason:
+            return f"Lightning's own: {reason}"
+        run = LeanRun(namespace, trainer, strategy)
+        run.closure_class = _subclass(namespace.submodule("loops.optimization.automatic").Closure, LeanClosure)
+        run.watch = functools.partial(self._watch, run, stock_fetcher(namespace))
+        for thing, lean in zip(parts_of(trainer), _PARTS, strict=True):
+            if lean is not None:
+                self._change(run, thing, _subclass(type(thing), lean))
+        if (plugin := precision_of(strategy)) is not None:
+            self._change(run, plugin, _precision_class(namespace, type(plugin)))
+        if run.hooks.is_stock(run.module, "log"):
+            self._module = run.module
+            vars(run.module)["log"] = LeanLog(run).log
+        return "lean"
+
+    def _watch(self, run: LeanRun, stock: type, fetcher: Any) -> None:
+        if type(fetcher) is stock:
+            self._change(run, fetcher, _subclass(stock, LeanFetcher))
+
+    def _change(self, run: LeanRun, thing: Any, kind: type) -> None:
+        thing.__class__ = kind
+        thing.__dict__["_lean"] = run
+        self._changed.append(thing)
+
+    def teardown(self) -> None:
+        """Undo :meth:`setup`; a second call does nothing."""
+        for thing in self._changed:
+            thing.__class__ = type(thing).stock_class
+            del thing.__dict__["_lean"]
+        self._changed.clear()
+        if self._module is not None and is_lean(vars(self._module).get("log")):
+            del vars(self._module)["log"]
+        self._module = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Lean())  # a copy is in no run
+
+
+def _subclass(stock: type, lean: type) -> Any:
+    """Return a class of Lightning's with the methods of a lean one."""
+    return _named(stock, lean, stock)
+
+
+def _precision_class(namespace: LightningNamespace, stock: type) -> Any:
+    """Return the class of a precision plugin, with a lean one in place of the base of all."""
+    base: type = namespace.submodule("plugins.precision").Precision
+    lean = _subclass(base, LeanPrecision)
+    return lean if stock is base else _named(stock, stock, lean)
+
+
+@functools.cache
+def _named(stock: Any, *bases: Any) -> Any:
+    names = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(stock.__name__, bases, {**names, "stock_class": stock})

@@ -1,0 +1,109 @@
+"""Lightning's dictionaries of metrics, made when somebody reads them: :class:`LeanConnector`."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_ort.compat.lightning_loops import shown, step_values
+from lightning_ort.strategies.lean.run import LeanObject
+
+if TYPE_CHECKING:
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+else:
+    _LoggerConnector = object
+
+_OWNERS = 2  # references to a dictionary that nobody else holds: the connector's, and that of whoever counts
+
+
+class LeanConnector(LeanObject, _LoggerConnector):
+    """Keeps what a batch has logged, and makes dictionaries of it when they are read."""
+
+    def begin_batch(self, results: Any, batch: Any, dataloader_idx: int | None) -> None:
+        """Do what ``on_batch_start`` does."""
+        if self._first_loop_iter is not False:
+            self._first_loop_iter = self._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
+        self._lean.results = results
+
+    def logs_again(self, hook: str) -> bool:
+        """Note that a hook logs; return whether it does no more in this batch than to log values again."""
+        if self._first_loop_iter is not False:
+            return False
+        self._current_fx = hook
+        return True
+
+    @override
+    def on_batch_end(self) -> None:
+        lean = self._lean
+        results, lean.results = lean.results, None
+        now = None if results is None else step_values(results)
+        lean.logged = now is None or bool(now[0])
+        if (before := lean.values) is not None and (now is None or now[0][: len(before[0])] != before[0]):
+            self.make()  # it has names that this batch has not
+        if (
+            now is None
+            or self._first_loop_iter is None
+            or sys.getrefcount(self._callback_metrics) > _OWNERS
+            or sys.getrefcount(self._logged_metrics) > _OWNERS
+            or sys.getrefcount(self._progress_bar_metrics) > _OWNERS
+        ):
+            self.make()
+            return super().on_batch_end()
+        lean.values = now if now[0] else None
+        results.batch = results.batch_size = None
+        return None
+
+    def make(self) -> None:
+        """Show the values of the last batch."""
+        lean = self._lean
+        if (kept := lean.values) is not None:
+            lean.values = None
+            metrics = shown(kept)
+            self._progress_bar_metrics.update(metrics["pbar"])
+            self._callback_metrics.update(metrics["callback"])
+            self._logged_metrics.update(metrics["log"])
+
+    @property
+    @override
+    def metrics(self) -> Any:
+        self.make()
+        return super().metrics
+
+    @property
+    @override
+    def callback_metrics(self) -> Any:
+        self.make()
+        return super().callback_metrics
+
+    @property
+    @override
+    def logged_metrics(self) -> Any:
+        self.make()
+        return super().logged_metrics
+
+    @property
+    @override
+    def progress_bar_metrics(self) -> Any:
+        self.make()
+        return super().progress_bar_metrics
+
+    @override
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.make()
+        super().log_metrics(metrics, step)
+
+    @override
+    def update_eval_step_metrics(self, step: int) -> None:
+        if self._lean.logged and self.trainer.loggers:
+            super().update_eval_step_metrics(step)
+
+    @override
+    def reset_metrics(self) -> None:
+        self._lean.values = None
+        super().reset_metrics()
+
+    @override
+    def teardown(self) -> None:
+        self.make()
+        super().teardown()

@@ -1,0 +1,115 @@
+"""What the lean parts of one run of the Trainer share: :class:`LeanRun`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, says_each_call, transfer_batch
+from lightning_ort.strategies.lean.bars import Bars
+from lightning_ort.strategies.lean.hooks import Hooks
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+
+
+class LeanRun:
+    """The Trainer's run under one strategy."""
+
+    closure_class: Any
+    watch: Callable[[Any], Any]  # makes a fetcher lean
+    results: Any = None  # the collection that metrics are logged to, within a batch
+    logged = False  # whether the last batch has values of a step
+    values: Any = None  # what a batch has logged, until somebody reads it
+
+    def __init__(self, namespace: LightningNamespace, trainer: "pl.Trainer", strategy: "Strategy") -> None:
+        self.trainer: Any = trainer  # its attributes are set by its connectors
+        self.strategy = strategy
+        self.module: Any = strategy.lightning_module
+        self.device = strategy.root_device
+        self.several_processes = getattr(strategy, "world_size", 1) > 1
+        self.bars = Bars(namespace)
+        self.hooks = Hooks(namespace, self.bars)
+        self.run_hook = self.hooks.run
+        self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
+        self.stage, self.sanity = "validation", False
+        self.sigterm_exception = namespace.submodule("utilities.exceptions").SIGTERMException
+        self._call = namespace.submodule("trainer.call")
+        self._says_each_call = says_each_call(namespace)
+        self._no_profiler = namespace.submodule("profilers").PassThroughProfiler
+        base: Any = namespace.submodule("strategies.strategy").Strategy
+        self._batch_to_device, self._on_train_batch_start = base.batch_to_device, base.on_train_batch_start
+        self.move = namespace.submodule("strategies.strategy").move_data_to_device
+        self._takes_index: dict[str, tuple[Any, bool]] = {}
+
+    def begin(self) -> bool:
+        """Begin a batch; return whether it can be a lean one."""
+        self.on = self.trainer.profiler.__class__ is self._no_profiler and not self._says_each_call()
+        return self.on
+
+    def begin_evaluation(self, fetcher: Any) -> None:
+        """Begin a loop over the batches that a fetcher fetches."""
+        self.watch(fetcher)
+        self.stage = "test" if self.trainer.testing else "validation"
+        self.sanity = self.trainer.sanity_checking
+
+    def takes_index(self, name: str, build: Callable[[], Any]) -> bool:
+        """Return whether a step takes the number of the batch, as Lightning finds it out."""
+        step = getattr(self.module, name)
+        known, takes = self._takes_index.get(name, (None, False))
+        if known != step:
+            takes = len(build()) == 2
+            self._takes_index[name] = step, takes
+        return takes
+
+    def run_step(self, name: str, args: tuple[Any, ...], build: Callable[[Any, str], Any]) -> Any:
+        """Run a step of an evaluation."""
+        if not self.takes_index(name, lambda: build({"batch": args[0], "batch_idx": args[1]}, name)):
+            args = (args[0], *args[2:])
+        own = self.module.__dict__
+        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], name
+        output = getattr(self.strategy, name)(*args)
+        own[CURRENT_HOOK] = before
+        return output
+
+    def to_device(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return a batch on the device."""
+        trainer, strategy = self.trainer, self.strategy
+        batch = strategy.precision_plugin.convert_input(batch)
+        move = getattr(strategy.batch_to_device, "__func__", None)
+        if move is not self._batch_to_device or not self.hooks.only_moves(self.module, trainer.datamodule):
+            return transfer_batch(trainer, self._call, batch, dataloader_idx)
+        kind = batch.__class__
+        if kind is torch.Tensor and batch.device == self.device:
+            return batch
+        if kind is list or kind is tuple or kind is dict:
+            for item in batch.values() if kind is dict else batch:
+                if item.__class__ is not torch.Tensor or item.device != self.device:
+                    break
+            else:
+                return kind(batch)  # Lightning makes a new one too
+        return self.move(batch, self.device)
+
+    def tell_strategy(self, batch: Any, batch_idx: int) -> None:
+        """Call the strategy's hook before a training step."""
+        start = self.strategy.on_train_batch_start
+        if getattr(start, "__func__", None) is not self._on_train_batch_start:
+            own = self.module.__dict__
+            before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "on_train_batch_start"
+            start(batch, batch_idx)
+            own[CURRENT_HOOK] = before
+
+
+class LeanObject:
+    """An object of Lightning's that does its work with fewer calls: its class is changed while a run lasts."""
+
+    _lean: LeanRun
+    stock_class: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let copies be Lightning's own."""
+        twin: Any = object.__new__(self.stock_class)
+        twin.__dict__ = {name: value for name, value in vars(self).items() if name != "_lean"}
+        return twin.__reduce_ex__(protocol)

@@ -1,0 +1,145 @@
+"""One batch of a fit, around its training step: :class:`LeanEpochLoop`."""
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_ort.compat.lightning_loops import RESTARTING, active_connector, may_validate_by_time
+from lightning_ort.strategies.lean.fetching import LeanFetcher
+from lightning_ort.strategies.lean.run import LeanObject
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+else:
+    _TrainingEpochLoop = object
+
+
+class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
+    """Does of Lightning's loop what somebody asked for; whatever is unusual is left to Lightning's own code."""
+
+    @property
+    def _broadcasts_sigterm(self) -> bool:
+        return hasattr(self, "_broadcast_sigterm_tensor")  # since 2.6.0
+
+    @property
+    @override
+    def done(self) -> bool:
+        trainer, progress = self.trainer, self.batch_progress
+        if (
+            not trainer.should_stop
+            and not progress.is_last_batch
+            and progress.current.ready != trainer.fit_loop.max_batches
+            and (self.max_steps == -1 or self.global_step < self.max_steps)
+        ):
+            return False
+        return super().done
+
+    @override
+    def run(self, data_fetcher: Any) -> None:
+        try:
+            super().run(data_fetcher)
+        finally:
+            self._lean.bars.catch_up()
+
+    @override
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        self._lean.watch(data_fetcher)
+
+    @override
+    def advance(self, data_fetcher: Any) -> None:
+        lean, trainer = self._lean, self.trainer
+        if self._restarting or not isinstance(data_fetcher, LeanFetcher) or not lean.begin():
+            return super().advance(data_fetcher)
+        if self.val_loop.__dict__[RESTARTING]:
+            self.val_loop.restarting = False
+        if lean.several_processes and self._broadcasts_sigterm:
+            self._broadcast_sigterm_tensor()
+        item = next(data_fetcher)
+        batch = item[0]
+        if batch is None:
+            data_fetcher.put_back(item)
+            return super().advance(data_fetcher)
+        progress = self.batch_progress
+        total: Any = progress.total
+        current: Any = progress.current
+        batch_idx = current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = lean.to_device(batch, 0)
+        total.ready += 1
+        current.ready += 1
+        connector, module = active_connector(trainer), lean.module
+        connector.begin_batch(self._results, batch, None)
+        response = lean.run_hook(trainer, module, "on_train_batch_start", batch, batch_idx)
+        lean.tell_strategy(batch, batch_idx)
+        output: Any = None
+        if response == -1:
+            self._skip_rest_of_epoch()
+        else:
+            total.started += 1
+            current.started += 1
+            output = self._optimize(batch, batch_idx)
+        total.processed += 1
+        current.processed += 1
+        if lean.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if response == -1:
+            raise StopIteration
+        lean.bars.must_draw = self._may_end_or_validate()
+        lean.run_hook(trainer, module, "on_train_batch_end", output, batch, batch_idx)
+        connector.on_batch_end()
+        total.completed += 1
+        current.completed += 1
+        if trainer.loggers and self._may_log():
+            connector.update_train_step_metrics()
+        return None
+
+    def _optimize(self, batch: Any, batch_idx: int) -> Any:
+        lean, module = self._lean, self._lean.module
+        kwargs: Any = {"batch": batch, "batch_idx": batch_idx}
+        if not lean.takes_index("training_step", lambda: self._build_kwargs({}, batch, batch_idx)):  # type: ignore[arg-type]
+            del kwargs["batch_idx"]
+        if module.automatic_optimization:
+            return self.automatic_optimization.run(lean.strategy.optimizers[0], batch_idx, kwargs)
+        return self.manual_optimization.run(kwargs)
+
+    def _skip_rest_of_epoch(self) -> None:
+        """Do what Lightning does where a hook returned -1."""
+        if "should_skip_rest_of_epoch" in self.stock_class.advance.__code__.co_varnames:  # type: ignore[attr-defined]
+            self.batch_progress.is_last_batch = True
+            return
+        self.batch_progress.increment_processed()  # Lightning 2.5.0 and 2.5.1
+        raise StopIteration
+
+    def _may_end_or_validate(self) -> bool:
+        """Whether this batch may be the last one before something else happens; Lightning decides."""
+        trainer, progress = self.trainer, self.batch_progress
+        if progress.is_last_batch or trainer.should_stop or may_validate_by_time(trainer):
+            return True
+        ready = progress.current.ready
+        if ready == trainer.fit_loop.max_batches or (self.max_steps != -1 and self.global_step >= self.max_steps):
+            return True
+        every: Any = trainer.val_check_batch
+        if every == float("inf"):
+            every = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else 0
+        elif trainer.check_val_every_n_epoch is None:
+            ready = progress.total.ready
+        return bool(every) and ready % every == 0
+
+    def _may_log(self) -> bool:
+        trainer = self._lean.trainer
+        every = trainer.log_every_n_steps
+        return (every and (self._batches_that_stepped + 1) % every == 0) or trainer.should_stop or trainer.fast_dev_run
+
+    @override
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        trainer = self.trainer
+        if self._skip_next_val or self._may_end_or_validate() or trainer.received_sigterm:
+            return super().on_advance_end(data_fetcher)
+        if self._lean.strategy.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if trainer.accumulate_grad_batches == 1 or not self._should_accumulate():
+            self._batches_that_stepped += 1
+        return None

@@ -1,0 +1,74 @@
+"""The lean loop does what Lightning's own does."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.strategies.lean_witness import witness
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from trainer_calls import by_trainer, ours
+
+
+def assert_same(stock: list[Any], lean: list[Any], what: str) -> None:
+    for number, (theirs, here) in enumerate(zip(stock, lean, strict=False)):
+        if theirs != here:
+            before = "\n".join(str(entry)[:150] for entry in stock[max(0, number - 3) : number])
+            pytest.fail(f"{what}, entry {number}\nafter {before}\nstock {theirs}\nlean  {here}", pytrace=False)
+    assert len(stock) == len(lean), f"{what}: {stock[len(lean) :] or lean[len(stock) :]}"
+
+
+def check(seed: int, folder: Path) -> None:
+    records = {}
+    for loop in ("stock", "lean"):
+        (folder / loop).mkdir()
+        records[loop], plan = witness(seed, loop, folder / loop)
+    what = f"seed {seed}: {vars(plan)}"
+    assert_same(records["stock"], records["lean"], what)
+    paths = [folder / loop / "mid.ckpt" for loop in ("stock", "lean")]
+    if not paths[0].exists():
+        return
+    resumed = {}
+    for loop, path in zip(("lean", "stock"), paths, strict=True):  # from the other's
+        resumed[loop], _ = witness(seed, loop, folder, resume_from=path)
+    assert_same(resumed["stock"], resumed["lean"], f"resumed, {what}")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_same_record(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path)
+
+
+@pytest.mark.parametrize(("run", "logs", "share"), [("fit", False, 0.3), ("fit", True, 0.2), ("validate", False, 0.34)])
+def test_few_calls(run: str, logs: bool, share: float) -> None:
+    stock, lean = (by_trainer(make, logs, made=True, run=run).per_step for make in (lambda: "auto", ours))
+    assert lean < share * stock
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 500))
+def test_same_record_of_many(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+        with tempfile.TemporaryDirectory() as made:
+            try:
+                check(number, Path(made))
+            except BaseException as error:
+                print(
+                    number,
+                    type(error).__name__,
+                    str(error).partition(", entry ")[2][:4000] or str(error)[:500] + str(error)[-2500:],
+                    flush=True,
+                )
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+            else:
+                print(number, "ok", flush=True)
