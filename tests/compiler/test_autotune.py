@@ -38,7 +38,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch, variant: str) -> list[dict[str, floa
     """Have every race won by a variant, or by torch; return the results that were given out."""
     races: list[dict[str, float]] = []
 
-    def race(candidates: dict[Any, Any], args: Any, before: Any = None) -> dict[Any, float]:
+    def race(candidates: dict[Any, Any], args: Any, before: Any = None, **others: Any) -> dict[Any, float]:
         for call in candidates.values():
             call(*args)
         times = {name: 1.0 if name == variant else 10.0 for name in candidates}

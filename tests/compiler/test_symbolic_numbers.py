@@ -171,7 +171,7 @@ def test_number_depends_on_data(name: str, placement: Any, monkeypatch: pytest.M
         return Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(timing, "measure", lambda _, calls, in_torch, args, on_failure: race(calls, args))
+    monkeypatch.setattr(timing, "measure", lambda _, calls, in_torch, args, *others: race(calls, args))
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return TAKEN[name](x.tanh().exp() + x)
