@@ -138,6 +138,12 @@ def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None
     return own["_optimizer_step_pre_hooks"].values()
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run before or after the steps of an optimizer (torch 2.13)."""
+    own = vars(optimizer)
+    return bool(own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"])
+
+
 def note_step(optimizer: Optimizer) -> None:
     """Note a call of ``step`` for schedulers, as their wrapper does (torch 2.13)."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

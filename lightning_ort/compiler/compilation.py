@@ -221,11 +221,14 @@ class Compilation:
                 passes = math.inf
             told = aftermath.failed, aftermath.for_eager
             check = GraphCheck.of(request.check(False), gm)  # random numbers are those of eager
-            return GuardedGraph(run, eager, monitor, *told, passes, separate, check=check)
+            guard = GuardedGraph(run, eager, monitor, *told, passes, separate, check=check)
+            request.keep(guard)
+            return guard
         # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
         drop = None if reads_gradients() else request.drop_gradients
         step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request.writes_gradients, drop)
         guard = GuardedGraph(step, eager, monitor, aftermath.failed, aftermath.for_eager, passes=0)
+        request.keep(guard)
         return guard
 
     def _report_kept(self, graphs: list[GraphReport]) -> None:

@@ -145,6 +145,12 @@ class GuardedGraph:
     run with eager, and the last one that eager could take over: that of a recording is then a replay.
     """
 
+    # dynamo wraps it, and copies what is in `__dict__`: then nothing would be freed
+    __slots__ = (
+        *("run", "eager", "monitor", "separate", "trusted"),
+        *("_calls", "_check", "_draws", "_give_up", "_passes", "_refuse", "__weakref__"),
+    )
+
     def __init__(
         self,
         compiled: Callable[..., Any],
@@ -201,7 +207,11 @@ class GuardedGraph:
         backward = torch.is_grad_enabled() and any(map(needs_gradient, args))
         waits = self._passes == math.inf or self._calls <= _PATIENCE
         prepares = self._passes and backward and self.monitor.separate and waits
+        versions = versions_of(args)
         outputs = _run_for_first_backward(self, state, args, written) if prepares else self.run(*args)
+        pairs = enumerate(zip(versions, versions_of(args), strict=True))
+        if any(before != now and index not in written for index, (before, now) in pairs):
+            self._check = None  # a graph that torch has kept, of which it is not known what it writes to
         if (check := self.check) is not None:
             check.results(self.eager, args, written, state, outputs)
             if backward and not prepares:

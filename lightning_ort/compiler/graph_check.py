@@ -24,6 +24,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torc
 PLAIN, ROUNDED = 0, (1, 2)  # runs of eager: as it is; with other roundings
 ROUNDING = 2.0  # by which inputs differ then, at most, in units of the dtype's precision
 EXPLAINED = 10.0  # a difference may be this many times what other roundings make
+# of the largest root mean square: gradients that are smaller are roundings alone, as of a bias before a batch norm
+SMALL = 1e-4
 _SHOWN = 3  # differences in a message
 
 
@@ -62,7 +64,7 @@ class GraphCheck:
             with state.again(), torch.no_grad():
                 return self._results(eager(*inner), inner, written)
 
-        self._compare(self._results(own, args, written), again, dtype)
+        self._compare(self._results(own, args, written), again, dtype, 0.0)
 
     def gradients(
         self,
@@ -93,7 +95,7 @@ class GraphCheck:
             found = gradients_by_eager(eager, rounded(_as_before(args, written), seed, dtype), {}, state, gradients)
             return self._gradients(found)
 
-        self._compare(self._gradients(own), again, dtype)
+        self._compare(self._gradients(own), again, dtype, SMALL)
 
     def _results(self, results: Sequence[Any], args: Sequence[Any], written: Written) -> Tensors:
         return {f"result {number}": one for number, one in enumerate(results)} | {
@@ -103,10 +105,10 @@ class GraphCheck:
     def _gradients(self, found: Sequence[Any]) -> Tensors:
         return {f"the gradient of {name}": one for name, one in zip(self.names, found, strict=True)}
 
-    def _compare(self, own: Tensors, eager: Callable[[int], Tensors], dtype: torch.dtype) -> None:
+    def _compare(self, own: Tensors, eager: Callable[[int], Tensors], dtype: torch.dtype, small: float) -> None:
         start = time.perf_counter()
         try:
-            found, largest = unexplained(own, eager, TOLERANCE[dtype])
+            found, largest = unexplained(own, eager, TOLERANCE[dtype], small)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -120,39 +122,44 @@ class GraphCheck:
             raise GraphDiffers("; ".join(shown) + (f", and {len(worst) - _SHOWN} more" if worst[_SHOWN:] else ""))
 
 
-def unexplained(own: Tensors, eager: Callable[[int], Tensors], tolerance: float) -> tuple[dict[str, float], float]:
+def unexplained(
+    own: Tensors, eager: Callable[[int], Tensors], tolerance: float, small: float = 0.0
+) -> tuple[dict[str, float], float]:
     """Return the relative differences that roundings do not explain, by name, and the largest one of all."""
     plain = eager(PLAIN)
-    distances = distances_of(own, plain)
+    distances = distances_of(own, plain, small)
     largest = max(distances.values(), default=0.0)
     if largest <= tolerance:
         return {}, largest
     explained = dict.fromkeys(distances, 0.0)
     for command in (PLAIN, *ROUNDED):  # the first is for kernels that add up in an order of their own
-        for name, distance in distances_of(eager(command), plain).items():
+        for name, distance in distances_of(eager(command), plain, small).items():
             explained[name] = max(explained[name], distance)
     found = {name: one for name, one in distances.items() if one > max(tolerance, EXPLAINED * explained[name])}
     return found, largest
 
 
 @torch.no_grad()
-def distances_of(one: Tensors, two: Tensors) -> dict[str, float]:
+def distances_of(one: Tensors, two: Tensors, small: float = 0.0) -> dict[str, float]:
     """Return how far tensors of two mappings are apart, by name, as a share of the larger one of each pair.
 
     What is no tensor in either is left out; a gradient that is missing is zero. Their device is waited for once.
+    ``small``: the share of the largest root mean square that each has at least.
     """
     names = [name for name in two if isinstance(one[name], torch.Tensor) or isinstance(two[name], torch.Tensor)]
     if not names:
         return {}
-    found = [_distance(one[name], two[name]) for name in names]
-    return dict(zip(names, torch.stack([each.to(found[0].device) for each in found]).tolist(), strict=True))
+    pairs = [
+        (torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b)
+        for a, b in ((one[name], two[name]) for name in names)
+    ]
+    device = pairs[0][1].device
+    least = small * torch.stack([_root_mean_square(b).to(device) for _, b in pairs]).nan_to_num(0.0, 0.0).max()
+    found = torch.stack([_distance(a, b, least.to(b.device)).to(device) for a, b in pairs])
+    return dict(zip(names, found.tolist(), strict=True))
 
 
-def _distance(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor:
-    if one is None or two is None:
-        other = two if one is None else one
-        assert other is not None
-        one, two = torch.zeros_like(other), other
+def _distance(one: torch.Tensor, two: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     if one.shape != two.shape or one.dtype != two.dtype:
         return torch.full((), torch.inf, dtype=torch.float64, device=one.device)
     if one.layout is not torch.strided or one.numel() == 0:
@@ -161,11 +168,17 @@ def _distance(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tenso
         one, two = torch.view_as_real(one.resolve_conj()), torch.view_as_real(two.resolve_conj())
     if not one.is_floating_point():
         return (one != two).double().mean()
-    size = torch.maximum(_norm(one), _norm(two))
+    size = torch.maximum(torch.maximum(_norm(one), _norm(two)), least * one.numel() ** 0.5)
     distance = _norm(one - two) / size
     # equal, as two zeros are, or neither is finite, as the gradients of a step that overflows
     same = (one == two).all() | ~(_norm(one).isfinite() | _norm(two).isfinite())
     return torch.where(same, 0.0, distance.nan_to_num(torch.inf, torch.inf))
+
+
+def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    return _norm(tensor) / tensor.numel() ** 0.5
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:

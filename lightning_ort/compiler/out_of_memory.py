@@ -29,6 +29,11 @@ def free_memory_of(error: BaseException) -> None:
     for each in _chain(error):
         traceback.clear_frames(each.__traceback__)
     gc.collect()
+    give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Give memory that is kept for reuse back to whoever may want it."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     malloc.trim()

@@ -52,6 +52,7 @@ class CompileRequest:
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
         split: Takes why a step that was run as one graph needs separate passes.
+        keep: Gets what runs each compiled graph: whoever calls its ``leave()`` frees what was compiled.
         check: Takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything.
 
     """
@@ -68,4 +69,5 @@ class CompileRequest:
     agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None
     refuse: Callable[[Reason], None] | None = None
     split: Callable[[str], None] = lambda why: None
+    keep: Callable[[Any], None] = lambda graph: None
     check: Callable[[bool], GraphCheck | None] = lambda draws: None

@@ -33,6 +33,7 @@ class InputWrites:
 
     Attributes:
         conflict: Why a compiled graph would differ from eager; ``None`` if it does not.
+        indices: Of the inputs that are written to.
         of_data: The indices of the inputs that are written to through ``.data`` alone.
 
     """
@@ -52,6 +53,7 @@ class InputWrites:
         for node in gm.graph.nodes:
             if node.op in ("call_function", "call_method") and self.conflict is None:
                 self._visit(node, inputs)
+        self.indices = {inputs[key][0] for key in self._written}
         self.of_data = [inputs[key][0] for key, by_data in self._written.items() if by_data]
 
     def _visit(self, node: fx.Node, inputs: Mapping[Any, tuple[int, fx.Node]]) -> None:

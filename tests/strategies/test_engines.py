@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from functorch.compile import make_boxed_func
+from lightning.pytorch import LightningModule
 from small_modules import Small
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -307,6 +308,58 @@ class Keeping(Small):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
+
+
+class Plain(Small):
+    """Looks at no gradient but those of the last step, while it is validated, which is recorded too."""
+
+    on_train_batch_end = LightningModule.on_train_batch_end
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep them."""
+
+    def on_validation_end(self) -> None:
+        self.last = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+class Curious(Plain):
+    """Keeps the gradients of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        self.kept += [p.grad for p in self.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", [Plain, Curious])
+def test_gradients_of_recordings_are_copied_where_somebody_sees_them(
+    kind: type[Plain],
+    recorder: Recorder,
+    make_trainer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    paces: Callable[..., None],
+) -> None:
+    copied, owned = list[int](), inductor.copies_of
+    monkeypatch.setattr(inductor, "copies_of", lambda tensors: copied.append(len(tensors)) or owned(tensors))
+    recorded = lambda module, name, first: [Way("inductor-graphs", first.part)]  # noqa: E731
+    monkeypatch.setattr(captured_step, "challengers", recorded)
+    paces(**{"torch": 2.0, "inductor-graphs": 1.0})
+    stock, module = kind(), kind()
+    settings: Any = {"max_epochs": 12, "check_val_every_n_epoch": 12, "num_sanity_val_steps": 0}
+    make_trainer(**settings).fit(stock)
+    strategy = ORTStrategy(config={"engine": "auto", "start": "now"}, optim="keep")
+    make_trainer(strategy=strategy, **settings).fit(module)
+    assert {step.engine for step in strategy.report.steps} == {"inductor-graphs"}
+    steps = recorder.events.count("begin")
+    assert steps > 20
+    assert len(copied) == 1 if kind is Plain else len(copied) > 20  # before the recorded validation
+    torch.testing.assert_close(module.state_dict(), stock.state_dict(), rtol=1e-5, atol=1e-6)
+    assert stock.last
+    torch.testing.assert_close(module.last, stock.last, rtol=1e-5, atol=1e-6)
+    if isinstance(module, Curious) and isinstance(stock, Curious):
+        torch.testing.assert_close(module.kept, stock.kept, rtol=1e-5, atol=1e-6)
 
 
 class InParts(Keeping):

@@ -1,5 +1,6 @@
 """Steps are timed in each way, on the run's own batches, and go on with the fastest; what fails changes nothing."""
 
+import functools
 import gc
 import time
 import weakref
@@ -480,8 +481,17 @@ def test_the_compiler_is_the_one_of_the_environment(monkeypatch: pytest.MonkeyPa
     assert inductor.cpp_compiler() is None
 
 
+@pytest.mark.parametrize(
+    ("engine", "seconds"), [("ort", {"torch": 1.0, "ort": 2.0}), ("auto", {"torch": 2.0, "ort": 1.0, "inductor": 1.5})]
+)
 def test_sessions_of_what_lost_are_gone(
-    make_trainer: Callable[..., Any], paces: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    seconds: dict[str, float],
+    make_trainer: Callable[..., Any],
+    paces: Callable[..., None],
+    compiled: list[int],
+    losses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU each has memory of its own, and a process may collect its garbage rarely."""
     built: list[weakref.ref[Any]] = []
@@ -491,13 +501,25 @@ def test_sessions_of_what_lost_are_gone(
         built.append(weakref.ref(made := build(*args)))
         return made
 
-    monkeypatch.setattr(session, "build", noting)
-    paces(torch=1.0, ort=2.0)
+    def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        made = functools.partial(gm.forward)
+        if engine == "auto":
+            built.append(weakref.ref(made))
+        compiled.append(1)
+        return made
+
+    if engine == "ort":
+        monkeypatch.setattr(session, "build", noting)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    paces(**seconds)
     gc.disable()
     try:
-        _, report = fit(make_trainer, engine="ort", start="now")
+        module, report = fit(make_trainer, engine=engine, start="now")
         assert [made() for made in built if made() is not None] == []
     finally:
         gc.enable()
     assert report.ort_runs > 0
     assert built
+    assert report.steps[0].engine == min(seconds, key=seconds.__getitem__)
+    assert bool(compiled) == (engine == "auto")
+    assert module.losses == pytest.approx(losses, rel=1e-4)

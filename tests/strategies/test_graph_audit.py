@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.capture.module import CapturedModule
 
@@ -80,6 +81,22 @@ def test_a_wrong_graph_is_found_before_anything_is_made_of_it(
     assert ("what is written to self.net.1." if where == "forward" else "the gradient of ") in fallback.reason.text
     assert "differs from eager's by 50%" in fallback.reason.text
     assert report.run.audits > 0
+
+
+@pytest.mark.usefixtures("captured_at_once")
+def test_a_graph_that_torch_has_kept_is_compared_too(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    """Nothing is traced then, so that less is known of it."""
+    paces(torch=1.0, ort=1.2, inductor=0.5)
+    stock, ours = Module(), Module()
+    fit(stock, make_trainer, "auto")
+    compiler = Compiler(monkeypatch, "backward")
+    monkeypatch.setattr(inductor, "traced_graph_facts", lambda: None)
+    report = fit(ours, make_trainer, ORTStrategy(config={"engine": "auto"}))
+    assert compiler.calls["backward"] == 1
+    assert report.fallbacks[0].reason.type is ReasonType.MISMATCH
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("config", [{}, {"audit": "off"}, {"dropout_masks": "fast"}], ids=str)

@@ -6,7 +6,8 @@ import re
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,13 @@ class GuardedBackend:
                 compiled = self.compile(gm, inputs)
         except Stopped:
             return eager.forward
-        # nothing is traced where torch has kept the whole graph: then eager can do a forward pass again, and no more
-        monitor.facts = traced_graph_facts() or GraphFacts(len(inputs), [], separate=False)
+        monitor.facts = traced_graph_facts() or _facts_of(eager, inputs, captured.writes)
         draws = _DRAWS.search(gm.code) is not None
         check = GraphCheck.of(request.check(draws), gm)
         told = self._give_up, self._leave_to_eager
         guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, draws=draws, check=check)
         self._guards.add(guard)
+        request.keep(guard)
         return guard
 
     def _give_up(self, error: Exception) -> None:
@@ -156,6 +157,19 @@ class RecordingBackend:
         return run
 
 
+def _facts_of(gm: fx.GraphModule, inputs: Sequence[Any], writes: InputWrites) -> GraphFacts:
+    """Return what is known of a graph that torch has kept, so that nothing is traced; it may write to less."""
+    written = [
+        index
+        for index, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor)
+        and (index in writes.indices or not (value.requires_grad or isinstance(value, nn.Parameter)))
+    ]
+    results: Any = gm.graph.output_node().args[0]
+    separate = len(_not_of_inputs(gm)) == len(results) and not any(inputs[index].requires_grad for index in written)
+    return GraphFacts(len(inputs), written, separate)
+
+
 def _not_of_inputs(gm: fx.GraphModule) -> list[int]:
     """Return which results of a graph have memory of their own, and are no views of its inputs."""
     inputs = {storage_of(node) for node in gm.graph.find_nodes(op="placeholder")}
@@ -163,16 +177,55 @@ def _not_of_inputs(gm: fx.GraphModule) -> list[int]:
     return [index for index, node in enumerate(results) if (found := storage_of(node)) is None or found not in inputs]
 
 
-def begin_recorded_step() -> None:
-    """Let recordings overwrite what their last runs have left; once a step, which may consist of several."""
-    torch.compiler.cudagraph_mark_step_begin()
+class RecordedGradients:
+    """The gradients in a recording's memory, which its next run overwrites.
 
+    Args:
+        unseen: Returns whether nobody sees them after the optimizer has.
+        drop: Drops the gradients of the last step, if nobody sees them any more.
 
-def own_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Copy the gradients of parameters that had none before a backward pass: they are in a recording's memory."""
-    new = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if new:
-        with torch.no_grad():
-            copies = copies_of([gradient for _, gradient in new])
-        for (parameter, _), copy in zip(new, copies, strict=True):
-            parameter.grad = copy
+    """
+
+    def __init__(self, unseen: Callable[[], bool], drop: Callable[[], None]) -> None:
+        self._unseen, self._drop = unseen, drop
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def begin_step(self, trains: bool) -> None:
+        """Let recordings overwrite what their last runs have left; once a step, which may consist of several."""
+        if trains and self._parameters:
+            self._drop()
+        self.own()
+        torch.compiler.cudagraph_mark_step_begin()
+
+    @contextmanager
+    def made_by(self, plugin: Any, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Within the block, a recorded backward pass runs, after which a precision plugin calls hooks."""
+        new, attributes = [one for one in parameters if one.grad is None], vars(plugin)
+        hooks, before = plugin.post_backward, attributes.get("post_backward")
+
+        def after(*args: Any) -> Any:
+            self._add(new)
+            return hooks(*args)
+
+        attributes["post_backward"] = after
+        try:
+            yield
+        finally:
+            del attributes["post_backward"]
+            if before is not None:
+                attributes["post_backward"] = before
+
+    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        if not self._unseen():  # people keep them, or add to them
+            self.own()
+
+    def own(self) -> None:
+        """Copy those that are still there, before they are overwritten."""
+        left = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        self._parameters = ()
+        if left:
+            with torch.no_grad():
+                copies = copies_of([gradient for _, gradient in left])
+            for (parameter, _), copy in zip(left, copies, strict=True):
+                parameter.grad = copy

@@ -1,10 +1,11 @@
-"""What a step as one graph may do to ``.grad`` itself: :func:`may_write_gradients`, :func:`may_drop_gradients`."""
+"""What a compiled step may do to ``.grad``, as nobody sees it: :func:`may_write_gradients` and those after it."""
 
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.torch_optimizers import has_step_hooks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -41,6 +42,26 @@ def may_drop_gradients(strategy: "Strategy", namespace: LightningNamespace) -> b
         and _keeps_hook(strategy, namespace, "on_before_zero_grad")
         and _keeps(strategy.optimizers[0], Optimizer, "zero_grad")
     )
+
+
+# what runs between a backward pass and the next one, and may look at gradients or keep them
+_LATER_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+
+
+def are_gradients_unseen(strategy: "Strategy", namespace: LightningNamespace) -> bool:
+    """Return whether nobody sees gradients but the optimizer, from the backward pass on until they are dropped."""
+    module: Any = strategy.lightning_module
+    base = namespace.submodule("core.module").LightningModule
+    return (
+        may_drop_gradients(strategy, namespace)
+        and all(_keeps(module, base, name) for name in (*_LATER_HOOKS, "configure_gradient_clipping", "optimizer_step"))
+        and all(_is_lightnings(one, name, namespace) for one in module.trainer.callbacks for name in _LATER_HOOKS)
+        and not has_step_hooks(strategy.optimizers[0])
+    )
+
+
+def _is_lightnings(callback: Any, hook: str, namespace: LightningNamespace) -> bool:
+    return getattr(callback, hook).__module__.startswith(f"{namespace.package}.")
 
 
 def _keeps_hook(strategy: "Strategy", namespace: LightningNamespace, hook: str) -> bool:

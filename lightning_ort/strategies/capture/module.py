@@ -15,12 +15,17 @@ from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.engines import ENGINES
+from lightning_ort.compiler.executors.inductor import RecordedGradients
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit import sealed_process
 from lightning_ort.strategies.audit.step_audit import AuditBudget
-from lightning_ort.strategies.capture.direct_gradients import may_drop_gradients, may_write_gradients
+from lightning_ort.strategies.capture.direct_gradients import (
+    are_gradients_unseen,
+    may_drop_gradients,
+    may_write_gradients,
+)
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.room import Room
 from lightning_ort.strategies.capture.shims import (
@@ -77,7 +82,8 @@ class CapturedModule:
         self.strategy = strategy
         self._start: tuple[float, int] | None = None  # of the run: the time, and the fit loop's count of batches
         self.optimizers: Any = None
-        self._gradients: tuple[bool, bool] | None = None  # whether they may be written, and dropped
+        self._gradients: tuple[bool, bool, bool] | None = None  # as of may_touch_gradients
+        self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.in_backward = False  # whether a backward pass of the Trainer runs
         self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
@@ -286,11 +292,14 @@ class CapturedModule:
     # Gradients
 
     @property
-    def may_touch_gradients(self) -> tuple[bool, bool]:
-        """Whether a step that ran as one graph may write the gradients of parameters itself, and drop the last ones."""
+    def may_touch_gradients(self) -> tuple[bool, bool, bool]:
+        """Whether a step that ran as one graph may write the gradients of parameters itself, and drop the last ones.
+
+        Third, whether nobody but the optimizer sees them at all.
+        """
         if self._gradients is None:
             ask = self.strategy, self._namespace
-            self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask)
+            self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask), are_gradients_unseen(*ask)
         return self._gradients
 
     def writes_gradients(self) -> bool:

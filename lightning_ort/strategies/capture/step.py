@@ -14,7 +14,6 @@ Before the next step it tells the race how this one went. It decides nothing. No
 """
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -30,16 +29,15 @@ from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
-from lightning_ort.compiler import malloc
 from lightning_ort.compiler.engines import ENGINES
-from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.graph_check import GraphDiffers
 from lightning_ort.compiler.nodes import num_operations
-from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.out_of_memory import free_memory_of, give_back_memory, is_out_of_memory
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import StepAudit
+from lightning_ort.strategies.capture.compiled_ways import CompiledWays
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps, UserStep
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
@@ -69,7 +67,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._race: Race | None = None  # from the first call on, if there is something to try
         self._ways: Ways
         self._turn = Turn()
-        self._compiled: dict[Way, Callable[..., Any]] = {}
+        self._compiled = CompiledWays(module.recorded.own)
         self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
         self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
@@ -129,7 +127,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _prepare(self, step: Callable[..., Any]) -> UserStep:
         """Begin with a new step."""
-        self._release(self._compiled)
+        self._forget()
         self._failures.clear()
         self._race, self._turn = None, Turn()
         user = UserStep(step, FirstSteps(step), functools.partial(self._run))
@@ -177,10 +175,10 @@ class CapturedStep(AbstractContextManager[None]):
         if not self._compiled and race.champion is UNCHANGED:
             room.see_unchanged()
         way = race.next(Now(left, module.at_window_start(), room.obstacle, room.used))
-        if race.living.isdisjoint(self._compiled):  # to free one way makes dynamo compile the others again
-            self._release(self._compiled)
+        if self._compiled.free_lost(race.kept) and not self._compiled:
+            self._recompiling = []
         if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
-            malloc.trim()  # the ways that were tried have left holes in the heap, 20 to 40 MB for a small GPT or ViT
+            give_back_memory()  # ways that were tried leave holes in the heap, 20 to 40 MB for a small GPT or ViT
         self._turn = Turn(way, min(race.quiet_steps, QUIET), race.wants_time, module.synchronize)
         return True
 
@@ -238,12 +236,10 @@ class CapturedStep(AbstractContextManager[None]):
             race.fail(*self._failures.popitem())
         self._view.update(race)
 
-    def _release(self, ways: Iterable[Way]) -> None:
-        """Free what was compiled for ways that do not run any more."""
-        if released := [dynamo.region_of(self._compiled.pop(way)) for way in list(ways)]:
-            dynamo.release_regions(released)
+    def _forget(self, ways: Iterable[Way] | None = None) -> None:
+        """Free what was compiled for ways, by default for all."""
+        if self._compiled.release(ways):
             self._recompiling = []
-            gc.collect()  # graphs are part of reference cycles; on a GPU their sessions have an arena each
 
     def _has_compiled(self, race: Race) -> bool:
         """Whether something is compiled, or child modules are, so that dynamo would not look at it again."""
@@ -258,7 +254,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._tell(race)
         else:
             self._module.forget_children()
-            self._release(self._compiled)
+            self._forget()
 
     # One call
 
@@ -271,7 +267,7 @@ class CapturedStep(AbstractContextManager[None]):
                 self._fail(way, failures.of_torch_compile(way, "gradients are accumulated now"))
                 turn.counts = False
                 return self._user.call(*args, **kwargs)
-            inductor.begin_recorded_step()
+            module.recorded.begin_step(self._name == TRAINING)
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
         module.running = self
@@ -323,9 +319,8 @@ class CapturedStep(AbstractContextManager[None]):
         """Return what to call, and what to install before."""
         if way.part == "modules":
             return self._user.call, self._module.module_shims(way.engine)
-        if way not in self._compiled:
-            self._compiled[way] = self._module.compile(self._user.call, way.engine)
-        return self._compiled[way], self._module.shims
+        compiled = self._compiled.get(way, lambda: self._module.compile(self._user.call, way.engine))
+        return compiled, self._module.shims
 
     def _stance(self, way: Way) -> AbstractContextManager[Any]:
         """Return a context in which another compiler's champion runs unchanged what it would have to compile again.
@@ -352,6 +347,7 @@ class CapturedStep(AbstractContextManager[None]):
             agree=module.agree,
             refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
             split=lambda why: fail(way, failures.without_one_graph(way, why)),
+            keep=functools.partial(weakly(self._compiled.keep), way),
             check=weakly(self._graph_audit.check),
         )
 
@@ -395,7 +391,7 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.error is not None and is_out_of_memory(outcome.error):
             free_memory_of(outcome.error)
         if outcome.error is not None and is_about_numbers(outcome.error) and module.compile_without_numbers():
-            self._release([way] if way in self._compiled else [])
+            self._forget([way])
             return
         step = race.steps + self._turn.steps
         self._recompiling += [step] if outcome.recompiles else []
@@ -431,11 +427,12 @@ class CapturedStep(AbstractContextManager[None]):
             with turn.timed():
                 return run(*args, **kwargs)
         module = self._module
-        # the gradients of a recording are copied: people read them in the next step, or add to them
-        new = [p for p in module.module.parameters() if p.grad is None] if ENGINES[turn.way.engine].records else ()
+        recorded: AbstractContextManager[None] = _NO_CONTEXT
+        if ENGINES[turn.way.engine].records:
+            recorded = module.recorded.made_by(module.strategy.precision_plugin, module.module.parameters())
         module.in_backward = True
         try:
-            with turn.timed() if turn.is_timed else _NO_CONTEXT:
+            with turn.timed() if turn.is_timed else _NO_CONTEXT, recorded:
                 result = run(*args, **kwargs)
         except RuntimeError as error:
             if not is_double_backward_error(error):
@@ -443,8 +440,6 @@ class CapturedStep(AbstractContextManager[None]):
             raise RuntimeError(LATE_SECOND_GRADIENT) from error
         finally:
             module.in_backward = False
-        if new:
-            inductor.own_gradients(new)
         if self._audit.audit is not None and (differs := self._audit.after_backward()):
             self._leave_as_wrong(differs)
         return result

@@ -166,6 +166,11 @@ class Race:
         return {self.champion} | (self._duel.steps.keys() if self._duel is not None else set())
 
     @property
+    def kept(self) -> set[Way]:
+        """The ways that may run in a later step without another start: the living, and those that the champion beat."""
+        return self.living | {way for way, _ in self._beaten}
+
+    @property
     def usual(self) -> float:
         """The working seconds of the unchanged step; 0 if they are not known."""
         return statistics.median(took.working for took in self._usual) if self._usual else 0.0

@@ -1,0 +1,66 @@
+"""What was compiled for the ways of one step, and how it is freed: :class:`CompiledWays`."""
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning_ort.compat import dynamo
+from lightning_ort.strategies.race.race import Way
+
+
+class CompiledWays:
+    """The compiled functions of one step, by way, and their graphs.
+
+    Args:
+        before_freeing: Called before anything is freed.
+
+    """
+
+    def __init__(self, before_freeing: Callable[[], None]) -> None:
+        self._before_freeing = before_freeing
+        self._functions: dict[Way, Callable[..., Any]] = {}
+        self._lost: list[Callable[..., Any]] = []  # of ways that do not run any more; their graphs are freed
+        self._graphs: defaultdict[Way, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
+    def get(self, way: Way, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the function of a way, which is made if there is none."""
+        if way not in self._functions:
+            self._functions[way] = make()
+        return self._functions[way]
+
+    def keep(self, way: Way, graph: Any) -> None:
+        """Note what runs a graph of a way, which its ``leave()`` frees."""
+        self._graphs[way].add(graph)
+
+    def free_lost(self, living: set[Way]) -> bool:
+        """Free what was compiled for ways that do not run any more; return whether there was any."""
+        lost = self._functions.keys() - living
+        if lost == self._functions.keys():
+            return self.release(lost)
+        if lost:
+            self._before_freeing()
+            # dynamo keeps its code, since to free that of one way makes it compile the others again
+            for way in lost:
+                self._lost.append(self._functions.pop(way))
+                for graph in self._graphs.pop(way, ()):
+                    graph.leave()
+            gc.collect()  # graphs are part of reference cycles; on a GPU their sessions have an arena each
+        return bool(lost)
+
+    def release(self, ways: Iterable[Way] | None = None) -> bool:
+        """Free what was compiled for ways, by default for all, with dynamo's code; return whether there was any."""
+        wanted = self._functions.keys() if ways is None else self._functions.keys() & set(ways)
+        released = [self._functions.pop(way) for way in list(wanted)]
+        if not self._functions:
+            released, self._lost = released + self._lost, []
+            self._graphs.clear()
+        if released:
+            self._before_freeing()
+            dynamo.release_regions([*map(dynamo.region_of, released)])
+            gc.collect()
+        return bool(released)
