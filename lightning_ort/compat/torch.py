@@ -116,6 +116,30 @@ def without_validation() -> Iterator[None]:
         kind.set_default_validate_args(before)
 
 
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within the block ``torch.utils.checkpoint`` calls functions as they are, and keeps what they save (2.13)."""
+    from torch.utils import checkpoint
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def plain(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    names = {"CheckpointFunction": Plain, "_checkpoint_without_reentrant_generator": plain}
+    before = {name: getattr(checkpoint, name) for name in names}
+    for name, value in names.items():
+        setattr(checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoint, name, value)
+
+
 def promoted_dtype(*operands: Any) -> torch.dtype:
     """The dtype of the result of an elementwise op on tensors and numbers, which half types keep (torch 2.13)."""
     # the first of the two is the dtype in which torch computes: float32 for half types

@@ -63,7 +63,7 @@ def check_call(name: str, fn: Any, inputs: list[Any], compares: bool = True) -> 
 
     weights: list[Tensor] = []
 
-    def step(values: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def step(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         given = [module.leaves[str(i)] if _is_leaf(x) else values.get(f"x{i}", x) for i, x in enumerate(inputs)]
         # an op that writes to its argument writes to no parameter
         given = [x * 1 if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
@@ -72,25 +72,25 @@ def check_call(name: str, fn: Any, inputs: list[Any], compares: bool = True) -> 
         if not weights:  # in the first call, which is not traced
             weights.extend(harness.cotangents_for(parts))
         loss = sum(((r * w.to(r.dtype)).sum() for r, w in zip(parts, weights, strict=True)), start=torch.zeros(()))
-        return (loss if parts else None), {f"r{i}": r.detach() for i, r in enumerate(results)}
+        if loss.requires_grad:
+            loss.backward()
+        return {"loss": loss.detach()} | {f"r{i}": r.detach() for i, r in enumerate(results)}
 
     torch.manual_seed(0)
-    loss, expected = step(fields)
-    differentiates = loss is not None and loss.requires_grad
-    traced = trace(module, step, fields, {}, name, gradients=differentiates)
-    settings = Settings(None) if differentiates else None
-    model = convert(traced, name, dict(module.named_parameters()), settings)
+    want = step(fields)
+    want |= {f"gradient/leaves.{key}": leaf.grad for key, leaf in module.leaves.items() if leaf.grad is not None}
+    traced = trace(module, step, fields, {}, name)
+    parameters = dict(module.named_parameters())
+    state = {key: ("parameter", value) for key, value in parameters.items()}
+    model = convert(traced, name, state, parameters, Settings(None))
     session = import_onnxruntime().InferenceSession(ir.to_proto(model.model).SerializeToString())
     feeds = {f"leaves.{key}": leaf.detach().numpy() for key, leaf in module.leaves.items()}
     feeds |= {key: value.numpy() for key, value in fields.items()}
+    drawn = [value for value in session.get_inputs() if value.name.startswith("random/")]
+    feeds |= {value.name: torch.rand(value.shape).numpy() for value in drawn}
     names = [value.name for value in session.get_outputs()]
     read = {value.name for value in session.get_inputs()}
     got = dict(zip(names, session.run(None, {k: v for k, v in feeds.items() if k in read}), strict=True))
-    want: dict[str, Tensor] = dict(expected)
-    if differentiates:
-        assert loss is not None
-        loss.backward()
-        want |= {f"gradient/leaves.{key}": leaf.grad for key, leaf in module.leaves.items() if leaf.grad is not None}
     for key, value in want.items() if compares else ():
         result = torch.from_numpy(got[key])
         torch.testing.assert_close(result, value, rtol=RTOL, atol=ATOL, equal_nan=True, check_dtype=False, msg=key)

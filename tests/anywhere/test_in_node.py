@@ -13,6 +13,7 @@ import torch
 from lightning_ort import export_training
 from lightning_ort.onnx_export.training import runner
 from tests.anywhere.modules import DigitsCNN, TabularMLP
+from tests.anywhere.test_training_export import Small, small_batch
 
 NODE = Path(__file__).parent / "node"
 pytestmark = pytest.mark.skipif(
@@ -33,6 +34,19 @@ class Frozen(TabularMLP):
         return super().loss({**batch, "numbers": numbers})
 
 
+class Noisy(Small):
+    """Draws, and does something else for one size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.layer(batch["x"])
+        noise = torch.randn_like(hidden)
+        dropped = torch.nn.functional.dropout(torch.ones_like(hidden), 0.25)
+        self.log_dict(
+            {"noise": noise.mean(), "spread": noise.square().mean(), "dropped": (dropped == 0).float().mean()}
+        )
+        return (hidden + noise).square().mean() * (2 if hidden.shape[0] == 5 else 1)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("in_node")
@@ -43,7 +57,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.manual_seed(0)
         export_training(Frozen(), TabularMLP.batch(6, 0), folder / name, float16=name == "halved")
         assert (folder / name / "frozen.data").is_file()
-    names = {"FOLDER": "digits", "OTHER": "other", "FROZEN": "frozen", "HALVED": "halved"}
+    export_training(Noisy(), small_batch(8), folder / "noisy")
+    names = {"NOISY": "noisy", "FOLDER": "digits", "OTHER": "other", "FROZEN": "frozen", "HALVED": "halved"}
     return {name: folder / path for name, path in names.items()}
 
 

@@ -110,7 +110,7 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(case: str, original: Path)
 def test_learning_rates_are_checked(original: Path) -> None:
     training = runner.Training.load(original)
     assert [group["learning_rate"] for group in training.about["optimizer"]["groups"]] == [0.03, 0.01, 0.03]
-    for wrong in (float("nan"), -1, "fast", [0.1, 0.1], [0.1, None, 0.1]):
+    for wrong in (float("nan"), -1, 1e39, "fast", [0.1, 0.1], [0.1, None, 0.1]):
         with pytest.raises(ValueError, match="lr"):
             training.step(BATCH, lr=wrong)
     training.step(BATCH, lr=[0.0, 0.1, 0.0])
@@ -143,6 +143,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_last(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def outside(path: Path) -> None:
+    about = json.loads(path.read_text())
+    about["models"]["training"]["file"] = "../training.onnx"
+    path.write_text(json.dumps(about))
+
+
 def header(**values: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         text = json.dumps(values).encode()
@@ -155,7 +167,9 @@ DAMAGED = {
     "no folder": broken("training.json", lambda path: shutil.rmtree(path.parent), "has no training.json"),
     "no json": broken("training.json", lambda path: path.write_text("{"), r"training\.json cannot be read"),
     "other json": broken("training.json", lambda path: path.write_text("[]"), "has format list"),
-    "format": broken("training.json", lambda path: path.write_text('{"format": 2}'), "has format 2; this file reads"),
+    "format": broken("training.json", lambda path: path.write_text('{"format": 3}'), "has format 3; this file reads"),
+    "no fields": broken("training.json", lambda path: path.write_text('{"format": 2}'), "has no 'fields'"),
+    "outside": broken("training.json", outside, r"names '\.\./training\.onnx', which is not in the folder"),
     "no model": broken("training.onnx", Path.unlink, r"training\.onnx is missing"),
     "half a model": broken("training.onnx", lambda path: os.truncate(path, 999), "has 999 bytes instead of"),
     "another model": broken("evaluation.onnx", flip, r"evaluation\.onnx is damaged"),
@@ -167,6 +181,7 @@ DAMAGED = {
     "strange type": broken(
         "state.safetensors", header(x={"dtype": "F8", "shape": [], "data_offsets": [0, 1]}), "damaged"
     ),
+    "changed state": broken("state.safetensors", flip_last, "is not what its metadata's sha256 says"),
     "other state": broken("state.safetensors", header(), "of another model: 'embedding.weight' is missing"),
 }
 
@@ -213,6 +228,16 @@ def test_a_save_that_fails_leaves_the_state(folder: Path, tmp_path: Path, monkey
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def test_a_training_that_has_failed_is_not_saved(folder: Path) -> None:
+    training = runner.Training.load(folder)
+    before = (folder / "state.safetensors").read_bytes()
+    for _ in range(5):
+        training.step(BATCH, lr=1e30)
+    with pytest.raises(TrainingError, match="the training has failed, and nothing is saved"):
+        training.save()
+    assert (folder / "state.safetensors").read_bytes() == before
+
+
 SAVING = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -239,6 +264,8 @@ def test_a_kill_while_it_saves_loses_nothing(folder: Path) -> None:
         training = runner.Training.load(folder)
         values = {float(value) for array in training.state.values() for value in np.unique(array)}
         assert values == {float(training.updates)} or training.updates == 0  # whole, whichever save it is of
+    training.save()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_safetensors_is_what_others_write(original: Path, tmp_path: Path) -> None:

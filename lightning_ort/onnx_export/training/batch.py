@@ -61,11 +61,13 @@ def _as_before(value: Any, items: dict[Any, Any]) -> Any:
         return items
 
 
-def resized(fields: Mapping[str, Tensor], dims: Mapping[str, Sequence[int]], count: int) -> dict[str, Tensor]:
-    """Return fields with another size along some dimensions of each: the first entries, repeated if there are few."""
+def resized(
+    fields: Mapping[str, Tensor], dims: Mapping[str, Sequence[int]], count: int, start: int = 0
+) -> dict[str, Tensor]:
+    """Return fields with another size along some dimensions of each: entries from one on, repeated if there are few."""
 
     def pick(tensor: Tensor, dim: int) -> Tensor:
-        places = torch.arange(count, device=tensor.device) % tensor.shape[dim]
+        places = (torch.arange(count, device=tensor.device) + start) % tensor.shape[dim]
         return tensor.index_select(dim, places)
 
     found = dict(fields)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_integer, check_number, check_path, check_type, check_writable
 from lightning_ort.compat.torch import tree_map
-from lightning_ort.compiler.nodes import is_random
 from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
 from lightning_ort.onnx_export.training import optimizers
-from lightning_ort.onnx_export.training.batch import batch_size, fields_of, rebuilt, resized, rows
+from lightning_ort.onnx_export.training.batch import fields_of
+from lightning_ort.onnx_export.training.limits import batches_within, limits_of
 from lightning_ort.onnx_export.training.models import Model, Settings, convert
-from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_sizes
+from lightning_ort.onnx_export.training.sizes import Limits, chosen_sizes, of_distinct_sizes
 from lightning_ort.onnx_export.training.steps import check_module
 from lightning_ort.onnx_export.training.traces import METHODS, traces_of
-from lightning_ort.onnx_export.training.tracing import BATCH, Sizes, Trace
-from lightning_ort.onnx_export.training.verify import STEPS, Batch, Difference, rounding, verify
+from lightning_ort.onnx_export.training.tracing import Sizes, Trace
+from lightning_ort.onnx_export.training.verify import Difference, Task, rounding, verify
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,15 @@ class ExportedTraining:
     nodes: int  # of training.onnx
     bytes: int  # of all files
     difference: Difference  # from the module, after some steps; from one that has its frozen parameters in float16 too
+    schedule: str | None = None  # of the learning rate, which the model does not have
     rounding: Difference | None = None  # that of float16 from float32, if frozen parameters are stored in it
 
     def __str__(self) -> str:
         text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
         text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
         text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
+        if self.schedule is not None:
+            text += f"; {self.schedule} is not part of it: pass the learning rate to each step"
         if self.rounding is None:
             return text
         saved, loss, state = decimal(2 * self.frozen), self.rounding.loss, self.rounding.state
@@ -243,25 +246,35 @@ def _first_batch(data: Any) -> Any:
 
 
 def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
-    traces = traces_of(task.module, task.batch, task.fields, task.sizes)
-    state = files.state_of(task.parameters, _written(task.module, traces["training"]), task.settings)
+    traces = traces_of(
+        task.module,
+        task.batch,
+        task.fields,
+        task.sizes,
+        task.optimizer,
+        task.settings.accumulate,
+        means=not task.dropout,
+    )
+    trained = traces["training"]
+    task = replace(task, halved=tuple(name for name in task.halved if name not in trained.written))
+    state = files.state_of(task.parameters, _written(task.module, trained), task.settings)
     name = f"{type(task.module).__module__}.{type(task.module).__qualname__}"
-    frozen = [key for key, value in task.module.named_parameters() if not value.requires_grad]
-    more: dict[str, Any] = {"module": name, "sizes": _unlimited(traces.values()), "dropout": False, "frozen": frozen}
-    batches = _batches(task, traces["training"])
-    rounded = None
-    if task.halved:
-        rounded = rounding(task.module, task.optimizer, task.settings, batches, task.halved)
+    frozen = [key for key, value in task.module.named_parameters() if key not in state]
+    more: dict[str, Any] = {"module": name, "frozen": frozen, "float16": None}
+    limits = {kind: Limits({name: [1, None] for name in traced.symbols.values()}) for kind, traced in traces.items()}
+    # what is compared also returns the gradients
+    compared = temporary / "compared"
+    _write_folder(task, traces, limits, compared, state, more, returns_gradients=True)
+    checks = Task(task.module, task.optimizer, task.settings, task.tolerance, task.halved, not task.dropout)
+    for kind, traced in traces.items():
+        limits[kind] = limits_of(compared, checks, kind, traced)
+    difference, *_ = (
+        verify(compared, checks, kind, traced, batches_within(limits[kind], traced)) for kind, traced in traces.items()
+    )
+    rounded = rounding(checks, trained, batches_within(limits["training"], trained)) if task.halved else None
     more["float16"] = None if rounded is None else {"loss": rounded.loss, "state": rounded.state}
-    plain = temporary / "plain"
-    models = _write_folder(task, traces, plain, state, more)
-    difference, limits = _verify(task, plain, traces["training"], batches)
-    written = plain
-    if limits or (task.dropout and _drops(traces["training"])):
-        more["dropout"] = task.dropout and _drops(traces["training"])
-        more["sizes"] = {**more["sizes"], **limits}
-        written = temporary / "final"
-        models = _write_folder(task, traces, written, state, more)
+    written = temporary / "written"
+    models = _write_folder(task, traces, limits, written, state, more)
     exported = ExportedTraining(
         folder,
         tuple(models),
@@ -270,6 +283,7 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
         len(list(models["training"].model.graph)),
         sum(file.stat().st_size for file in written.iterdir()),
         difference,
+        None if task.settings.optimizer is None else task.settings.optimizer.scheduler,
         rounded,
     )
     files.put_in_place(written, folder)
@@ -277,17 +291,26 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
 
 
 def _write_folder(
-    task: _Task, traces: Mapping[str, Trace], folder: Path, state: Mapping[str, Any], more: Mapping[str, Any]
+    task: _Task,
+    traces: Mapping[str, Trace],
+    limits: Mapping[str, Limits],
+    folder: Path,
+    state: Mapping[str, Any],
+    more: Mapping[str, Any],
+    returns_gradients: bool = False,
 ) -> dict[str, Model]:
     name = type(task.module).__name__
+    tensors = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
     models = {
         kind: convert(
             found,
             f"{name}.{METHODS[kind]}",
-            task.parameters,
+            state,
+            tensors,
             task.settings if kind == "training" else None,
-            drops=more["dropout"],
+            returns_gradients=returns_gradients,
             halved=task.halved,
+            limits=limits[kind],
         )
         for kind, found in traces.items()
     }
@@ -297,58 +320,7 @@ def _write_folder(
     return models
 
 
-def _unlimited(traces: Iterable[Trace]) -> dict[str, list[int | None]]:
-    return {name: [1, None] for one in traces for name in one.symbols.values()}
-
-
 def _written(module: nn.Module, traced: Trace) -> dict[str, Tensor]:
-    buffers = dict(module.named_buffers())
-    return {name: buffers[name] for name in traced.joint.written}
-
-
-def _drops(traced: Trace) -> bool:
-    drawn = [node for node in traced.joint.module.graph.nodes if node.op == "call_function" and is_random(node)]
-    return any(len(node.args) < 3 or node.args[2] is not False for node in drawn)  # the third is whether to drop
-
-
-def _batch_of(task: _Task, fields: Mapping[str, Tensor]) -> Batch:
-    return rebuilt(task.batch, fields), fields
-
-
-def _batches(task: _Task, traced: Trace) -> list[Batch]:
-    """Batches of different sizes, for some steps."""
-    size, varies = batch_size(task.fields), BATCH in traced.symbols.values()
-    counts = [size, size + 1, max(size - 1, 2)] if varies else [size] * STEPS
-    _, highest = next((traced.sizes[symbol] for symbol, name in traced.symbols.items() if name == BATCH), (1, None))
-    counts = [size if highest is not None and count > highest else count for count in counts]
-    return [_batch_of(task, rows(task.fields, count)) for count in counts]
-
-
-def _verify(
-    task: _Task, folder: Path, traced: Trace, batches: list[Batch]
-) -> tuple[Difference, dict[str, list[int | None]]]:
-    """Compare with the module, and find out for which sizes the model is right."""
-
-    def compare(*batches: Batch) -> Difference:
-        arguments = (task.module, task.optimizer, task.settings)
-        return verify(folder, *arguments, [*batches], task.tolerance, task.halved)
-
-    def is_right_for(name: str, size: int) -> bool:
-        try:
-            compare(_batch_of(task, resized(task.fields, traced.dims_of(name), size)))
-        except Exception:  # the module's own too, such as that of a batch norm, which needs two rows
-            return False
-        return True
-
-    difference = compare(*batches)
-    limits: dict[str, list[int | None]] = {}
-    for symbol, name in traced.symbols.items():
-        # torch notes a limit wherever it chooses an algorithm; most are none of the module's. Below 2 it never looks
-        lowest, highest = traced.sizes[symbol]
-        if is_right_for(name, lowest - 1):
-            lowest = 1
-        if highest is not None and is_right_for(name, highest + 1):
-            highest = None
-        if (lowest, highest) != (1, None):
-            limits[name] = [lowest, highest]
-    return difference, limits
+    """The buffers and frozen parameters that a step writes to."""
+    known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: known[name] for name in traced.written if not known[name].requires_grad}

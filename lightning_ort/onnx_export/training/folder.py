@@ -92,7 +92,7 @@ def write_rest(
         "format": runner.FORMAT,
         "needs": NEEDS,
         **more,
-        "fields": [_described(port) for port in models["training"].fields],
+        "fields": _fields(models["training"]),
         "state": [{"name": n, "role": role, **_type_of(value)} for n, (role, value) in state.items()],
         "optimizer": _optimizer(settings),
         "clip": None if settings.clip_value is None else [settings.clip_algorithm, settings.clip_value],
@@ -101,9 +101,11 @@ def write_rest(
         "models": {
             name: {
                 "file": f"{name}.onnx",
-                "fields": [_described(port) for port in model.fields],
+                "fields": _fields(model),
                 "inputs": [_described(port) for port in model.inputs],
                 "outputs": [_described(port) for port in model.outputs],
+                "sizes": model.limits.sizes,
+                "conditions": model.limits.conditions,
             }
             for name, model in models.items()
         },
@@ -121,6 +123,10 @@ def _described(port: Port) -> dict[str, Any]:
     return {"name": port.name, "role": port.role, "key": port.key, **_type_of(port)}
 
 
+def _fields(model: Model) -> list[dict[str, Any]]:
+    return [{"name": port.key, **_type_of(port)} for port in model.fields]
+
+
 def _optimizer(settings: Settings) -> dict[str, Any] | None:
     optimizer = settings.optimizer
     if optimizer is None:
@@ -129,7 +135,7 @@ def _optimizer(settings: Settings) -> dict[str, Any] | None:
         {"learning_rate": group.learning_rate, "parameters": list(group.parameters), **group.settings}
         for group in optimizer.groups
     ]
-    return {"name": optimizer.name, "groups": groups, "scheduler": optimizer.scheduler}
+    return {"name": optimizer.name, "groups": groups}
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

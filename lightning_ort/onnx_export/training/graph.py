@@ -1,6 +1,6 @@
 """The graph of a model that any ONNX runtime runs: ONNX's own operators, and sizes that are known when it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from lightning_ort.compiler.executors.ort.kernels import CPU, Kernels
 from lightning_ort.compiler.report import ReasonType
 
 OPSET, IR_VERSION = 18, 9  # onnxruntime 1.17 reads them
+_UNARY = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos", "tanh": "Tanh"}  # of sizes
 
 # instead of the converters of the same ops, or where there is none: with torch at hand its kernel would be faster
 FORMS: dict[OpOverload, Converter] = {}
@@ -41,16 +42,11 @@ def written_whole() -> frozenset[OpOverload]:
 
 
 class PortableGraph(GraphBuilder):
-    """A :class:`GraphBuilder` that emits standard operators only, and computes sizes itself.
+    """A :class:`GraphBuilder` that emits standard operators only, and computes sizes itself."""
 
-    Args:
-        drops: Whether dropout draws numbers; otherwise it passes its input on.
-
-    """
-
-    def __init__(self, drops: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(Kernels("standard", (CPU,)))
-        self.drops = drops
+        self.draws: list[tuple[str, Sequence[Any]]] = []  # kinds and sizes of random numbers, in the order of the graph
         self.dims: dict[sympy.Symbol, tuple[Value, int]] = {}  # which size of which input a symbol is
         self._sizes: dict[Any, Value] = {}
 
@@ -81,6 +77,11 @@ class PortableGraph(GraphBuilder):
         value = Value(self, ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=ir.Shape(shape)), dtype)
         self.inputs.append(value.ir)
         return value
+
+    def draw(self, kind: str, sizes: Sequence[Any]) -> Value:
+        """Random numbers in float32, an input of the model: ``"uniform"`` from 0 to 1, or ``"normal"``."""
+        self.draws.append((kind, sizes))
+        return self.new_input(f"random/{len(self.draws) - 1}", torch.float32, (0,) * len(sizes))
 
     @override
     def convert(self, node: fx.Node) -> None:
@@ -144,8 +145,8 @@ class PortableGraph(GraphBuilder):
             return floats[0]
         if name in ("CeilToInt", "FloorToInt", "TruncToInt"):
             return floats[0].op("Floor" if name != "CeilToInt" else "Ceil").cast(torch.int64)
-        if name.startswith("OpaqueUnaryFn_sqrt"):
-            return floats[0].op("Sqrt")
+        if name.startswith("OpaqueUnaryFn_") and (function := name.removeprefix("OpaqueUnaryFn_")) in _UNARY:
+            return floats[0].op(_UNARY[function])
         raise Unsupported(f"a size computed by {name}", ReasonType.DYNAMIC_SHAPE)
 
     def constants_used(self) -> list[ir.Value]:

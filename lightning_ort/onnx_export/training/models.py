@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
-import sympy
 import torch
 from torch import Tensor, fx
 
+from lightning_ort.compat.torch import expression_of
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
@@ -17,6 +17,7 @@ from lightning_ort.compiler.report import ReasonType
 from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
 from lightning_ort.onnx_export.training.optimizers import Clock, Optimizer
+from lightning_ort.onnx_export.training.sizes import Formula, Limits, formula
 from lightning_ort.onnx_export.training.tracing import Trace
 
 LEARNING_RATE, STEP, UPDATE = "optimizer/learning_rate", "optimizer/step", "optimizer/update"
@@ -29,11 +30,12 @@ class Port:
 
     Args:
         name: Its name in the model.
-        role: ``field``, ``parameter``, ``buffer``, ``state``, ``setting``, ``loss``, ``logged``, ``gradient`` or
-            ``result``.
-        key: What it is: the name of the parameter, buffer, field, logged value or result.
+        role: ``field``, ``parameter``, ``buffer``, ``state``, ``setting``, ``random``, ``loss``, ``logged``, ``check``,
+            ``gradient`` or ``result``.
+        key: What it is: the name of the parameter, buffer, field, logged value or result, or the kind of random
+            numbers.
         dtype: Its dtype.
-        shape: Its sizes: numbers, and names or expressions of those that may change.
+        shape: Its sizes: numbers, names of those that may change, and what is computed from these.
 
     """
 
@@ -41,7 +43,7 @@ class Port:
     role: str
     key: str
     dtype: torch.dtype
-    shape: tuple[int | str, ...]
+    shape: tuple[Formula, ...]
 
 
 @dataclass(frozen=True)
@@ -70,85 +72,80 @@ class Model:
     fields: list[Port] = field(default_factory=list)  # of the batch, also what nothing reads
     inputs: list[Port] = field(default_factory=list)
     outputs: list[Port] = field(default_factory=list)
+    limits: Limits = field(default_factory=lambda: Limits({}))
 
 
 def convert(
     trace: Trace,
     what: str,
-    parameters: Mapping[str, Tensor],
+    state: Mapping[str, tuple[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     settings: Settings | None = None,
-    drops: bool = True,
+    returns_gradients: bool = False,
     halved: Collection[str] = (),
+    limits: Limits | None = None,
 ) -> Model:
     """Make a model of a traced step.
 
     Args:
         trace: The step.
         what: What it is, for messages.
-        parameters: All that are trained, in their order.
+        state: What changes from step to step: roles and values by name. All else is a constant of the model.
+        tensors: The module's parameters and buffers.
         settings: For a model that trains.
-        drops: Whether dropout draws numbers.
+        returns_gradients: Whether it returns them although it has an optimizer.
         halved: The frozen parameters that are stored in float16.
+        limits: For which sizes it is right.
 
     Raises:
         ExportFailed: If an operation cannot be written, with its module and the user's line.
 
     """
-    writer = _Writer(trace, what, drops)
-    writer.declare(halved)
+    writer = _Writer(trace, what)
+    writer.declare(state, tensors, halved)
     writer.run()
     if settings is not None:
-        writer.update(parameters, settings)
-    return writer.finish()
+        writer.update(state, settings, returns_gradients or settings.optimizer is None)
+    return writer.finish(limits or Limits({}))
 
 
 class _Writer:
-    def __init__(self, trace: Trace, what: str, drops: bool) -> None:
+    def __init__(self, trace: Trace, what: str) -> None:
         self.trace, self.what, self.symbols = trace, what, trace.symbols
-        self.ctx = PortableGraph(drops)
+        self.ctx = PortableGraph()
         self.inputs: list[Port] = []
         self.outputs: list[tuple[Port, Value]] = []
 
-    def declare(self, halved: Collection[str]) -> None:
+    def declare(
+        self, state: Mapping[str, tuple[str, Tensor]], tensors: Mapping[str, Tensor], halved: Collection[str]
+    ) -> None:
         """Make the graph's inputs inputs of the model, or constants."""
-        joint, constants = self.trace.joint, self.trace.constants
-        for name, node in zip(self.trace.fields, joint.arguments, strict=True):
-            self._input(node, name, "field")
-        for role, nodes in (("parameter", joint.parameters), ("buffer", joint.buffers)):
-            for name, node in nodes.items():
-                if name in constants:
-                    if node.users:
-                        stored = torch.float16 if name in halved else None
-                        self.ctx.add_tensor(node, name, constants[name], stored)
-                else:
-                    self._input(node, name, role)
-        for node in joint.tangents:
-            self.ctx.values[node] = self.ctx.const(1.0, node.meta["val"].dtype)
+        for name, node in self.trace.fields.items():
+            # a field may be called like a parameter
+            self._input(node, f"batch/{name}" if name in tensors or "/" in name else name, "field", name)
+        for name, node in self.trace.state.items():
+            if name in state:
+                self._input(node, name, state[name][0], name)
+            elif node.users:
+                self.ctx.add_tensor(node, name, tensors[name], torch.float16 if name in halved else None)
+        for node, value in self.trace.constants.items():
+            if node.users:
+                self.ctx.add_tensor(node, f"constant/{node.name}", value)
 
-    def _input(self, node: fx.Node, name: str, role: str) -> None:
+    def _input(self, node: fx.Node, name: str, role: str, key: str) -> None:
         self.ctx.add_input(node, name)
         value = node.meta["val"]
-        self.inputs.append(Port(name, role, name, value.dtype, self._shape(value.shape)))
+        self.inputs.append(Port(name, role, key, value.dtype, self._shape(value.shape)))
 
-    def _shape(self, sizes: Sequence[Any]) -> tuple[int | str, ...]:
-        found: list[int | str] = []
-        for size in sizes:
-            if isinstance(size, int):
-                found.append(size)
-            else:
-                expression = size.node.expr
-                found.append(int(expression) if expression.is_Integer else self._named(expression))
-        return tuple(found)
-
-    def _named(self, expression: Any) -> str:
-        return str(expression.subs({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
+    def _shape(self, sizes: Sequence[Any]) -> tuple[Formula, ...]:
+        return tuple(formula(expression_of(size), self.symbols) for size in sizes)
 
     def run(self) -> None:
         """Write the nodes of the graph."""
-        graph = self.trace.joint.module
+        graph = self.trace.module
         for node in graph.graph.nodes:
-            if node.op == "get_attr":
-                self.ctx.add_tensor(node, f"constant/{node.name}", _attribute(graph, str(node.target)))
+            if node.op == "get_attr":  # a constant that the tracer has made
+                self.ctx.add_tensor(node, f"constant/{node.name}", getattr(graph, str(node.target)))
             elif node.op == "call_function":
                 try:
                     _refuse_narrow(node)
@@ -157,17 +154,22 @@ class _Writer:
                     raise ExportFailed(self._explained(node, error)) from error
                 except Exception as error:  # a bug of a converter is told with the operation
                     raise ExportFailed(self._explained(node, f"{type(error).__name__}: {error}")) from error
+        for index, (kind, sizes) in enumerate(self.ctx.draws):
+            self.inputs.append(Port(f"random/{index}", "random", kind, torch.float32, self._shape(sizes)))
         for name, node in self.trace.results.items():
-            role = "loss" if name == "loss" else "logged" if name.startswith("logged/") else "result"
-            self._output(name, role, name.removeprefix("logged/"), node.meta["val"], self.ctx.value(node))
+            role = "loss" if name == "loss" else name.partition("/")[0]
+            role = role if role in ("loss", "logged", "check") else "result"
+            # what a module logs as "loss" need not be its loss
+            key = name if name == "logged/loss" and "loss" in self.trace.results else name.removeprefix("logged/")
+            self._output(name, role, key, node.meta["val"], self.ctx.value(node))
 
     def _explained(self, node: fx.Node, reason: Any) -> str:
         modules = list((node.meta.get("nn_module_stack") or {}).values())
-        where = f" in {modules[-1][0].removeprefix('module.')}" if modules and modules[-1][0] else ""
+        where = f" in {modules[-1][0]}" if modules and modules[-1][0] else ""
         if isinstance(reason, Unsupported) and reason.reason.type is ReasonType.NO_CONVERTER:
             reason = "this operation has no form in standard operators"
             if is_random(node):
-                reason = "a model draws random numbers for dropout alone; dropout=False leaves out what drops paths"
+                reason = "a distribution that a model cannot draw from; make it of torch.rand or torch.randn"
         text = f"{self.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
         return f"{text}\n  at {line}" if line else text
@@ -177,41 +179,48 @@ class _Writer:
 
     # what makes it a model that trains
 
-    def update(self, parameters: Mapping[str, Tensor], settings: Settings) -> None:
+    def update(self, state: Mapping[str, tuple[str, Tensor]], settings: Settings, returns_gradients: bool) -> None:
         """Add the new values of parameters, buffers and states."""
-        joint, ctx, optimizer = self.trace.joint, self.ctx, settings.optimizer
-        for name, node in joint.written.items():
-            self._output(f"next/{name}", "buffer", name, node.meta["val"], ctx.value(node))
-        gradients = {name: ctx.value(node) for name, node in joint.gradients.items()}
-        values = {name: ctx.values[joint.parameters[name]] for name in gradients}
+        trace, ctx, optimizer = self.trace, self.ctx, settings.optimizer
+        # what the step itself leaves in a tensor, and what the optimizer goes on from
+        left = {name: ctx.value(node) for name, node in trace.written.items()}
+        gradients = {name: ctx.value(node) for name, node in trace.gradients.items()}
+        for name, value in left.items():
+            if optimizer is None or name not in gradients:
+                self._output(f"next/{name}", state[name][0], name, state[name][1], value)
         if optimizer is None:
-            for name, gradient in _clipped(ctx, gradients, settings).items():
-                self._output(f"gradient/{name}", "gradient", name, parameters[name], gradient)
+            self._returned(_clipped(ctx, gradients, settings), state)
             return
         groups = len(optimizer.groups)
         clock = Clock(ctx, self._setting(LEARNING_RATE, torch.float32, (groups,)), self._setting(STEP, torch.int64, ()))
         apply = self._setting(UPDATE, torch.bool, ()) if settings.accumulate > 1 else None
+        likes = {name: state[name][1] for name in gradients}
         if apply is not None:
-            gradients = self._summed(gradients, parameters, settings.accumulate, apply)
+            gradients = self._summed(gradients, likes, apply)
+        if returns_gradients:
+            self._returned(gradients, state)
         gradients = _clipped(ctx, gradients, settings)
         for name, gradient in gradients.items():
-            like = parameters[name]
+            like = likes[name]
             states = {key: self._state(key, name, like) for key, of in optimizer.states.items() if name in of}
-            value, new = optimizer.update(ctx, name, values[name], gradient, states, clock)
+            before = left[name] if name in left else ctx.values[trace.state[name]]
+            value, new = optimizer.update(ctx, name, before, gradient, states, clock)
             if apply is not None:
-                value = _chosen(apply, value, values[name])
-                new = {key: _chosen(apply, state, states[key]) for key, state in new.items()}
+                value = _chosen(apply, value, before)
+                new = {key: _chosen(apply, made, states[key]) for key, made in new.items()}
             self._output(f"next/{name}", "parameter", name, like, value)
-            for key, state in new.items():
-                self._output(f"next/{key}/{name}", "state", f"{key}/{name}", like, state)
+            for key, made in new.items():
+                self._output(f"next/{key}/{name}", "state", f"{key}/{name}", like, made)
 
-    def _summed(
-        self, gradients: dict[str, Value], parameters: Mapping[str, Tensor], count: int, apply: Value
-    ) -> dict[str, Value]:
+    def _returned(self, gradients: Mapping[str, Value], state: Mapping[str, tuple[str, Tensor]]) -> None:
+        for name, gradient in gradients.items():
+            self._output(f"gradient/{name}", "gradient", name, state[name][1], gradient)
+
+    def _summed(self, gradients: dict[str, Value], parameters: Mapping[str, Tensor], apply: Value) -> dict[str, Value]:
         found = {}
         for name, gradient in gradients.items():
             like = parameters[name]
-            total = self._state(SUM, name, like) + gradient * (1 / count)
+            total = self._state(SUM, name, like) + gradient
             rest = _chosen(apply, self.ctx.const(0.0, like.dtype), total)
             self._output(f"next/{SUM}/{name}", "state", f"{SUM}/{name}", like, rest)
             found[name] = total
@@ -225,21 +234,21 @@ class _Writer:
         self.inputs.append(Port(name, "setting", name.rpartition("/")[2], dtype, shape))
         return self.ctx.new_input(name, dtype, shape)
 
-    def finish(self) -> Model:
+    def finish(self, limits: Limits) -> Model:
         """Make a model of what was written; inputs that nothing reads are left out."""
         results: list[ir.Value] = []
         for port, value in self.outputs:
             made_here = value.ir.producer() is not None and not any(value.ir is other for other in results)
             output = (value if made_here else value.op("Identity")).ir
             output.name, output.type = port.name, ir.TensorType(DTYPES[port.dtype])
-            output.shape = ir.Shape(port.shape)
+            output.shape = onnx_sizes(port.shape)
             results.append(output)
         nodes = live(self.ctx.nodes, results)
         used = {id(value) for node in nodes for value in node.inputs}
         shapes = {port.name: port.shape for port in self.inputs}
         inputs = [value for value in self.ctx.inputs if id(value) in used]
         for each in inputs:
-            each.shape = ir.Shape(shapes[str(each.name)])
+            each.shape = onnx_sizes(shapes[str(each.name)])
         graph = ir.Graph(
             inputs,
             results,
@@ -252,7 +261,12 @@ class _Writer:
         names = {value.name for value in inputs}
         ports = [port for port in self.inputs if port.name in names]
         fields = [port for port in self.inputs if port.role == "field"]
-        return Model(model, fields, ports, [port for port, _ in self.outputs])
+        return Model(model, fields, ports, [port for port, _ in self.outputs], limits)
+
+
+def onnx_sizes(shape: Sequence[Formula]) -> ir.Shape:
+    """A shape as a model has it: what is computed from sizes has no name there."""
+    return ir.Shape([size if isinstance(size, (int, str)) else None for size in shape])
 
 
 def _refuse_narrow(node: fx.Node) -> None:
@@ -263,12 +277,6 @@ def _refuse_narrow(node: fx.Node) -> None:
 
 def _chosen(condition: Value, x: Value, y: Value) -> Value:
     return condition.op("Where", x, y)
-
-
-def _attribute(module: Any, path: str) -> Tensor:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _clipped(ctx: PortableGraph, gradients: Mapping[str, Value], settings: Settings) -> dict[str, Value]:

@@ -8,9 +8,10 @@
 //     const { output } = await training.predict({ images });
 //     const bytes = await training.bytes(); // a state.safetensors, which Training.load and lightning_ort read
 //
-// Numbers are in float32. A step that fails leaves the state as it was.
+// Numbers are in float32. What a step draws (dropout, noise) is drawn here, from the distributions that the module draws from; the
+// numbers are not PyTorch's. A step that fails leaves the state as it was.
 
-const FORMAT = 1;
+const FORMAT = 2;
 const ARRAYS = {
   bool: Uint8Array, uint8: Uint8Array, int8: Int8Array, int16: Int16Array, int32: Int32Array, int64: BigInt64Array,
   float32: Float32Array, float64: Float64Array,
@@ -18,6 +19,11 @@ const ARRAYS = {
 const CODES = {
   bool: 'BOOL', uint8: 'U8', int8: 'I8', int16: 'I16', int32: 'I32', int64: 'I64', float32: 'F32', float64: 'F64',
 };
+const LIMITS = {
+  bool: [0, 1], uint8: [0, 255], int8: [-128, 127], int16: [-(2 ** 15), 2 ** 15 - 1], int32: [-(2 ** 31), 2 ** 31 - 1],
+  int64: [-(2 ** 63), 2 ** 63 - 1024],
+};
+const KEYS = ['fields', 'files', 'models', 'state', 'optimizer', 'accumulate', 'threads', 'needs'];
 const inNode = typeof process !== 'undefined' && !!process.versions?.node;
 
 /** A folder or a state cannot be used; the message says why. */
@@ -25,9 +31,10 @@ export class TrainingError extends Error {}
 
 /** A model that trains: its parameters, buffers and optimizer states, which a step replaces. */
 export class Training {
-  #files; #options; #state; #pending; #busy = false; #sessions = {};
+  #files; #options; #state; #pending; #random; #busy = false; #sessions = {};
 
-  constructor(files, about, state, counts, ort, options) {
+  constructor(files, about, state, counts, ort, options, random) {
+    this.#random = random;
     this.#files = files;
     this.#state = state;
     this.#options = options;
@@ -45,19 +52,20 @@ export class Training {
    * @param ort the runtime: the module onnxruntime-web or onnxruntime-node
    * @param state bytes of another state than the folder's state.safetensors
    * @param sessionOptions options of onnxruntime's sessions, such as { executionProviders: ['wasm'] }
+   * @param random returns a number from 0 to 1, for what steps draw
    */
-  static async load(folder, { ort, state, sessionOptions = {} } = {}) {
+  static async load(folder, { ort, state, sessionOptions = {}, random = Math.random } = {}) {
     if (!ort?.InferenceSession) throw new TypeError('Training.load: pass { ort }, the module onnxruntime-web or onnxruntime-node');
     const files = new Files(folder);
     const about = await readAbout(files);
-    const [values, metadata] = readState(state ?? (await files.read('state.safetensors')));
+    const [values, metadata] = await readState(state ?? (await files.read('state.safetensors')));
     checkState(values, about);
     const counts = [metadata.step ?? '0', metadata.pending ?? '0'].map(Number);
-    if (!counts.every(Number.isSafeInteger)) throw new TrainingError("the state's number of steps is damaged");
+    if (!counts.every((count) => Number.isSafeInteger(count) && count >= 0)) throw new TrainingError("the state's number of steps is damaged");
     const tensors = Object.fromEntries(
       Object.entries(values).map(([name, { dtype, data, shape }]) => [name, new ort.Tensor(dtype, data, shape)]),
     );
-    const training = new Training(files, about, tensors, counts, ort, sessionOptions);
+    const training = new Training(files, about, tensors, counts, ort, sessionOptions, random);
     await training.#session('training');
     return training;
   }
@@ -84,7 +92,8 @@ export class Training {
       if (isState(role)) {
         replaced.push(state[key]);
         state[key] = results[name];
-      } else if (role === 'gradient') this.gradients[key] = results[name];
+      } else if (role === 'check') continue;
+      else if (role === 'gradient') this.gradients[key] = results[name];
       else found[key] = Number(results[name].data[0]);
     }
     this.#state = state;
@@ -114,7 +123,7 @@ export class Training {
   /** Return what the module's validation step logs for a batch. */
   async evaluate(batch) {
     const results = await this.#run('evaluation', batch, {});
-    return Object.fromEntries(this.about.models.evaluation.outputs.map(({ name, key }) => [key, Number(results[name].data[0])]));
+    return Object.fromEntries(this.about.models.evaluation.outputs.filter(({ role }) => role !== 'check').map(({ name, key }) => [key, Number(results[name].data[0])]));
   }
 
   /** Return the results of the module's forward, by name, as tensors. */
@@ -145,6 +154,13 @@ export class Training {
   async bytes() {
     const entries = Object.entries(this.#state);
     const arrays = await Promise.all(entries.map(async ([name, tensor]) => [name, { type: tensor.type, dims: tensor.dims, data: await tensor.getData(true) }]));
+    const roles = Object.fromEntries(this.about.state.map((each) => [each.name, each.role]));
+    for (const [name, { type, data }] of arrays) {
+      const wrong = (value) => (roles[name] === 'buffer' ? Number.isNaN(value) : !Number.isFinite(value));
+      if (type.startsWith('float') && data.some(wrong)) {
+        throw new TrainingError(`'${name}' has ${data.find(wrong)}: the training has failed, and nothing is saved. Load the last state, and take a smaller learning rate`);
+      }
+    }
     return writeState(Object.fromEntries(arrays), { step: `${this.updates}`, pending: `${this.#pending}` });
   }
 
@@ -184,15 +200,42 @@ export class Training {
 
   async #run(name, batch, settings) {
     const session = await this.#session(name);
-    const values = { ...this.#state, ...settings, ...this.#checked(batch, this.about.models[name].fields) };
-    const feeds = Object.fromEntries(this.about.models[name].inputs.map((input) => [input.name, values[input.name]]));
+    const model = this.about.models[name], sizes = {};
+    const fields = this.#checked(batch, model, sizes);
+    const value = ({ name, role, key, shape }) => {
+      if (role === 'field') return fields[key];
+      if (role === 'random') return this.#drawn(key, shape.map((size) => computed(size, sizes)));
+      return settings[name] ?? this.#state[name];
+    };
+    const feeds = Object.fromEntries(model.inputs.map((input) => [input.name, value(input)]));
     if (this.#busy) throw new TrainingError('the last call has not ended: await it');
     this.#busy = true;
+    let results;
     try {
-      return await session.run(feeds);
+      results = await session.run(feeds);
     } finally {
       this.#busy = false;
     }
+    for (const { name: output, role, key } of model.outputs) {
+      if (role !== 'check') continue;
+      if (!(await results[output].getData())[0]) throw new RangeError(`the step raises an error for this batch, at ${key.split(': ')[1]}`);
+      delete results[output];
+    }
+    return results;
+  }
+
+  #drawn(kind, dims) {
+    const data = new Float32Array(dims.reduce((product, size) => product * size, 1));
+    for (let i = 0; i < data.length; i++) {
+      if (kind === 'uniform') {
+        data[i] = Math.min(this.#random(), 1 - 2 ** -24); // float32 would round up to 1
+        continue;
+      }
+      const radius = Math.sqrt(-2 * Math.log(1 - this.#random())), angle = 2 * Math.PI * this.#random();
+      data[i] = radius * Math.cos(angle);
+      if (i + 1 < data.length) data[++i] = radius * Math.sin(angle);
+    }
+    return new this.ort.Tensor('float32', data, dims);
   }
 
   #rates(lr) {
@@ -201,13 +244,14 @@ export class Training {
     if (rates.length !== groups.length) {
       throw new RangeError(`lr: pass a number, or ${groups.length} of them, one for each parameter group`);
     }
-    if (!rates.every((rate) => typeof rate === 'number' && Number.isFinite(rate) && rate >= 0)) {
-      throw new RangeError(`lr=${lr}: a learning rate must be a finite number that is not negative`);
+    if (!rates.every((rate) => typeof rate === 'number' && Number.isFinite(Math.fround(rate)) && rate >= 0)) {
+      throw new RangeError(`lr=${lr}: a learning rate must be a number of float32 that is not negative`);
     }
     return rates;
   }
 
-  #checked(batch, fields) {
+  #checked(batch, model, sizes) {
+    const { fields } = model;
     const listed = fields.map(({ name, dtype, shape }) => `${name}: ${dtype}[${shape}]`).join(', ');
     if (batch === null || typeof batch !== 'object') throw new TypeError(`pass a batch with the fields ${listed}`);
     if (Array.isArray(batch)) {
@@ -218,29 +262,14 @@ export class Training {
     if (given.length !== fields.length || !fields.every(({ name }) => name in batch)) {
       throw new RangeError(`the batch has the fields ${given.join(', ')}; expected are ${listed}`);
     }
-    const sizes = {}, found = {};
+    const found = {};
     for (const field of fields) {
       found[field.name] = this.#tensor(batch[field.name], field.dtype, `field '${field.name}'`);
-      this.#checkShape(found[field.name].dims, field, sizes);
+      checkShape(found[field.name].dims, field, sizes);
     }
+    const reason = refused(sizes, model);
+    if (reason) throw new RangeError(`the batch has ${reason}`);
     return found;
-  }
-
-  #checkShape(dims, { name, shape }, sizes) {
-    let fits = dims.length === shape.length;
-    for (let i = 0; fits && i < dims.length; i++) {
-      if (typeof shape[i] === 'number') {
-        fits = dims[i] === shape[i];
-        continue;
-      }
-      fits = (sizes[shape[i]] ??= dims[i]) === dims[i];
-      const [lowest, highest] = this.about.sizes[shape[i]] ?? [1, null];
-      if (dims[i] < lowest || (highest !== null && dims[i] > highest)) {
-        const bounds = dims[i] < lowest ? `at least ${lowest}` : `at most ${highest}`;
-        throw new RangeError(`field '${name}' has ${shape[i]} ${dims[i]}; it must be ${bounds}`);
-      }
-    }
-    if (!fits) throw new RangeError(`field '${name}' has shape [${dims}], but the model takes [${shape}] with ${JSON.stringify(sizes)}`);
   }
 
   #tensor(value, dtype, what) {
@@ -255,15 +284,63 @@ export class Training {
       // numbers without a type, or of a narrower one, are converted where nothing is lost
       const narrower = Array.isArray(data) || (dtype === 'int64' && data instanceof Int32Array);
       if (!narrower) throw new TypeError(`${what} is a ${data.constructor.name}, but the model takes ${dtype}, a ${Kind.name}: convert it`);
-      try {
-        data = Kind.from(data, dtype === 'int64' ? BigInt : Number);
-      } catch {
-        throw new TypeError(`${what} has numbers that are not whole; the model takes ${dtype}`);
-      }
+      data = Kind.from(data, (item) => converted(item, dtype, what));
     }
+    if (!dims.every((size) => Number.isSafeInteger(size) && size >= 0)) throw new RangeError(`${what} has the shape [${dims}]: pass whole numbers`);
     const count = dims.reduce((product, size) => product * size, 1);
     if (count !== data.length) throw new RangeError(`${what} has ${data.length} numbers for the shape [${dims}]`);
     return new this.ort.Tensor(dtype, data, dims);
+  }
+}
+
+/** Return a number, or say why it is none of a dtype. */
+function converted(item, dtype, what) {
+  if (!['number', 'bigint', 'boolean'].includes(typeof item)) {
+    throw new TypeError(`${what} has ${typeof item === 'string' ? JSON.stringify(item) : item}, which is no number; the model takes ${dtype}`);
+  }
+  if (dtype.startsWith('float')) return Number(item);
+  const number = Number(item), limits = LIMITS[dtype];
+  if (!Number.isInteger(number)) throw new TypeError(`${what} has numbers that are not whole; the model takes ${dtype}`);
+  if (number < limits[0] || number > limits[1]) throw new RangeError(`${what} has ${item}, which is no ${dtype}`);
+  return dtype === 'int64' ? BigInt(item) : number;
+}
+
+function checkShape(dims, { name, shape }, sizes) {
+  const fits = dims.length === shape.length && dims.every((size, i) => size === (typeof shape[i] === 'number' ? shape[i] : (sizes[shape[i]] ??= size)));
+  if (!fits) throw new RangeError(`field '${name}' has shape [${dims}], but the model takes [${shape}] with ${JSON.stringify(sizes)}`);
+}
+
+const OPERATORS = {
+  '+': (x, y) => x + y, '*': (x, y) => x * y, '//': (x, y) => Math.floor(x / y), '%': (x, y) => ((x % y) + y) % y, '**': (x, y) => x ** y,
+  '==': (x, y) => x === y, '!=': (x, y) => x !== y, '<': (x, y) => x < y, '<=': (x, y) => x <= y, '>': (x, y) => x > y, '>=': (x, y) => x >= y,
+  and: (x, y) => x && y, or: (x, y) => x || y, max: (x, y) => Math.max(x, y), min: (x, y) => Math.min(x, y),
+};
+
+/** Return what a formula of training.json is for some sizes. */
+function computed(formula, sizes) {
+  if (typeof formula === 'string') return sizes[formula];
+  if (!Array.isArray(formula)) return formula;
+  const parts = formula.slice(1).map((part) => computed(part, sizes));
+  return formula[0] === 'not' ? !parts[0] : parts.reduce(OPERATORS[formula[0]]);
+}
+
+function written(formula) {
+  if (!Array.isArray(formula)) return `${formula}`;
+  const parts = formula.slice(1).map((part) => (Array.isArray(part) ? `(${written(part)})` : `${part}`));
+  return parts.length > 1 ? parts.join(` ${formula[0]} `) : `${formula[0]} ${parts[0]}`;
+}
+
+/** Return why a model is not right for some sizes, or undefined. */
+function refused(sizes, { sizes: limits, conditions }) {
+  for (const [name, size] of Object.entries(sizes)) {
+    const [lowest, highest] = limits[name] ?? [1, null];
+    if (size < lowest) return `${name} ${size}; it must be at least ${lowest}`;
+    if (highest !== null && size > highest) return `${name} ${size}; it must be at most ${highest}`;
+  }
+  for (const { formula, line } of conditions) {
+    if (computed(formula, sizes)) continue;
+    const listed = Object.entries(sizes).map(([name, size]) => `${name} ${size}`).join(', ');
+    return `${listed}; the model is right where ${written(formula)}, the module does something else${line ? ` (${line})` : ''}`;
   }
 }
 
@@ -319,8 +396,14 @@ class Files {
 
   async write(name, bytes, isPath) {
     if (!inNode || !(this.path || isPath)) throw new TrainingError('save writes files in Node; elsewhere use bytes()');
-    const { open, rename, rm } = await import('node:fs/promises');
-    const path = isPath ? name : `${this.path}/${name}`, temporary = `${path}.${process.pid}.part`;
+    const { open, readdir, rename, rm } = await import('node:fs/promises');
+    const { basename, dirname, join } = await import('node:path');
+    const path = isPath ? name : `${this.path}/${name}`, start = `.${basename(path)}.`;
+    const temporary = join(dirname(path), `${start}${process.pid}.part`);
+    for (const rest of await readdir(dirname(path))) { // of processes that were killed while they wrote
+      const number = rest.startsWith(start) && /^(\d+)\.part$/.exec(rest.slice(start.length))?.[1];
+      if (number && !isRunning(Number(number))) await rm(join(dirname(path), rest), { force: true });
+    }
     try {
       const file = await open(temporary, 'w');
       try {
@@ -338,6 +421,43 @@ class Files {
   }
 }
 
+function isRunning(process_) {
+  try {
+    process.kill(process_, 0);
+    return true;
+  } catch (error) {
+    return error.code === 'EPERM';
+  }
+}
+
+/** Return a checksum, or undefined: browsers have it on secure and on local pages. */
+async function sha256(bytes) {
+  if (!globalThis.crypto?.subtle) return undefined;
+  const digest = new Uint8Array(await crypto.subtle.digest('SHA-256', bytes));
+  return [...digest].map((byte) => byte.toString(16).padStart(2, '0')).join('');
+}
+
+/** Return the checksum of tensors, which their order does not change. */
+async function checksum(tensors) {
+  const encoder = new TextEncoder(), parts = [];
+  const order = (x, y) => { // as Python's, by code points
+    const [a, b] = [[...x], [...y]].map((name) => name.map((letter) => letter.codePointAt(0)));
+    const i = a.findIndex((code, k) => code !== b[k]);
+    return i < 0 ? a.length - b.length : a[i] - (b[i] ?? -1);
+  };
+  for (const name of Object.keys(tensors).sort(order)) {
+    const { dtype, shape, data } = tensors[name];
+    parts.push(encoder.encode(`${name} ${CODES[dtype]} [${[...shape].join(', ')}] `), new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
+  }
+  const all = new Uint8Array(parts.reduce((total, part) => total + part.length, 0));
+  let offset = 0;
+  for (const part of parts) {
+    all.set(part, offset);
+    offset += part.length;
+  }
+  return sha256(all);
+}
+
 async function readAbout(files) {
   let about;
   try {
@@ -349,15 +469,18 @@ async function readAbout(files) {
   if (about?.format !== FORMAT) {
     throw new TrainingError(`training.json has format ${about?.format}; this file reads format ${FORMAT}. Take training.mjs from the folder.`);
   }
+  const missing = KEYS.find((key) => !(key in about));
+  if (missing) throw new TrainingError(`training.json has no '${missing}': it is damaged`);
+  for (const name of [...Object.keys(about.files), ...Object.values(about.models).map(({ file }) => file)]) {
+    if (/[\\/]|^\.*$/.test(name)) throw new TrainingError(`training.json names '${name}', which is not in the folder: it is damaged, or not to be trusted`);
+  }
   for (const [name, expected] of Object.entries(about.files)) {
     if (expected.bytes >= 1 << 24) continue; // the session says if it is missing
     const content = await files.read(name);
     if (content.length !== expected.bytes) {
       throw new TrainingError(`${name} has ${content.length} bytes instead of ${expected.bytes}: it is damaged, or of another export`);
     }
-    if (!globalThis.crypto?.subtle) continue; // browsers have it on secure and on local pages
-    const digest = new Uint8Array(await crypto.subtle.digest('SHA-256', content));
-    if ([...digest].map((byte) => byte.toString(16).padStart(2, '0')).join('') !== expected.sha256) {
+    if (((await sha256(content)) ?? expected.sha256) !== expected.sha256) {
       throw new TrainingError(`${name} is damaged, or of another export: its content is not what training.json says`);
     }
   }
@@ -377,7 +500,7 @@ function checkState(values, about) {
 }
 
 /** Return the tensors of a safetensors file, and its metadata. */
-export function readState(bytes) {
+export async function readState(bytes) {
   try {
     bytes = new Uint8Array(bytes);
     if (bytes.length < 8) throw new Error('it ends too early');
@@ -397,6 +520,9 @@ export function readState(bytes) {
       end = Math.max(end, 8 + length + last);
     }
     if (end !== bytes.length) throw new Error('it has bytes that belong to nothing');
+    if (metadata.sha256 && ((await checksum(found)) ?? metadata.sha256) !== metadata.sha256) {
+      throw new Error("its content is not what its metadata's sha256 says; what changes it must write that anew");
+    }
     return [found, metadata];
   } catch (error) {
     throw new TrainingError(`the state is no safetensors file, or it is damaged: ${error.message}`);
@@ -404,8 +530,10 @@ export function readState(bytes) {
 }
 
 /** Return tensors and metadata as the bytes of a safetensors file. */
-export function writeState(tensors, metadata) {
-  const header = { __metadata__: metadata };
+export async function writeState(tensors, metadata) {
+  const named = Object.entries(tensors).map(([name, { type, dims, data }]) => [name, { dtype: type, shape: dims, data }]);
+  const digest = await checksum(Object.fromEntries(named));
+  const header = { __metadata__: digest ? { ...metadata, sha256: digest } : metadata };
   let offset = 0;
   for (const [name, { type, dims, data }] of Object.entries(tensors)) {
     header[name] = { dtype: CODES[type], shape: [...dims], data_offsets: [offset, offset + data.byteLength] };

@@ -8,17 +8,22 @@
     print(training.evaluate(batch), training.predict(batch))
     training.save()                        # state.safetensors, which Training.load and lightning_ort read
 
-Numbers are in float32. A step that fails leaves the state as it was. One thread may call a Training at a time.
+Numbers are in float32. What a step draws (dropout, noise) is drawn here, by numpy, from the distributions that the
+module draws from; the numbers are not PyTorch's. A step that fails leaves the state as it was. One thread may call a
+Training at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import glob
 import hashlib
 import json
 import math
+import operator
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +40,9 @@ finally:
     if _hidden and sys.modules.get("onnxruntime.training", 0) is None:
         del sys.modules["onnxruntime.training"]
 
-FORMAT = 1
+FORMAT = 2
+_KEYS = ("fields", "files", "models", "state", "optimizer", "accumulate", "threads", "needs")
+LARGEST = float(np.finfo(np.float32).max)
 Arrays = dict[str, Any]  # arrays by name
 _CODES = "bool:BOOL uint8:U8 int8:I8 int16:I16 int32:I32 int64:I64 float16:F16 float32:F32 float64:F64"
 DTYPES = dict(pair.split(":") for pair in _CODES.split())
@@ -62,11 +69,14 @@ class Training:
         self._threads, self._providers = options["threads"], list(options["providers"])
         self.fields = {field["name"]: (field["dtype"], tuple(field["shape"])) for field in about["fields"]}
         self.gradients: Arrays = {}
+        self._checks: Arrays = {}  # what has to be true
         self._front: Arrays = state
         self._back: Arrays = {}  # a step reads one and writes the other
         self._sessions: dict[str, Any] = {}  # by model, and so are these
         self._bindings: dict[str, dict[int, Any]] = {}
         self._arrays, self._results = dict[str, Arrays](), dict[str, Arrays]()
+        self.draws: Sequence[Any] | None = None  # random numbers to take instead of new ones
+        self._random = np.random.default_rng(options["seed"])
         self._rates = [group["learning_rate"] for group in (about["optimizer"] or {}).get("groups", ())]
         self._settings: Arrays = {
             "optimizer/learning_rate": np.array(self._rates, np.float32),
@@ -81,6 +91,7 @@ class Training:
         state: str | Path | None = None,
         threads: int | None = None,
         providers: Sequence[str] = ("CPUExecutionProvider",),
+        seed: int | None = None,
     ) -> Training:
         """Load a folder, by default the one that this file is in.
 
@@ -89,6 +100,7 @@ class Training:
             state: Another file than its state.safetensors.
             threads: Of onnxruntime; by default as many as the model is large enough for.
             providers: Execution providers of onnxruntime, in order of preference.
+            seed: Of the random numbers; None for others each time.
 
         """
         folder = Path(folder) if folder is not None else Path(__file__).resolve().parent
@@ -98,8 +110,10 @@ class Training:
         try:
             counts = int(metadata.get("step", 0)), int(metadata.get("pending", 0))
         except ValueError:
-            raise TrainingError(f"{state or folder}: the state's number of steps is damaged.") from None
-        training = cls(folder, about, values, counts, threads=threads, providers=providers)
+            counts = (-1, 0)
+        if min(counts) < 0:
+            raise TrainingError(f"{state or folder}: the state's number of steps is damaged.")
+        training = cls(folder, about, values, counts, threads=threads, providers=providers, seed=seed)
         training._session("training")
         return training
 
@@ -112,7 +126,7 @@ class Training:
             update: Whether to update the parameters now, where the model adds up gradients of several batches;
                 by default after as many as it was exported for.
         """
-        values = self._checked(batch)
+        values = self._checked(batch, "training")
         if self.about["optimizer"]:
             self._settings["optimizer/learning_rate"][...] = self._learning_rates(lr)
         elif lr is not None:
@@ -123,6 +137,7 @@ class Training:
         self._settings["optimizer/step"][...] = self.updates + 1
         self._settings["optimizer/update"][...] = update
         self._run("training", values)
+        _refuse_failed(self._checks)
         self._front, self._back = self._back, self._front
         self._pending = 0 if update else self._pending + 1
         self.updates += bool(update)
@@ -149,16 +164,25 @@ class Training:
 
     def evaluate(self, batch: Any) -> dict[str, float]:
         """Return what the module's validation step logs for a batch."""
-        self._run("evaluation", self._checked(batch, "evaluation"))
-        return {name: float(array) for name, array in self._results["evaluation"].items()}
+        return self.run("evaluation", batch)
 
     def predict(self, batch: Any) -> Arrays:
         """Return the results of the module's forward, by name; the inputs are a dict of arrays or in order."""
-        session = self._session("prediction")
-        feeds = self._checked(batch, "prediction")
-        feeds.update({name: self._front[name] for name in self._inputs("prediction") if name in self._front})
-        names = [output["name"] for output in self.about["models"]["prediction"]["outputs"]]
-        return dict(zip(names, session.run(names, feeds), strict=True))
+        return self.run("prediction", batch)
+
+    def run(self, name: str, batch: Any) -> Arrays:
+        """Run the model "evaluation" or "prediction"."""
+        feeds = self._checked(batch, name)
+        session = self._session(name)
+        for each in self._model(name)["inputs"]:
+            if each["role"] not in ("field", "random"):
+                feeds[each["name"]] = self._front[each["key"]]
+        outputs = self._model(name)["outputs"]
+        results = session.run([output["name"] for output in outputs], feeds)
+        pairs = [(each, value) for each, value in zip(outputs, results, strict=True)]
+        _refuse_failed({each["key"]: value for each, value in pairs if each["role"] == "check"})
+        pairs = [(each, value) for each, value in pairs if each["role"] != "check"]
+        return {each["key"]: float(value) if each["role"] == "logged" else value for each, value in pairs}
 
     @property
     def state(self) -> Arrays:
@@ -170,7 +194,7 @@ class Training:
         for name, value in values.items():
             if name not in self._front:
                 raise ValueError(f"there is no {name!r} in the state")
-            array = _as(np.asarray(value), self._front[name].dtype, f"state {name!r}")
+            array = _as(value, self._front[name].dtype, f"state {name!r}")
             if array.shape != self._front[name].shape:
                 raise ValueError(f"state {name!r} has shape {self._front[name].shape}, not {array.shape}")
         for name, value in values.items():
@@ -179,14 +203,20 @@ class Training:
     def save(self, path: str | Path | None = None) -> Path:
         """Write the state, by default over the folder's; a file of that name stays until the new one is complete."""
         path = Path(path) if path is not None else self.folder / "state.safetensors"
+        for each in self.about["state"]:
+            array = self._front[each["name"]]
+            wrong = np.isnan(array) if each["role"] == "buffer" else ~np.isfinite(array)
+            if wrong.any():
+                raise TrainingError(
+                    f"{each['name']!r} has {array[wrong][0]}: the training has failed, and nothing is saved. Load the"
+                    " last state, and take a smaller learning rate."
+                )
         write_state(path, self._front, {"step": str(self.updates), "pending": str(self._pending)})
         return path
 
     def _session(self, name: str) -> Any:
         if name not in self._sessions:
-            model = self.about["models"].get(name)
-            if model is None:
-                raise TrainingError(f"{self.folder} was exported without {name}.onnx")
+            model = self._model(name)
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = self._threads or min(self.about["threads"], os.cpu_count() or 1)
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -199,8 +229,10 @@ class Training:
                 raise TrainingError(f"{text}, which has to be {self.about['needs']}: {error}") from error
         return self._sessions[name]
 
-    def _inputs(self, name: str) -> list[str]:
-        return [each["name"] for each in self.about["models"][name]["inputs"]]
+    def _model(self, name: str) -> dict[str, Any]:
+        if name not in self.about["models"]:
+            raise TrainingError(f"{self.folder} was exported without {name}.onnx")
+        return self.about["models"][name]
 
     def _run(self, name: str, values: Arrays) -> None:
         """Run a model with its inputs and outputs bound to arrays: nothing is allocated from step to step."""
@@ -218,9 +250,10 @@ class Training:
             bindings[key] = self._with_outputs(name)
         binding = bindings[key]
         if is_new or self._providers != ["CPUExecutionProvider"]:  # others copy inputs when they are bound
-            for each in self._inputs(name):
-                array = next(group[each] for group in (arrays, self._front, self._settings) if each in group)
-                binding.bind_input(each, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            for each in self._model(name)["inputs"]:
+                place = {"field": arrays, "random": arrays, "setting": self._settings}.get(each["role"], self._front)
+                array = place[each["name"]]
+                binding.bind_input(each["name"], "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._session(name).run_with_iobinding(binding)
 
     def _with_outputs(self, name: str) -> Any:
@@ -231,7 +264,7 @@ class Training:
             if role in ("parameter", "buffer", "state"):
                 place = self._back
             else:
-                place = self.gradients if role == "gradient" else results
+                place = {"gradient": self.gradients, "check": self._checks}.get(role, results)
             if key not in place:
                 place[key] = np.empty(output["shape"], output["dtype"])
             array = place[key]
@@ -247,15 +280,14 @@ class Training:
         rates = [lr] * len(self._rates) if np.ndim(lr) == 0 else list(lr)
         if len(rates) != len(self._rates):
             raise ValueError(f"lr={lr!r}: pass a number, or {len(self._rates)} of them, one for each parameter group")
-        if not all(isinstance(rate, (int, float, np.number)) and math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ValueError(f"lr={lr!r}: a learning rate must be a finite number that is not negative")
+        if not all(isinstance(rate, (int, float, np.number)) and 0 <= rate <= LARGEST for rate in rates):
+            raise ValueError(f"lr={lr!r}: a learning rate must be a number of float32 that is not negative")
         return rates
 
-    def _checked(self, batch: Any, name: str = "training") -> Arrays:
-        """Return the fields of a batch as arrays, or say which one is wrong."""
-        if name not in self.about["models"]:
-            raise TrainingError(f"{self.folder} was exported without {name}.onnx")
-        expected = {each["name"]: each for each in self.about["models"][name]["fields"]}
+    def _checked(self, batch: Any, name: str) -> Arrays:
+        """Return the fields of a batch, and random numbers, as a model's inputs, or say what is wrong."""
+        model = self._model(name)
+        expected = {each["name"]: each for each in model["fields"]}
         if not isinstance(batch, dict):
             parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
             if len(parts) != len(expected):
@@ -264,20 +296,81 @@ class Training:
         if set(batch) != set(expected):
             raise ValueError(f"the batch has the fields {', '.join(map(str, batch))}; expected are {_listed(expected)}")
         sizes: dict[str, int] = {}
-        values: Arrays = {}
+        arrays: Arrays = {}
         for field, about in expected.items():
-            array = _as(np.asarray(batch[field]), np.dtype(about["dtype"]), f"field {field!r}")
-            _check_shape(array.shape, about, sizes, self.about["sizes"])
-            values[field] = array
-        read = set(self._inputs(name))
-        return {field: array for field, array in values.items() if field in read}
+            arrays[field] = _as(batch[field], np.dtype(about["dtype"]), f"field {field!r}")
+            _check_shape(arrays[field].shape, about, sizes)
+        if (reason := refused(sizes, model)) is not None:
+            raise ValueError(f"the batch has {reason}")
+        found = {each["name"]: arrays[each["key"]] for each in model["inputs"] if each["role"] == "field"}
+        for each in model["inputs"]:
+            if each["role"] == "random":
+                found[each["name"]] = self._drawn(each, [computed(size, sizes) for size in each["shape"]])
+        return found
+
+    def _drawn(self, about: dict[str, Any], shape: list[Any]) -> Any:
+        if self.draws is not None:
+            return self.draws[int(about["name"].partition("/")[2])]
+        draw = self._random.random if about["key"] == "uniform" else self._random.standard_normal
+        return draw(shape, np.float32)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"+": operator.add, "*": operator.mul, "//": operator.floordiv, "%": operator.mod, "**": operator.pow},
+    **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"and": operator.and_, "or": operator.or_, "max": max, "min": min},
+}
+
+
+def computed(formula: Any, sizes: dict[str, int]) -> Any:
+    """Return what a formula of training.json is for some sizes."""
+    if isinstance(formula, str):
+        return sizes[formula]
+    if not isinstance(formula, list):
+        return formula
+    parts = [computed(part, sizes) for part in formula[1:]]
+    return not parts[0] if formula[0] == "not" else functools.reduce(_OPERATORS[formula[0]], parts)
+
+
+def _written(formula: Any) -> str:
+    if not isinstance(formula, list):
+        return str(formula)
+    parts = [f"({_written(part)})" if isinstance(part, list) else str(part) for part in formula[1:]]
+    return f" {formula[0]} ".join(parts) if len(parts) > 1 else f"{formula[0]} {parts[0]}"
+
+
+def refused(sizes: dict[str, int], model: dict[str, Any]) -> str | None:
+    """Return why a model is not right for some sizes, or None."""
+    for name, size in sizes.items():
+        lowest, highest = model["sizes"].get(name, (1, None))
+        if size < lowest or (highest is not None and size > highest):
+            bounds = f"at least {lowest}" if size < lowest else f"at most {highest}"
+            return f"{name} {size}; it must be {bounds}"
+    for each in model["conditions"]:
+        if not computed(each["formula"], sizes):
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            where = f" ({each['line']})" if each["line"] else ""
+            return (
+                f"{listed}; the model is right where {_written(each['formula'])}, the module does something else{where}"
+            )
+    return None
+
+
+def _refuse_failed(checks: Arrays) -> None:
+    for line, value in checks.items():
+        if not value.all():
+            raise ValueError(f"the step raises an error for this batch, at {line.partition(': ')[2]}")
 
 
 def _listed(fields: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {each['dtype']}{each['shape']}" for name, each in fields.items())
 
 
-def _as(array: Any, dtype: Any, what: str) -> Any:
+def _as(value: Any, dtype: Any, what: str) -> Any:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # such as lists of several lengths
+        raise ValueError(f"{what} is no array: {error}") from None
     if array.dtype == dtype:
         return array
     if not np.can_cast(array.dtype, dtype, "safe"):
@@ -285,17 +378,13 @@ def _as(array: Any, dtype: Any, what: str) -> Any:
     return array.astype(dtype)
 
 
-def _check_shape(shape: Sequence[int], about: dict[str, Any], sizes: dict[str, int], limits: dict[str, Any]) -> None:
+def _check_shape(shape: Sequence[int], about: dict[str, Any], sizes: dict[str, int]) -> None:
     fits = len(shape) == len(about["shape"])
     for size, expected in zip(shape, about["shape"], strict=True) if fits else ():
         if isinstance(expected, int):
             fits = fits and size == expected
         else:
             fits = fits and sizes.setdefault(expected, size) == size
-            lowest, highest = limits.get(expected, (1, None))
-            if size < lowest or (highest is not None and size > highest):
-                bounds = f"at least {lowest}" if size < lowest else f"at most {highest}"
-                raise ValueError(f"field {about['name']!r} has {expected} {size}; it must be {bounds}")
     if not fits:
         seen = f" with {sizes}" if sizes else ""
         raise ValueError(f"field {about['name']!r} has shape {list(shape)}, but the model takes {about['shape']}{seen}")
@@ -318,6 +407,13 @@ def _read_about(folder: Path) -> dict[str, Any]:
         got = about.get("format") if isinstance(about, dict) else type(about).__name__
         raise TrainingError(
             f"{path} has format {got}; this file reads format {FORMAT}. Take training.py from the folder."
+        )
+    if missing := [key for key in _KEYS if key not in about]:
+        raise TrainingError(f"{path} has no {missing[0]!r}: it is damaged. Export again.")
+    names = [*about["files"], *(model["file"] for model in about["models"].values())]
+    if outside := [name for name in names if Path(name).name != name or "\\" in name]:
+        raise TrainingError(
+            f"{path} names {outside[0]!r}, which is not in the folder: it is damaged, or not to be trusted."
         )
     for name, expected in about["files"].items():
         file = folder / name
@@ -371,14 +467,24 @@ def read_state(path: str | Path) -> tuple[Arrays, dict[str, str]]:
             end = max(end, start + last)
         if end != len(data):
             raise ValueError("it has bytes that belong to nothing")
+        if metadata.get("sha256", checksum := _checksum(arrays)) != checksum:
+            raise ValueError("its content is not what its metadata's sha256 says; what changes it must write that anew")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainingError(f"{path} is no safetensors file, or it is damaged: {error}") from None
     return arrays, metadata
 
 
+def _checksum(arrays: Arrays) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {DTYPES[arrays[name].dtype.name]} {list(arrays[name].shape)} ".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
 def write_state(path: str | Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """Write arrays and metadata as a safetensors file, which gets its name when it is complete."""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "sha256": _checksum(arrays)}}
     offset = 0
     for name, array in arrays.items():
         last = offset + array.nbytes
@@ -387,18 +493,37 @@ def write_state(path: str | Path, arrays: Arrays, metadata: dict[str, str]) -> N
     text = json.dumps(header).encode("utf-8")
     text += b" " * (-len(text) % 8)
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    _remove_rests(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for array in arrays.values():
                 file.write(np.ascontiguousarray(array).tobytes())
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink()
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_rests(path: Path) -> None:
+    """Remove what processes have left that were killed while they wrote this file."""
+    for rest in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        number = rest.name.split(".")[-2]
+        if number.isdigit() and int(number) != os.getpid() and not _is_running(int(number)):
+            with contextlib.suppress(OSError):
+                rest.unlink()
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return False  # a file that is open there cannot be removed
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,11 +1,63 @@
 """Which sizes of a batch may change."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import sympy
 from torch import Tensor
 
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.batch import batch_size, rows
+
+# what runners compute: a number, the name of a size, or an operator and what it is applied to
+Formula: TypeAlias = "int | str | list[Any]"
+_OPERATORS = {"Add": "+", "Mul": "*", "Max": "max", "Min": "min", "CleanDiv": "//", "FloorDiv": "//"}
+_OPERATORS |= {"Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**"}
+_OPERATORS |= {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<="}
+_OPERATORS |= {"StrictGreaterThan": ">", "GreaterThan": ">=", "And": "and", "Or": "or", "Not": "not"}
+
+
+@dataclass
+class Limits:
+    """For which sizes a model is right.
+
+    Args:
+        sizes: The lowest and the highest value of each, by name.
+        conditions: What has to hold besides: a formula, and the line where the step asks for it.
+
+    """
+
+    sizes: dict[str, list[int | None]]
+    conditions: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, condition: Formula, line: str | None) -> None:
+        """Add a condition."""
+        found = {"formula": condition, "line": line}
+        if found not in self.conditions:
+            self.conditions.append(found)
+
+    def refused(self, sizes: dict[str, int]) -> str | None:
+        """Why a runner refuses some sizes, or ``None``."""
+        return runner.refused(sizes, {"sizes": self.sizes, "conditions": self.conditions})
+
+
+def formula(expression: sympy.Basic, names: Mapping[Any, str]) -> Formula:
+    """Write an expression of sizes for the runners.
+
+    Raises:
+        ExportFailed: If something in it has no operator there.
+
+    """
+    if expression.is_Integer:
+        return int(expression)
+    if expression in names:
+        return names[expression]
+    operator = _OPERATORS.get(type(expression).__name__)
+    if operator is None:
+        raise ExportFailed(f"The size {expression} is none that the runners can compute.")
+    return [operator, *(formula(part, names) for part in expression.args)]
 
 
 def of_distinct_sizes(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

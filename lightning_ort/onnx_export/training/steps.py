@@ -1,5 +1,6 @@
 """A step of a LightningModule as a function of tensors: what it logs is returned, and there is no Trainer."""
 
+import collections
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
+from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import without_tracing
 from lightning_ort.compat.torchmetrics import value_of_batch
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -19,6 +21,8 @@ from lightning_ort.strategies.capture.shims import Shims
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 _NUMBERS = (bool, int, float, str)
+_CONTAINERS = (list, dict, set, collections.deque)
+_TABLES = tuple(vars(nn.Module()))  # of torch's own: parameters, buffers, hooks
 
 
 class StepFailed(ExportFailed):
@@ -53,30 +57,77 @@ def defines(module: nn.Module, method: str) -> bool:
 class Step:
     """One of a module's steps, such as ``training_step``, called with a batch: returns its loss and what it logs.
 
-    Calling it changes no attribute of the module but its buffers.
+    Args:
+        module: The module.
+        name: The name of the method.
+        optimizer: What Lightning would pass to hooks, of a step that trains.
+        accumulate: By how much Lightning would divide the loss.
+
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1
+    ) -> None:
         self.module, self.name = module, name
+        self._optimizer, self._accumulate = optimizer, accumulate
 
     def __call__(self, batch: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Run it."""
+        """Run it, with the backward pass of its loss if it is a ``training_step``, and the hooks around it."""
         logged: dict[str, Tensor] = {}
+        self._given: dict[str, Any] = {}
+        self._returned: Any = None
         shims = self._shims(logged)
-        with _attributes_kept(self.module, f"{type(self.module).__name__}.{self.name}", self.name == "training_step"):
-            shims.install()
-            try:
-                if defines(self.module, "on_after_batch_transfer"):
-                    batch = self.module.on_after_batch_transfer(batch, 0)  # type: ignore[operator]
-                function = getattr(self.module, self.name)
-                result = function(*(batch, 0, 0)[: _count_of_parameters(function)])
-            finally:
-                shims.remove()
-        return self._loss(result), logged
+        trains = self.name == "training_step"
+        shims.install()
+        try:
+            batch = self._hook("on_after_batch_transfer", batch, 0)
+            if trains and _is_minus_one(self._hook("on_train_batch_start", batch, 0)):
+                raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
+            function = getattr(self.module, self.name)
+            loss = self._loss(function(*(batch, 0, 0)[: _count_of_parameters(function)]))
+            if trains:
+                assert loss is not None
+                self._backward(loss)
+                loss = loss.detach()
+            if self._given.get("loss") is self._returned:  # as most do
+                logged.pop("loss", None)
+        finally:
+            shims.remove()
+        return loss, logged
+
+    def end(self, batch: Any) -> dict[str, Tensor]:
+        """Call the hook after the update; return what it logs."""
+        logged: dict[str, Tensor] = {}
+        self._given = {}
+        shims = self._shims(logged)
+        shims.install()
+        try:
+            self._hook("on_train_batch_end", {"loss": torch.zeros(())}, batch, 0)
+        finally:
+            shims.remove()
+        return logged
+
+    def _backward(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise StepFailed(f"{self.name} returns a loss that no parameter has a part in.")
+        scaled = loss / self._accumulate if self._accumulate > 1 else loss
+        self._hook("on_before_zero_grad", self._optimizer)
+        self._hook("on_before_backward", scaled)
+        note_forward(scaled)
+        scaled.backward()
+        self._hook("on_after_backward")
+        self._hook("on_before_optimizer_step", self._optimizer)
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        """Call a hook that the user's class defines; without one, return its first argument."""
+        if not defines(self.module, name):
+            return args[0] if args else None
+        return getattr(self.module, name)(*args)
 
     def _loss(self, result: Any) -> Tensor | None:
         if isinstance(result, Mapping):
             result = result.get("loss")
+        self._returned = result
         if self.name != "training_step":
             return result if isinstance(result, Tensor) and result.numel() == 1 else None
         if not isinstance(result, Tensor) or result.numel() != 1:
@@ -88,11 +139,12 @@ class Step:
         shims = Shims()
 
         def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+            self._given[name] = value
             _note(logged, name, value, copies)
 
         def log_dict(values: Any, *_: Any, **__: Any) -> None:
-            items = values.items() if isinstance(values, Mapping) else ()
-            for name, value in items:
+            for name, value in values.items() if isinstance(values, Mapping) else ():
+                self._given[name] = value
                 _note(logged, name, value, copies)
 
         shims.add(self.module, "log", log)
@@ -109,6 +161,10 @@ class Step:
                 shims.add(child, "compute", metric.compute)
         shims.add(self.module, TRAINER_ATTRIBUTE, _NoTrainer(self.name))
         return shims
+
+
+def _is_minus_one(value: Any) -> bool:
+    return type(value) is int and value == -1
 
 
 def _count_of_parameters(function: Callable[..., Any]) -> int:
@@ -140,11 +196,11 @@ def _note(logged: dict[str, Tensor], name: str, value: Any, copies: Mapping[int,
         for key, item in value.items():
             _note(logged, f"{name}_{key}" if name else str(key), item, copies)
         return
-    if isinstance(value, (bool, int, float)):
-        value = torch.tensor(float(value))
+    if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        value = torch.full((), float(value) if isinstance(value, (bool, int)) else value, dtype=torch.float32)  # type: ignore[arg-type]
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise StepFailed(f"self.log({name!r}, ...): the value must be one number; got {type(value).__name__}.")
-    logged[name] = value.detach().reshape(()).to(torch.float32)
+    logged[name] = value.detach().reshape(()).to(torch.float32, copy=True)  # it may be written to later
 
 
 def _refusing(what: str) -> Callable[..., Any]:
@@ -171,10 +227,21 @@ class _NoTrainer:
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module, step: str, refuses: bool) -> Iterator[None]:
-    """Undo what a step does to plain attributes; refuse it if it counts on them."""
+def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None]:
+    """Undo what a step does to plain attributes, and to what is in them; refuse it if it counts in them.
+
+    Args:
+        module: The module.
+        step: What to call the step in the error; without it nothing is refused.
+
+    """
     before = [(child, dict(vars(child))) for child in module.modules()]
-    lists = [(value, list(value)) for _, values in before for value in values.values() if type(value) is list]
+    containers = [
+        (value, copy.copy(value))
+        for _, values in before
+        for key, value in values.items()
+        if type(value) in _CONTAINERS and key not in _TABLES
+    ]
     changed: list[str] = []
     try:
         yield
@@ -191,11 +258,10 @@ def _attributes_kept(module: nn.Module, step: str, refuses: bool) -> Iterator[No
                         now[name] = values[name]
                     else:
                         del now[name]
-        for value, items in lists:
-            if len(value) != len(items):
-                value[:] = items
-    if changed and refuses:
+        for value, items in containers:
+            value.clear()
+            (value.update if isinstance(value, (dict, set)) else value.extend)(items)
+    if changed and step is not None:
         raise StepFailed(
-            f"{step} changes {', '.join(sorted(changed))}, which a model cannot hold: register it as a buffer, a tensor"
-            " that the step writes to in place."
+            f"{step} changes {', '.join(sorted(changed))}, which a model cannot hold: register it as a buffer."
         )

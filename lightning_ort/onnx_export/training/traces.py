@@ -11,15 +11,23 @@ from torch import Tensor, nn
 from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
 from lightning_ort.onnx_export.training.batch import rebuilt
 from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_sizes
-from lightning_ort.onnx_export.training.steps import Step, defines
-from lightning_ort.onnx_export.training.tracing import Function, Sizes, Trace, trace
+from lightning_ort.onnx_export.training.steps import Step, StepFailed, attributes_kept, defines
+from lightning_ort.onnx_export.training.tracing import Sizes, Trace, trace
 
 log = logging.getLogger(__name__)
 
 METHODS = {"training": "training_step", "prediction": "forward", "evaluation": "validation_step"}
 
 
-def traces_of(module: nn.Module, batch: Any, fields: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Trace]:
+def traces_of(
+    module: nn.Module,
+    batch: Any,
+    fields: Mapping[str, Tensor],
+    sizes: Sizes,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: int = 1,
+    means: bool = False,
+) -> dict[str, Trace]:
     """Trace the steps that a module has, by the model that is made of them.
 
     Args:
@@ -27,32 +35,46 @@ def traces_of(module: nn.Module, batch: Any, fields: Mapping[str, Tensor], sizes
         batch: A batch.
         fields: Its fields, or others of these names.
         sizes: Which dimensions may change.
+        optimizer: What hooks of the training step get.
+        accumulate: By how much its loss is divided.
+        means: Whether dropout's numbers are replaced by their mean.
 
     """
     name = type(module).__name__
 
-    def step(method: str) -> Function:
-        run = Step(module, method)
+    def step(method: str) -> Trace:
+        run = Step(module, method, optimizer, accumulate)
 
-        def call(values: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        def call(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             loss, logged = run(rebuilt(batch, values))
             others = {f"logged/{key}": value for key, value in logged.items()}
-            if loss is not None and method != "training_step":
-                others.setdefault("logged/loss", loss)
-                loss = None
-            return loss, others
+            if loss is None:
+                return others
+            return {"loss": loss, **others} if method == "training_step" else {"logged/loss": loss, **others}
 
-        return call
+        what = f"{name}.{method}"
+        trains = method == "training_step"
+        with attributes_kept(module, what if trains else None):
+            return trace(module, call, fields, sizes, what, gradients=trains, means=means)
 
-    found = {"training": trace(module, step("training_step"), fields, sizes, f"{name}.training_step")}
+    found = {"training": step("training_step")}
+    if defines(module, "on_train_batch_end"):
+        end = Step(module, "on_train_batch_end", optimizer)
+        what = f"{name}.on_train_batch_end"
+        with attributes_kept(module):
+            ended = trace(module, lambda values: end.end(rebuilt(batch, values)), fields, sizes, what, gradients=False)
+        if ended.written:
+            raise StepFailed(
+                f"{what} writes to {', '.join(ended.written)} after the update, which a model does not: do it in"
+                " `training_step` or `on_before_zero_grad`."
+            )
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
         if defines(module, "validation_step"):
-            what = f"{name}.validation_step"
-            found["evaluation"] = trace(module, step("validation_step"), fields, sizes, what, gradients=False)
+            found["evaluation"] = step("validation_step")
         if (bound := _forward_arguments(module, batch)) is not None:
-            found["prediction"] = _forward_trace(module, bound)
+            found["prediction"] = _forward_trace(module, bound, means)
     finally:
         for child, training in modes:
             child.training = training
@@ -83,14 +105,15 @@ def _forward_arguments(module: nn.Module, batch: Any) -> inspect.BoundArguments 
     return bound
 
 
-def _forward_trace(module: nn.Module, bound: inspect.BoundArguments) -> Trace:
+def _forward_trace(module: nn.Module, bound: inspect.BoundArguments, means: bool) -> Trace:
     fields = of_distinct_sizes(named_inputs(bound))
     names = list(fields)
 
-    def call(values: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+    def call(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         given = iter([values[name] for name in names])
         arguments = mapped(bound, lambda _: next(given))
-        return None, named_outputs(module(*arguments.args, **arguments.kwargs), names)[1]
+        return named_outputs(module(*arguments.args, **arguments.kwargs), names)[1]
 
     what = f"{type(module).__name__}.forward"
-    return trace(module, call, fields, chosen_sizes(fields, None), what, gradients=False)
+    with attributes_kept(module):
+        return trace(module, call, fields, chosen_sizes(fields, None), what, gradients=False, means=means)

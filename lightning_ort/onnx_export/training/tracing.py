@@ -1,28 +1,32 @@
-"""A step as one graph of ATen ops: the forward pass, the loss and all gradients."""
+"""A step as one graph of ATen ops: what eager does in it, forward and backward, hooks and writes included."""
 
 import contextlib
+import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_ort.compat.joint_export import JointGraph, joint_graph, keeping_frames, symbols_of
-from lightning_ort.compat.torch import expression_of, without_validation
+from lightning_ort.compat.step_trace import fake_fields, functional, note_module, recorded, symbols_of
+from lightning_ort.compat.torch import expression_of, without_checkpoints, without_validation
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
-from lightning_ort.compiler.nodes import results_of
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms import DECOMPOSED, taken_apart
+from lightning_ort.onnx_export.training.forms.random import drawn
 from lightning_ort.onnx_export.training.graph import written_whole
+from lightning_ort.onnx_export.training.layers import traceable
+from lightning_ort.onnx_export.training.values import Values
 
 aten = torch.ops.aten
 
-# what a step returns: its loss, if any, and other tensors by name
-Function = Callable[[Mapping[str, Tensor]], tuple[Tensor | None, Mapping[str, Tensor]]]
+# takes the fields of a batch, runs the backward pass, if any, and returns tensors by name
+Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 Sizes = Mapping[str, Sequence[int]]  # of each field the dimensions that may change
 BATCH, LENGTH = "batch", "length"  # what the first and the second of them are called
 
@@ -39,28 +43,44 @@ _CHECKS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_met
 
 @dataclass
 class Trace:
-    """What was traced.
+    """What was traced: a graph in which nothing is written to, and what its inputs and outputs are.
 
     Args:
-        joint: The graph.
-        names: What the step returns, in order: ``"loss"`` comes first if there is one.
-        fields: The names of the graph's arguments.
+        what: What was traced, for messages.
+        function: The function itself.
+        samples: The fields that it was traced with.
+        trains: Whether autograd was on.
+        module: The graph.
+        fields: Its inputs that are fields of the batch, by name.
+        state: Its inputs that are parameters and buffers of the module, by name.
+        constants: Its other inputs, and their values.
+        results: What the step returns, by name.
+        written: The new values of parameters and buffers that it writes to.
+        gradients: Those of the parameters that get one.
         sizes: The symbols of the sizes that may change, with their lowest and highest value.
-        constants: Values of the buffers and parameters of the graph that are none of the module's, or are frozen.
+        guards: What was asked about them, and answered with yes.
 
     """
 
-    joint: JointGraph
-    names: tuple[str, ...]
-    fields: tuple[str, ...]
-    sizes: Mapping[Any, tuple[int, int | None]]
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    what: str
+    function: Function
+    samples: Mapping[str, Tensor]
+    trains: bool
+    module: fx.GraphModule
+    fields: dict[str, fx.Node] = field(default_factory=dict)
+    state: dict[str, fx.Node] = field(default_factory=dict)
+    constants: dict[fx.Node, Tensor] = field(default_factory=dict)
+    results: dict[str, fx.Node] = field(default_factory=dict)
+    written: dict[str, fx.Node] = field(default_factory=dict)
+    gradients: dict[str, fx.Node] = field(default_factory=dict)
+    sizes: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
+    guards: Sequence[Any] = ()
 
     @property
     def symbols(self) -> dict[Any, str]:
         """The names of the sizes that may change."""
         found: dict[Any, str] = {}
-        for name, node in zip(self.fields, self.joint.arguments, strict=True):
+        for name, node in self.fields.items():
             for dim, size in enumerate(node.meta["val"].shape):
                 expression = None if isinstance(size, int) else expression_of(size)
                 if expression is None or not expression.is_Symbol or expression in found:
@@ -73,84 +93,191 @@ class Trace:
         """Return of each field the dimensions whose size has a name."""
         symbol = next(symbol for symbol, found in self.symbols.items() if found == name)
         found: dict[str, list[int]] = {}
-        for field_name, node in zip(self.fields, self.joint.arguments, strict=True):
+        for field_name, node in self.fields.items():
             for dim, size in enumerate(node.meta["val"].shape):
                 if not isinstance(size, int) and expression_of(size) == symbol:
                     found.setdefault(field_name, []).append(dim)
         return found
 
-    @property
-    def results(self) -> dict[str, fx.Node]:
-        """What the step returns, by name."""
-        return dict(zip(self.names, self.joint.results, strict=True))
-
-
-class _Traced(nn.Module):
-    """A function of a module's as the ``forward`` of one that torch can export."""
-
-    def __init__(self, module: nn.Module, function: Function, fields: Sequence[str], note: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.fields = module, tuple(fields)
-        self._function, self._note = function, note
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        loss, others = self._function(dict(zip(self.fields, tensors, strict=True)))
-        found = {} if loss is None else {"loss": loss}
-        found |= {name: value.detach().clone() for name, value in others.items()}
-        self._note(found)  # not an attribute: torch.export restores those
-        return tuple(found.values())
-
 
 def trace(
-    module: nn.Module, function: Function, fields: Mapping[str, Tensor], sizes: Sizes, what: str, gradients: bool = True
+    module: nn.Module,
+    function: Function,
+    fields: Mapping[str, Tensor],
+    sizes: Sizes,
+    what: str,
+    gradients: bool = True,
+    means: bool = False,
 ) -> Trace:
     """Trace a function of a module's and of the fields of a batch.
 
+    The function runs as it would in eager, with the module's own parameters, hooks and autograd functions; only values
+    are missing. Nothing of the module is changed.
+
     Args:
-        module: The module; its parameters that need gradients, and its buffers, are inputs of the graph.
-        function: Takes the fields by name; returns a loss and other tensors by name.
+        module: The module.
+        function: Takes the fields by name, and may run a backward pass; returns tensors by name.
         fields: Sample values.
         sizes: Which dimensions may change.
         what: What is traced, for messages.
-        gradients: Whether to take the gradients of the loss.
+        gradients: Whether autograd is on.
+        means: Whether dropout's numbers are replaced by their mean.
 
     Raises:
         ExportFailed: If torch cannot trace it, with the line of the user's.
 
     """
-    names: list[str] = []
-    traced = _Traced(module, function, tuple(fields), lambda found: names.__setitem__(slice(None), found))
-    auto = torch.export.Dim.AUTO
-    shapes = tuple(dict.fromkeys(sizes.get(name, ()), auto) for name in fields)
-    with _quiet(), torch.set_grad_enabled(gradients), _plain_kernels():
-        try:
-            with keeping_frames(lambda file: not is_foreign(file)):
-                program = torch.export.export(traced, tuple(fields.values()), dynamic_shapes=(shapes,), strict=False)
-            graph = program.module(check_guards=False)
-            fakes = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")][-len(fields) :]
-            table = {**decompositions(written_whole(), layouts=False), **DECOMPOSED}
-            with taken_apart():
-                joint = joint_graph(graph, fakes, table)
-        except ExportFailed:
-            raise
-        except Exception as error:  # torch raises what the user's code raised, in several classes
-            if (own := _own(error)) is not None:
-                raise own from error
-            raise ExportFailed(f"{what} cannot be exported: {explain(error)}") from error
-    _prepare(joint)
-    found: dict[Any, tuple[int, int | None]] = {}
+    mode, fakes = fake_fields(fields, sizes)
+    values = Values(module)
+    names: list[list[str]] = []
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        results = function(dict(zip(fields, tensors, strict=True)))
+        results = {**results, **values.checks}
+        parts = [{name: value.detach() for name, value in results.items()}, values.assigned(), values.gradients()]
+        names[:] = [list(part) for part in parts]
+        return tuple(value for part in parts for value in part.values())
+
+    table = {**decompositions(written_whole(), layouts=False), **DECOMPOSED, **drawn(means)}
+    try:
+        with _quiet(), as_traced(), torch.set_grad_enabled(gradients), _refusing_other_draws(what):
+            with values, taken_apart(), traceable(module), _noting_modules(module):
+                graph = recorded(run, mode, fakes, lambda file: not is_foreign(file), values.number_of)
+            inputs = _inputs_instead_of_attributes(graph, values.names())
+            graph = functional(graph, mode, [*inputs.values(), *fakes], table)
+    except ExportFailed:
+        raise
+    except Exception as error:  # torch raises what the user's code raised, in several classes
+        if (own := _own(error)) is not None:
+            raise own from error
+        raise ExportFailed(f"{what} cannot be exported: {explain(error)}") from error
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    found = Trace(what, function, fields, gradients, graph, guards=list(mode.shape_env.guards))
+    known = values.names()
+    for node, value in zip(placeholders, inputs.values(), strict=False):
+        if id(value) in known:
+            found.state[known[id(value)]] = node
+        else:
+            found.constants[node] = value
+    found.fields = dict(zip(fields, placeholders[len(inputs) :], strict=True))
     for fake in fakes:
-        found |= symbols_of(fake)
-    result = Trace(joint, tuple(names), tuple(fields), found)
-    _name(result, module, dict(graph.named_parameters(remove_duplicate=False)), dict(graph.named_buffers()))
-    return result
+        found.sizes |= symbols_of(fake)
+    _name_outputs(found, names, what)
+    values.check(set(found.written))
+    return found
+
+
+def _inputs_instead_of_attributes(graph: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, Tensor]:
+    """Make inputs of the tensors that a graph has as attributes; each of them is one, before the others."""
+    first = next(iter(graph.graph.nodes))
+    made: dict[int, fx.Node] = {}
+    values: dict[fx.Node, Tensor] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, str(node.target))
+        if id(value) not in made:
+            with graph.graph.inserting_before(first):
+                kind = "state" if id(value) in known else "constant"
+                made[id(value)] = placeholder = graph.graph.placeholder(f"{kind}_{len(made)}")
+            values[placeholder] = value
+        node.replace_all_uses_with(made[id(value)])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return values
+
+
+def _name_outputs(trace: Trace, names: Sequence[Sequence[str]], what: str) -> None:
+    """Tell the outputs of a graph apart, after the writes to its inputs were made outputs too."""
+    graph = trace.module.graph
+    output = graph.output_node()
+    names_of = {node: name for name, node in trace.state.items()}
+    found: Any = list(output.args[0])  # type: ignore[arg-type]
+    written = {}
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = node.args[:2]
+        if target in trace.constants:
+            line = (node.meta.get("stack_trace") or "").strip()
+            raise ExportFailed(
+                f"{what} writes to a tensor that is neither a parameter nor a buffer, which a model cannot hold:"
+                f" register it as a buffer.{line and chr(10) + line}"
+            )
+        if target in names_of:
+            written[names_of[target]] = value
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    count = len(names[0])
+    assigned = dict(zip(names[1], found[count : count + len(names[1])], strict=True))
+    written |= assigned  # what was written to before it was replaced counts no more
+    gradients = found[count + len(names[1]) :]
+    output.args = (tuple([*found[:count], *written.values(), *gradients]),)
+    _prepare(trace.module)
+    nodes = iter(graph.output_node().args[0])  # type: ignore[arg-type]  # passes replace them
+    for names_, place in ((names[0], trace.results), (written, trace.written), (names[2], trace.gradients)):
+        place.update((name, next(nodes)) for name in names_)
+
+
+def _prepare(gm: fx.GraphModule) -> None:
+    for node in reversed(gm.graph.nodes):
+        if str(node.target).startswith(_CHECKS) and not node.users:
+            gm.graph.erase_node(node)
+    for graph_pass in _PASSES:
+        graph_pass(gm)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
 
 
 @contextlib.contextmanager
-def _plain_kernels() -> Any:
-    """Within the block attention and recurrent layers are traced in parts: their kernels have no counterpart."""
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
+def _noting_modules(module: nn.Module) -> Iterator[None]:
+    """Within the block nodes know the submodule in which they are made."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    stack: list[str] = []
+
+    def before(child: nn.Module, _: Any) -> None:
+        stack.append(paths.get(id(child), ""))
+        note_module(stack[-1])
+
+    def after(*_: Any) -> None:
+        stack.pop()
+        note_module(stack[-1] if stack else None)
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after, always_call=True),
+    ]
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def as_traced() -> Iterator[None]:
+    """Within the block attention and recurrent layers run in parts, since their kernels have no counterpart.
+
+    Nothing is computed again for a backward pass, which would draw other random numbers.
+    """
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), without_checkpoints():
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+@contextlib.contextmanager
+def _refusing_other_draws(what: str) -> Iterator[None]:
+    """Raise ``ExportFailed`` if the block draws random numbers that are not torch's."""
+    states: dict[str, Callable[[], Any]] = {
+        "Python's random": random.getstate,
+        "numpy.random": np.random.get_state,
+        "torch.manual_seed": torch.initial_seed,
+    }
+    before = {name: str(state()) for name, state in states.items()}
+    yield
+    for name, state in states.items():
+        if str(state()) != before[name]:
+            raise ExportFailed(
+                f"{what} uses {name}: its numbers would be constants of the model. Draw them with torch, which a runner"
+                " does anew in each step."
+            )
 
 
 def _own(error: BaseException | None) -> ExportFailed | None:
@@ -170,47 +297,4 @@ def _quiet() -> Any:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
-        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
-        warnings.filterwarnings("ignore", message=r"The tensor attributes self\..*_flat_weights")  # of nn.LSTM
         yield
-
-
-def _prepare(joint: JointGraph) -> None:
-    gm = joint.module
-    for node in reversed(gm.graph.nodes):
-        if str(node.target).startswith(_CHECKS) and not node.users:
-            gm.graph.erase_node(node)
-    # the names of results are looked up in the output, where passes replace them
-    results, written, gradients = joint.results, list(joint.written), list(joint.gradients)
-    for graph_pass in _PASSES:
-        graph_pass(gm)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    _look_up_again(joint, results, written, gradients)
-
-
-def _look_up_again(joint: JointGraph, results: Sequence[Any], written: Sequence[str], gradients: Sequence[str]) -> None:
-    found = iter([node for node in results_of(joint.module) if node is not None])
-    joint.written = {name: next(found) for name in written}
-    joint.results = [next(found) for _ in results]
-    joint.gradients = {name: next(found) for name in gradients}
-
-
-def _name(trace: Trace, module: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Call parameters and buffers as the module does, and make constants of what is not to be an input."""
-    joint = trace.joint
-    own = {id(tensor): name for name, tensor in module.named_parameters()}
-    trained = {id(tensor) for tensor in module.parameters() if tensor.requires_grad}
-    kept = {id(tensor): name for name, tensor in module.named_buffers()}
-
-    def rename(nodes: dict[str, Any], values: Mapping[str, Tensor], names: Mapping[int, str]) -> dict[str, Any]:
-        return {names.get(id(values[key]), key): node for key, node in nodes.items()}
-
-    for nodes, values, names in ((joint.parameters, parameters, own), (joint.buffers, buffers, kept)):
-        for key in nodes:
-            if id(values[key]) not in trained and key not in joint.written:
-                trace.constants[names.get(id(values[key]), key)] = values[key]
-    joint.parameters = rename(joint.parameters, parameters, own)
-    joint.gradients = rename(joint.gradients, parameters, own)
-    joint.buffers = rename(joint.buffers, buffers, kept)
-    joint.written = rename(joint.written, buffers, kept)

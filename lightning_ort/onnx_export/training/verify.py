@@ -1,173 +1,159 @@
 """Some steps of an exported folder in onnxruntime, compared with the module's in PyTorch."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
-from lightning_ort.compat.torch import TorchDispatchMode
-from lightning_ort.compiler.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
+from lightning_ort.onnx_export.training.forms.random import Recorded
 from lightning_ort.onnx_export.training.models import Settings
-from lightning_ort.onnx_export.training.steps import Step
+from lightning_ort.onnx_export.training.steps import attributes_kept
+from lightning_ort.onnx_export.training.tracing import Trace, as_traced
+from lightning_ort.onnx_export.training.values import Restored
 
-aten = torch.ops.aten
-_BERNOULLI = (aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.float, aten.bernoulli_.Tensor)
 STEPS = 3
-Batch = tuple[Any, Mapping[str, Tensor]]  # as the module takes it, and by field
+RATE = 0.1  # an update that is wrong is seen with it; parameters start anew after each
+ROUNDING = 1e-6  # parameters are moved by so much to see what rounding may do
+Batch = Mapping[str, Tensor]  # the fields by name
+Numbers = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far onnxruntime's numbers are from PyTorch's after some steps, see :func:`largest_difference`."""
+    """How far onnxruntime's numbers are from PyTorch's after some steps, as shares of the largest."""
 
     loss: float
     state: float
 
 
-class MeanDraws(TorchDispatchMode):
-    """Within the block dropout passes its input on: what it draws is always the mean."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if func is aten.bernoulli.default:
-            return args[0].clone()
-        if func in _BERNOULLI:
-            chance = args[1] if len(args) > 1 else 0.5
-            result = args[0] if func in (aten.bernoulli_.float, aten.bernoulli_.Tensor) else torch.empty_like(args[0])
-            return result.copy_(chance) if isinstance(chance, Tensor) else result.fill_(chance)
-        return func(*args, **(kwargs or {}))
-
-
 class Reference:
-    """The module's own training, on copies of its parameters and buffers."""
+    """The module itself in PyTorch, with its own hooks; :class:`Restored` undoes what it trains."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        settings: Settings,
-        dtype: torch.dtype = torch.float32,
-        halved: Collection[str] = (),
-    ) -> None:
-        def taken(tensor: Tensor, name: str = "") -> Tensor:
-            kept = tensor.detach().half() if name in halved else tensor.detach().clone()
-            return kept.to(dtype if tensor.is_floating_point() else tensor.dtype)
+    def __init__(self, task: "Task", trace: Trace) -> None:
+        self.module, self.settings, self.means, self.trace = task.module, task.settings, task.means, trace
+        self.parameters = dict(task.module.named_parameters())
+        self.optimizer = None if task.optimizer is None else _copied(task.optimizer)
+        self.pending = 0
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
-        self.module, self.settings, self.dtype = module, settings, dtype
-        self.values: dict[str, Tensor] = {
-            name: taken(value, name).requires_grad_(value.requires_grad) for name, value in module.named_parameters()
+    def run(self, batch: Batch) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+        """Run the step with its backward pass; return its numbers by what they are, and what it drew."""
+        with Recorded(self.means) as drawn:
+            found = {repr(name): value for name, value in self.trace.function(batch).items()}
+        found |= {
+            f"gradient of {name}": value.grad for name, value in self.parameters.items() if value.grad is not None
         }
-        self.buffers = {name: taken(value) for name, value in module.named_buffers()}
-        self.optimizer = None if optimizer is None else self._copied(optimizer)
-        self.pending, self.failed = 0, False
+        trained = {name for name, value in self.parameters.items() if value.requires_grad}
+        found |= {name: value for name, value in self.state().items() if name not in trained and "/" not in name}
+        return {name: value.detach().clone() for name, value in found.items()}, drawn
 
-    def _copied(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        groups = [
-            {**group, "params": [self.values[names[id(parameter)]] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        for group in groups:
-            group.update(dict.fromkeys(("fused", "foreach"), None) | {"lr": float(group["lr"])})
-        kind: Any = type(optimizer)
-        made = kind([{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups])
-        for parameter, state in optimizer.state.items():
-            made.state[self.values[names[id(parameter)]]] = {
-                key: value.detach().clone().to(self.dtype if value.dim() else value.dtype)
-                if isinstance(value, Tensor)
-                else value
-                for key, value in copy.copy(state).items()
-            }
-        return made
+    def rounding(self, batch: Batch) -> dict[str, Tensor]:
+        """By how much the numbers of a step change if parameters do so by the last bits."""
+        state = torch.get_rng_state()
+        found = []
+        for share in (0.0, ROUNDING):
+            with Restored(self.module, gradients=True), attributes_kept(self.module), torch.no_grad():
+                torch.set_rng_state(state)
+                generator = torch.Generator().manual_seed(0)
+                for parameter in self.parameters.values():
+                    sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+                    parameter.mul_(1 + share * sign)
+                with torch.set_grad_enabled(self.trace.trains):
+                    found.append(self.run(batch)[0])
+        torch.set_rng_state(state)
+        return {name: (found[1][name] - value).abs() for name, value in found[0].items() if value.is_floating_point()}
 
-    def step(self, batch: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-        """Train on a batch; return the loss, what is logged and the gradients, as they are after clipping."""
-        run = _Called(self.module, Step(self.module, "training_step"), self.settings.accumulate)
-        loss, logged = functional_call(
-            run, {f"module.{name}": value for name, value in (self.values | self.buffers).items()}, (batch,)
-        )
-        trained = {name: value for name, value in self.values.items() if value.requires_grad}
+    def update(self, gradients: Numbers) -> None:
+        """Make the optimizer's step with these gradients, if one is due."""
         self.pending += 1
-        gradients: dict[str, Tensor] = {}
-        if self.optimizer is None or self.pending >= self.settings.accumulate:
-            self._clip(list(trained.values()))
-            gradients = {name: value.grad.clone() for name, value in trained.items() if value.grad is not None}
-            if self.optimizer is not None:
-                self.optimizer.step()
-            for value in trained.values():
-                value.grad = None
-            self.pending = 0
-        return loss.item(), {name: value.item() for name, value in logged.items()}, gradients
-
-    def _clip(self, values: list[Tensor]) -> None:
-        limit = self.settings.clip_value
-        if limit is None:
+        if self.pending < self.settings.accumulate and self.optimizer is not None:
             return
-        if self.settings.clip_algorithm == "norm":
-            nn.utils.clip_grad_norm_(values, limit)
-        else:
-            nn.utils.clip_grad_value_(values, limit)
+        trained = [value for value in self.parameters.values() if value.requires_grad]
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient.to(self.parameters[name].device)
+        limit = self.settings.clip_value
+        if limit is not None and self.settings.clip_algorithm == "norm":
+            nn.utils.clip_grad_norm_(trained, limit)
+        elif limit is not None:
+            nn.utils.clip_grad_value_(trained, limit)
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = RATE
+            self.optimizer.step()
+        for value in trained:
+            value.grad = None
+        self.pending = 0
 
     def state(self) -> dict[str, Tensor]:
         """Parameters, buffers and states, called as in a folder."""
-        found = {**self.values, **self.buffers}
-        if self.optimizer is not None:
-            for name, value in self.values.items():
-                for key, state in self.optimizer.state.get(value, {}).items():
-                    if isinstance(state, Tensor) and state.shape == value.shape and key != "step":
-                        found[f"{key}/{name}"] = state
+        found = {**self.parameters, **dict(self.module.named_buffers())}
+        for name, value in self.parameters.items() if self.optimizer is not None else ():
+            for key, state in self.optimizer.state.get(value, {}).items():  # type: ignore[union-attr]
+                if isinstance(state, Tensor) and state.shape == value.shape and key != "step":
+                    found[f"{key}/{name}"] = state
         return {name: value.detach() for name, value in found.items()}
 
 
-class _Called(nn.Module):
-    """A step and its backward pass, in which checkpointed parts run again with the same parameters."""
-
-    def __init__(self, module: nn.Module, step: Step, accumulate: int) -> None:
-        super().__init__()
-        self.module = module
-        self._step, self._accumulate = step, accumulate
-
-    def forward(self, batch: Any) -> Any:
-        loss, logged = self._step(batch)
-        assert loss is not None
-        (loss / self._accumulate).backward()
-        return loss.detach(), logged
+def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same parameters with the same states."""
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    for group in groups:
+        group.update(dict.fromkeys(("fused", "foreach"), None) | {"lr": float(group["lr"])})
+    kind: Any = type(optimizer)
+    made = kind([{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups])
+    for parameter, state in optimizer.state.items():
+        made.state[parameter] = copy.deepcopy(state)
+    return made
 
 
-def verify(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Settings,
-    batches: list[Batch],
-    tolerance: float,
-    halved: Collection[str] = (),
-) -> Difference:
-    """Compare steps of a folder, whose model drops nothing, with the module's.
+@dataclass(frozen=True)
+class Task:
+    """What is compared.
 
     Args:
-        folder: The folder.
         module: The module.
         optimizer: Its optimizer, which is not changed.
         settings: What the folder was exported with.
-        batches: Batches, each as the module takes it and by field.
-        tolerance: The largest difference of losses and states.
+        tolerance: The largest difference, as a share of the largest value. What rounding alone may do is allowed too.
         halved: The frozen parameters that it has in float16; they are compared with a module that has them so too.
+        means: Whether what dropout draws is replaced by its mean.
+
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    settings: Settings
+    tolerance: float
+    halved: Collection[str] = ()
+    means: bool = False
+
+
+def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[Batch]) -> Difference:
+    """Compare some runs of a folder's model with the module's, with the same random numbers.
+
+    Of a training step these are its results, its gradients, what it writes to, and the update. Each is compared from
+    the same state, and the update from the same gradients, so that no difference grows from step to step. What the
+    module keeps elsewhere, it keeps over all of the steps.
+
+    Args:
+        folder: The folder; its model also returns the gradients.
+        task: What is compared.
+        kind: Which model: training, evaluation or prediction.
+        trace: What it was made of.
+        batches: Batches of several sizes.
 
     Raises:
-        ExportFailed: If there is a larger one. PyTorch's own error, its difference from float64, is allowed for: Adam
-            makes a step of a gradient that is zero but for rounding.
+        ExportFailed: If there is a larger difference.
 
     """
     import_onnxruntime()
@@ -175,101 +161,167 @@ def verify(
         training = runner.Training.load(folder)
     except runner.TrainingError as error:
         raise ExportFailed(f"The exported model is not valid: {error}") from error
-    with _as_exported():
-        single, double = (
-            Reference(module, optimizer, settings, dtype, halved) for dtype in (torch.float32, torch.float64)
+    with _at_work(task, kind):
+        reference = Reference(task, trace)
+        start = {name: value.detach().clone() for name, value in reference.parameters.items() if value.requires_grad}
+        found = []
+        for batch in batches:
+            sizes = ", ".join(f"{field} {list(value.shape)}" for field, value in batch.items())
+            compare = _Comparison(f"{trace.what}({sizes})", task.tolerance)
+            if kind == "training":
+                found.append(_step(training, reference, batch, compare))
+                training.set_state({name: value.cpu().numpy() for name, value in start.items()})
+                state = training.state
+                for name, value in reference.state().items():
+                    if name in state:
+                        value.copy_(torch.from_numpy(state[name]))
+            else:
+                rounding = reference.rounding(batch)
+                expected, training.draws = reference.run(batch)
+                arrays = _arrays(batch)
+                got = compare.run(lambda: training.run(kind, arrays))  # noqa: B023
+                found.append(Difference(compare.results(_named(training, kind, got), expected, rounding), 0.0))
+    return Difference(_worst(each.loss for each in found), _worst(each.state for each in found))
+
+
+def _worst(numbers: Iterable[float]) -> float:
+    return float(np.max([0.0, *numbers]))  # NaN if one is
+
+
+def _step(training: runner.Training, reference: Reference, batch: Batch, compare: "_Comparison") -> Difference:
+    rounding = reference.rounding(batch)
+    expected, training.draws = reference.run(batch)
+    before = {name: value.clone() for name, value in reference.state().items()}
+    rate = None if reference.optimizer is None else RATE
+    arrays = _arrays(batch)
+    got = compare.run(lambda: training.step(arrays, lr=rate))
+    gradients = {name: torch.from_numpy(value.copy()) for name, value in training.gradients.items()}
+    found = {name: torch.from_numpy(value) for name, value in training.state.items()}
+    found |= {f"gradient of {name}": value for name, value in gradients.items()}
+    found |= _named(training, "training", got)
+    loss = compare.results(found, expected, rounding)
+    reference.update(gradients)
+    return Difference(loss, compare.state(found, reference.state(), before))
+
+
+def _named(training: runner.Training, kind: str, results: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The results of a model by the names of its trace."""
+    outputs = training.about["models"][kind]["outputs"]
+    names = {each["key"]: repr(each["name"]) for each in outputs if each["role"] in ("loss", "logged", "result")}
+    return {
+        names[key]: torch.tensor(value) if isinstance(value, float) else torch.from_numpy(value)
+        for key, value in results.items()
+    }
+
+
+def _arrays(batch: Batch) -> dict[str, np.ndarray]:
+    return {field: value.detach().cpu().numpy() for field, value in batch.items()}
+
+
+class _Comparison:
+    def __init__(self, step: str, tolerance: float) -> None:
+        self.step, self.tolerance = step, tolerance
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run a model."""
+        try:
+            return function()
+        except Exception as error:  # onnxruntime's own classes
+            raise ExportFailed(f"{self.step} fails as a model: {error}") from error
+
+    def results(self, got: Numbers, expected: Numbers, rounding: Numbers) -> float:
+        """Compare what a step returns, its gradients, and what it writes to."""
+        scale = max((_largest(v) for name, v in expected.items() if name.startswith("gradient of ")), default=0.0)
+        largest = 0.0
+        for name, value in expected.items():
+            if name not in got:
+                if name.startswith("gradient of "):
+                    self._fail(name, "missing", value)
+                continue  # what no step writes to
+            allowed = self.tolerance * _largest(value)
+            if name in rounding:  # which may not hide what is wrong
+                share = scale if name.startswith("gradient of ") else max(_largest(value), 1e-2)
+                allowed += min(20 * _largest(rounding[name]), 1e-3 * share) + 1e-6 * share
+            largest = max(largest, self._compare(name, got[name], value, allowed))
+        if missing := [name for name in got if name.startswith("gradient of ") and name not in expected]:
+            self._fail(missing[0], got[missing[0]], torch.tensor(0.0))
+        return largest
+
+    def state(self, got: Numbers, expected: Numbers, before: Numbers) -> float:
+        """Compare what the update leaves."""
+        largest = 0.0
+        for name, value in expected.items():
+            if name in got and value.is_floating_point():
+                scale = max(_largest(value), _largest(before[name]) if name in before else 0.0)
+                largest = max(largest, self._compare(name, got[name], value, min(self.tolerance, 1e-5) * scale + 1e-12))
+        return largest
+
+    def _compare(self, name: str, got: Tensor, expected: Tensor, allowed: float) -> float:
+        expected = expected.detach().cpu()
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            self._fail(name, f"{got.dtype}{list(got.shape)}", expected)
+        difference = (got.double() - expected.double()).abs()
+        same = (got == expected) | (got.isnan() & expected.isnan()) if got.is_floating_point() else got == expected
+        difference = torch.where(same, 0.0, difference)
+        if not bool((difference <= allowed).all()):
+            self._fail(name, got, expected)
+        return _largest(difference) / max(_largest(expected), 1.0)
+
+    def _fail(self, name: str, got: Any, expected: Tensor) -> None:
+        if isinstance(got, Tensor):
+            index = int((got.double() - expected.double()).abs().nan_to_num(torch.inf).argmax()) if got.numel() else 0
+            got, expected = (f"{float(x.flatten()[min(index, x.numel() - 1)]):.7g}" for x in (got, expected))  # type: ignore[assignment]
+        raise ExportFailed(
+            f"{self.step}: the exported model's {name} is {got}, the module's {expected}; allowed is a difference of"
+            f" {self.tolerance:.3g}. The step must not depend on random numbers of other packages, or on state that is"
+            " in no buffer."
         )
-        loss = 0.0
-        for batch, fields in batches:
-            loss = max(loss, _step(training, single, double, batch, fields, tolerance))
-        exact = single if double.failed else double
-        state = _compare_states(training, single.state(), exact.state(), tolerance)
-    return Difference(loss, state)
 
 
-def rounding(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Settings,
-    batches: list[Batch],
-    halved: Collection[str],
-) -> Difference:
-    """How far steps of the module are from its own if these parameters are rounded to float16."""
-    with _as_exported():
-        own, rounded = (Reference(module, optimizer, settings, halved=names) for names in ((), halved))
-        losses = [(own.step(batch)[0], rounded.step(batch)[0]) for batch, _ in batches]
-    loss = max(largest_difference(torch.tensor(got), torch.tensor(expected)) for expected, got in losses)
-    expected = own.state()
-    state = max(
-        largest_difference(value, expected[name]) for name, value in rounded.state().items() if name not in halved
-    )
-    return Difference(loss, state)
+def _largest(value: Tensor) -> float:
+    value = value.detach()
+    value = value[value.isfinite()] if value.is_floating_point() else value
+    return float(value.abs().max()) if value.numel() and value.dtype is not torch.bool else 0.0
+
+
+def rounding(task: Task, trace: Trace, batches: Sequence[Batch]) -> Difference:
+    """How far steps of the module are from its own if the halved parameters are rounded to float16."""
+    runs: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    for each in (replace(task, halved=()), task):
+        with _at_work(each, "training"):
+            reference, losses = Reference(each, trace), []
+            for batch in batches:
+                numbers, _ = reference.run(batch)
+                losses.append(numbers["'loss'"])
+                reference.update({name: v.grad for name, v in reference.parameters.items() if v.grad is not None})
+            state = {name: value.clone() for name, value in reference.state().items() if name not in task.halved}
+            runs.append((losses, state))
+    (own, before), (rounded, after) = runs
+    loss = max(_share(x, y) for x, y in zip(own, rounded, strict=True))
+    return Difference(loss, max(_share(value, after[name]) for name, value in before.items()))
+
+
+def _share(x: Tensor, y: Tensor) -> float:
+    return _largest(x.double() - y.double()) / max(_largest(x), 1.0)
 
 
 @contextmanager
-def _as_exported() -> Iterator[None]:
-    with MeanDraws(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([]):
-        yield
-
-
-def _step(
-    training: runner.Training, single: Reference, double: Reference, batch: Any, fields: Any, tolerance: float
-) -> float:
-    name = f"{type(single.module).__name__}.training_step"
-    sizes = ", ".join(f"{field} {list(value.shape)}" for field, value in fields.items())
-    expected, logged, gradients = single.step(batch)
-    exact, exact_gradients = expected, gradients
-    if not double.failed:
+def _at_work(task: Task, kind: str) -> Iterator[None]:
+    """Within the block a module trains or is evaluated, with some parameters rounded to float16."""
+    module, modes = task.module, [(child, child.training) for child in task.module.modules()]
+    with ExitStack() as stack:
+        for context in (Restored(module), attributes_kept(module), as_traced(), torch.random.fork_rng([])):
+            stack.enter_context(context)
+        stack.enter_context(torch.set_grad_enabled(kind == "training"))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in task.halved:
+                    parameter.copy_(parameter.half())
         try:
-            exact, _, exact_gradients = double.step(_in_float64(batch))
-        except Exception:  # a module that names float32 itself, where nothing is allowed for then
-            double.failed = True
-    try:
-        got = training.step({field: value.detach().cpu().numpy() for field, value in fields.items()})
-    except Exception as error:  # onnxruntime's own classes
-        raise ExportFailed(f"{name}({sizes}) fails as a model: {error}") from error
-    largest = 0.0
-    for key, value in {"loss": expected, **logged}.items():
-        own = abs(expected - exact) if key == "loss" else 0.0
-        difference = largest_difference(torch.tensor(got[key]), torch.tensor(value, dtype=torch.float64).float())
-        if not difference <= tolerance + 10 * own:
-            raise ExportFailed(
-                f"{name}({sizes}): the exported model's {key!r} is {got[key]:.7g}, the module's {value:.7g}; allowed is"
-                f" a difference of {tolerance:.3g}. The step must not depend on random numbers other than dropout's, or"
-                " on state that is in no buffer."
-            )
-        largest = max(largest, difference)
-    if training.gradients:
-        found = {key: torch.from_numpy(value) for key, value in training.gradients.items()}
-        _compare(found, gradients, exact_gradients, tolerance, "gradient of ")
-    return largest
-
-
-def _in_float64(batch: Any) -> Any:
-    from lightning_ort.onnx_export.training.batch import fields_of, rebuilt
-
-    fields = fields_of(batch)
-    return rebuilt(
-        batch, {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
-    )
-
-
-def _compare_states(training: runner.Training, single: Any, double: Any, tolerance: float) -> float:
-    got = {name: torch.from_numpy(array) for name, array in training.state.items() if name in single}
-    return _compare(got, single, double, tolerance, "")
-
-
-def _compare(got: Any, single: Any, double: Any, tolerance: float, what: str) -> float:
-    largest = 0.0
-    for name, value in got.items():
-        if name not in single:
-            continue
-        difference = largest_difference(value, single[name])
-        own = largest_difference(single[name].double(), double[name].double()) if value.is_floating_point() else 0.0
-        if not difference <= tolerance + 10 * own:
-            raise ExportFailed(
-                f"After {STEPS} steps the exported model's {what}{name} differs from the module's by {difference:.3g};"
-                f" allowed is {tolerance:.3g}."
-            )
-        largest = max(largest, difference)
-    return largest
+            if kind != "training":
+                module.eval()
+            yield
+        finally:
+            for child, training in modes:
+                child.training = training

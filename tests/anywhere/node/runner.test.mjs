@@ -59,10 +59,15 @@ for (const name of ['web', 'node']) {
       [{ batch_0: images, batch_1: [0.5, 1, 2, 3, 4, 5] }, /not whole; the model takes int64/],
       [{ batch_0: { data: images.data, dims: [5, 1, 8, 8] }, batch_1: labels }, /has 384 numbers for the shape/],
       [{ batch_0: images, batch_1: [[1], [2, 3]] }, /have different lengths/],
+      [{ batch_0: images, batch_1: ['1', 2, 3, 4, 5, 6] }, /'batch_1' has "1", which is no number; the model takes int64/],
+      [{ batch_0: { data: Array(384).fill(undefined), dims: [6, 1, 8, 8] }, batch_1: labels }, /has undefined, which is no number/],
+      [{ batch_0: { data: images.data, dims: [6, 1, 8, undefined] }, batch_1: labels }, /pass whole numbers/],
+      [{ batch_0: images, batch_1: [2 ** 70, 1, 2, 3, 4, 5] }, /which is no int64/],
     ]) {
       await assert.rejects(training.step(wrong), (error) => message.test(error.message) || assert.fail(error.message));
     }
-    await assert.rejects(training.step(batch(6), { lr: NaN }), /must be a finite number/);
+    await assert.rejects(training.step(batch(6), { lr: NaN }), /must be a number of float32/);
+    await assert.rejects(training.step(batch(6), { lr: 1e39 }), /must be a number of float32/);
     await assert.rejects(training.step(batch(6), { lr: [1, 2] }), /pass a number, or 1 of them/);
     assert.deepEqual(await training.bytes(), before);
   });
@@ -84,6 +89,17 @@ for (const name of ['web', 'node']) {
       bytes[bytes.length >> 1] ^= 255;
       fs.writeFileSync(file, bytes);
     }, /is damaged, or of another export/);
+    await change('training.json', (file) => fs.writeFileSync(file, '{"format": 2}'), /has no 'fields': it is damaged/);
+    await change('training.json', (file) => {
+      const about = JSON.parse(fs.readFileSync(file));
+      about.models.training.file = '../training.onnx';
+      fs.writeFileSync(file, JSON.stringify(about));
+    }, /names '\.\.\/training\.onnx', which is not in the folder/);
+    await change('state.safetensors', (file) => {
+      const bytes = fs.readFileSync(file);
+      bytes[bytes.length - 1] ^= 1;
+      fs.writeFileSync(file, bytes);
+    }, /its content is not what its metadata's sha256 says/);
     await change('state.safetensors', (file) => fs.truncateSync(file, 500), /no safetensors file, or it is damaged/);
     await change('state.safetensors', (file) => fs.cpSync(`${OTHER}/state.safetensors`, file), /the state is of another model/);
   });
@@ -111,8 +127,31 @@ test('a save that fails leaves the state as it was', async () => {
   assert.deepEqual(fs.readFileSync(`${folder}/state.safetensors`), before);
   assert.deepEqual(fs.readdirSync(folder).filter((name) => name.includes('.part')), []);
   await training.save();
-  const [, metadata] = readState(fs.readFileSync(`${folder}/state.safetensors`));
+  const [, metadata] = await readState(fs.readFileSync(`${folder}/state.safetensors`));
   assert.equal(metadata.step, '1');
+});
+
+test('a state of a training that has failed does not replace a good one, and the rest of a killed process goes', async () => {
+  const folder = copy(), before = fs.readFileSync(`${folder}/state.safetensors`);
+  fs.writeFileSync(`${folder}/.state.safetensors.4194305.part`, 'half');
+  const training = await Training.load(folder, await runtime('node'));
+  for (let i = 0; i < 20; i++) await training.step(batch(6), { lr: 1e38 });
+  await assert.rejects(training.save(), /the training has failed, and nothing is saved/);
+  assert.deepEqual(fs.readFileSync(`${folder}/state.safetensors`), before);
+  await (await Training.load(folder, await runtime('node'))).save();
+  assert.deepEqual(fs.readdirSync(folder).filter((name) => name.includes('.part')), []);
+});
+
+test('random numbers are drawn, and sizes for which the step does something else are refused', async () => {
+  let seed = 0;
+  const random = () => (seed = (seed * 16807 + 7) % 2147483647) / 2147483647;
+  const training = await Training.load(process.env.NOISY, { ...(await runtime('web')), random });
+  const x = { data: new Float32Array(40 * 4), dims: [40, 4] }, found = [];
+  for (let i = 0; i < 50; i++) found.push(await training.step({ x }, { lr: 0 }));
+  const mean = (name) => found.reduce((total, each) => total + each[name], 0) / found.length;
+  assert.ok(new Set(found.map(({ noise }) => noise)).size > 45);
+  assert.ok(Math.abs(mean('noise')) < 0.1 && Math.abs(mean('spread') - 1) < 0.1 && Math.abs(mean('dropped') - 0.25) < 0.05);
+  await assert.rejects(training.step({ x: { data: x.data.slice(0, 20), dims: [5, 4] } }), /has batch 5; the model is right where batch != 5, the module does something else \(test_in_node\.py:\d+\)/);
 });
 
 test('a folder as bytes by name, as a page that was given files has them', async () => {

@@ -7,7 +7,7 @@ const [name, folder, batches, output] = process.argv.slice(2);
 const { Training, readState } = await import(pathToFileURL(`${folder}/training.mjs`));
 const { ort, sessionOptions } = await runtime(name);
 const training = await Training.load(folder, { ort, sessionOptions });
-const [values] = readState(fs.readFileSync(batches));
+const [values] = await readState(fs.readFileSync(batches));
 const steps = [];
 for (const [key, { dtype, data, shape }] of Object.entries(values)) {
   const [number, field] = [Number(key.slice(0, key.indexOf('/'))), key.slice(key.indexOf('/') + 1)];

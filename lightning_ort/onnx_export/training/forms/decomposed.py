@@ -179,6 +179,28 @@ def _replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
     return x
 
 
+def _log_cumulative_sum(x: Tensor, dim: int) -> Tensor:
+    reach = 1
+    while x.dim() and reach < x.shape[dim]:
+        rest = x.shape[dim] - reach
+        x = torch.cat(
+            [x.narrow(dim, 0, reach), torch.logaddexp(x.narrow(dim, reach, rest), x.narrow(dim, 0, rest))], dim
+        )
+        reach *= 2
+    return x * 1
+
+
+@instead_of(aten.embedding_renorm.default)
+def _renormed(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """An embedding whose rows are scaled down where they are looked up and too long."""
+    places = indices.reshape(-1)
+    ones = torch.ones_like(places, dtype=weight.dtype)
+    looked_up = torch.zeros_like(weight[:, :1]).squeeze(1).index_add(0, places, ones) > 0
+    norms = torch.linalg.vector_norm(weight, norm_type, 1, keepdim=True)
+    return torch.where(looked_up.unsqueeze(1) & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
+
+
+with_its_gradient(aten.logcumsumexp.default, _log_cumulative_sum)
 with_its_gradient(aten.prod.default, _product)
 with_its_gradient(aten.prod.dim_int, _product)
 with_its_gradient(aten.cumprod.default, _cumulative_product)

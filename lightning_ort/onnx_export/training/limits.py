@@ -1,0 +1,126 @@
+"""For which sizes of a batch a model is right: where what a trace asks about sizes has another answer, it is tried."""
+
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ort.onnx_export.failure import ExportFailed, is_foreign
+from lightning_ort.onnx_export.training.batch import batch_size, resized
+from lightning_ort.onnx_export.training.sizes import Limits, formula
+from lightning_ort.onnx_export.training.tracing import BATCH, Trace
+from lightning_ort.onnx_export.training.verify import Batch, Task, verify
+
+_TRIED = 64  # sizes up to this are tried, and those that a question names
+_LARGEST = 4096  # larger batches are not made to try them
+_ROWS = 8  # as many starts are tried: a row whose label is ignored has no loss
+
+
+def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
+    """Return for which sizes a model is right.
+
+    Torch asks about sizes wherever it chooses an algorithm, and so do steps that do something else for some. What is
+    asked is no limit if the model is right although the answer is another.
+
+    Args:
+        folder: A folder with the model.
+        task: What it is compared with.
+        kind: Which model.
+        trace: What it was made of.
+
+    Raises:
+        ExportFailed: If it is not right for the sample, or the module's loss is NaN there.
+
+    """
+    sample = _sample(trace)
+    known: dict[tuple[tuple[str, int], ...], bool] = {}
+    if math.isnan(verify(folder, task, kind, trace, [_resized(trace, {}, 0)]).loss):
+        raise ExportFailed(f"What {trace.what} returns for this batch is NaN: nothing can be compared.")
+
+    def is_right(**changed: int) -> bool:
+        sizes = tuple(sorted({**sample, **changed}.items()))
+        if any(size > max(_LARGEST, sample[name]) for name, size in sizes):
+            return False
+        if sizes not in known:
+            known[sizes] = _is_right(folder, task, kind, trace, dict(sizes))
+        return known[sizes]
+
+    limits = Limits({})
+    for symbol, name in trace.symbols.items():
+        lowest, highest = trace.sizes[symbol]
+        lowest = 1 if is_right(**{name: lowest - 1}) else lowest  # below 2 torch never looks
+        highest = None if highest is None or is_right(**{name: highest + 1}) else highest
+        limits.sizes[name] = [lowest, highest]
+    for guard in trace.guards:
+        if not guard.expr.free_symbols <= set(trace.symbols) or _is_bound(guard.expr):
+            continue
+        others = [sizes for sizes in _others(guard.expr, trace.symbols, sample) if not limits.refused(sizes)]
+        if not all(is_right(**sizes) for sizes in others[:2]):
+            limits.add(formula(guard.expr, trace.symbols), _line(guard))
+    return limits
+
+
+def _is_right(folder: Path, task: Task, kind: str, trace: Trace, sizes: Mapping[str, int]) -> bool:
+    for start in range(min(batch_size(trace.samples), _ROWS)):
+        try:
+            difference = verify(folder, task, kind, trace, [_resized(trace, sizes, start)])
+        except Exception:  # the module's own too, such as that of a batch norm, which needs two rows
+            return False
+        if not math.isnan(difference.loss):
+            break
+    return True
+
+
+def batches_within(limits: Limits, trace: Trace) -> list[Batch]:
+    """Return batches of some sizes for which a model is right."""
+    sample, found = _sample(trace), []
+    for start, change in enumerate(({}, {BATCH: 1}, dict.fromkeys(sample, -1))):
+        sizes = {name: size + change.get(name, 0) for name, size in sample.items()}
+        found.append(_resized(trace, sample if limits.refused(sizes) else sizes, start))
+    return found
+
+
+def _sample(trace: Trace) -> dict[str, int]:
+    """The sizes of the sample, by name."""
+    found = {}
+    for name in trace.symbols.values():
+        field, dims = next(iter(trace.dims_of(name).items()))
+        found[name] = trace.samples[field].shape[dims[0]]
+    return found
+
+
+def _resized(trace: Trace, sizes: Mapping[str, int], start: int) -> Batch:
+    fields = trace.samples
+    for name, size in sizes.items():
+        fields = resized(fields, trace.dims_of(name), size, start)
+    return fields
+
+
+def _is_bound(expression: Any) -> bool:
+    """Whether a question is about the lowest or highest value of one size, which torch has noted as such."""
+    return (
+        expression.is_Relational
+        and expression.rel_op in ("<", "<=", ">", ">=")
+        and any(
+            side.is_Symbol and other.is_Integer
+            for side, other in ((expression.lhs, expression.rhs), (expression.rhs, expression.lhs))
+        )
+    )
+
+
+def _others(expression: Any, names: Mapping[Any, str], sample: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes for which the answer is no, where one is not that of the sample."""
+    numbers = {int(number) + step for number in expression.atoms() if number.is_Integer for step in (-1, 0, 1)}
+    for symbol in sorted(expression.free_symbols, key=str):
+        rest = {other: sample[names[other]] for other in expression.free_symbols if other != symbol}
+        for size in sorted({*range(1, _TRIED + 1), *(number for number in numbers if number > _TRIED)}):
+            if expression.subs({**rest, symbol: size}) == False:  # noqa: E712  # sympy's
+                yield {names[symbol]: size}
+
+
+def _line(guard: Any) -> str | None:
+    frame = guard.sloc.framework_loc
+    if not isinstance(frame, traceback.FrameSummary) or is_foreign(frame.filename):
+        return None
+    return f"{Path(frame.filename).name}:{frame.lineno}"

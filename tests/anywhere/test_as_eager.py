@@ -1,0 +1,413 @@
+"""Steps that do more than a forward and a backward pass: they train as in eager, or a reason is given."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_ort import export_training
+from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training import runner
+
+
+class Case(LightningModule):
+    """A module of pieces; ``make`` registers them, ``step`` uses them."""
+
+    def __init__(self, make: Callable[[Any], None] | None, step: Callable[[Any, Any], Tensor], **rest: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        if make is not None:
+            make(self)
+        self._step, self._make = step, make
+        self.rate = rest.get("rate", 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._step(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.rate, momentum=0.9)
+
+
+def batch_of(rows: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, 4, generator=generator),
+        "y": torch.randint(0, 3, (rows,), generator=generator),
+        "t": torch.rand(rows, 3, generator=generator),
+    }
+
+
+def assert_trains_alike(module: Any, folder: Path, sizes: Any = (6, 6, 4, 7, 6), **settings: Any) -> runner.Training:
+    """Train with and without torch: the losses, and what the state has, are the same."""
+    batches = [batch_of(rows, seed) for seed, rows in enumerate(sizes)]
+    export_training(module, batches[0], folder, **settings)
+    training = runner.Training.load(folder)
+    module.log = lambda *args, **kwargs: None
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(batches):
+        loss = module.training_step(batch, number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        got = training.step({name: value.numpy() for name, value in batch.items()})["loss"]
+        assert got == pytest.approx(loss.item(), rel=1e-4, abs=1e-5), number
+    known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in training.state.items():
+        if "/" not in name:
+            np.testing.assert_allclose(value, known[name].detach().numpy(), rtol=1e-3, atol=1e-5, err_msg=name)
+    return training
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return -ctx.scale * gradient, None
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+def loss_of(self: Any, batch: Any, hidden: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(self.layer(batch["x"]) if hidden is None else hidden, batch["y"])
+
+
+def assigned(self: Any, batch: Any) -> Tensor:
+    hidden = self.layer(batch["x"])
+    self.count = self.count + 1
+    self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+    return loss_of(self, batch, hidden - self.mean) * self.count
+
+
+def teacher(self: Any) -> None:
+    self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+
+
+def following(self: Any, batch: Any, how: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    with torch.no_grad():
+        for own, other in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+            how(own, other)
+    return F.mse_loss(self.layer(batch["x"]), self.teacher(batch["x"]) + 1)
+
+
+def by_data(own: Tensor, other: Tensor) -> None:
+    own.data = own.data * 0.9 + other.data * 0.1
+
+
+def penalized(self: Any, batch: Any) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    out = torch.tanh(self.layer(x)).sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    return loss_of(self, batch) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def second_derivative(self: Any, batch: Any) -> Tensor:
+    x = batch["x"][:, :1].clone().requires_grad_()
+    u = torch.sin(self.layer(torch.cat([x, batch["x"][:, 1:]], 1))).sum(1, keepdim=True)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return (second + u).square().mean()
+
+
+def hooked(self: Any) -> None:
+    self.layer.weight.register_hook(lambda gradient: gradient * 0.5 + 0.01 * self.layer.weight)
+
+
+def hooked_after(self: Any) -> None:
+    def halve(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    self.layer.bias.register_post_accumulate_grad_hook(halve)
+
+
+def hooked_module(self: Any) -> None:
+    self.layer.register_full_backward_pre_hook(lambda module, gradients: tuple(g * 0.5 for g in gradients))
+    self.layer.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+
+def hooked_inside(self: Any, batch: Any) -> Tensor:
+    hidden = self.layer(batch["x"])
+    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    return loss_of(self, batch, hidden)
+
+
+def embedded(self: Any) -> None:
+    self.table = nn.Embedding(3, 4, max_norm=0.7)
+    with torch.no_grad():
+        self.table.weight.mul_(3)
+
+
+def averaged(self: Any) -> None:
+    self.norm = nn.BatchNorm1d(3, momentum=None)
+
+
+def recurrent(self: Any) -> None:
+    self.rnn = nn.GRU(2, 3, batch_first=True, bidirectional=True)
+
+
+def packed(self: Any, batch: Any) -> Tensor:
+    lengths = batch["y"].clamp(max=1) + 1
+    words = nn.utils.rnn.pack_padded_sequence(
+        batch["x"].reshape(-1, 2, 2), lengths, batch_first=True, enforce_sorted=False
+    )
+    out, hidden = self.rnn(words)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=2)
+    return padded.square().mean() + hidden.mean() + loss_of(self, batch)
+
+
+def ctc(self: Any, batch: Any) -> Tensor:
+    scores = self.layer(batch["x"].reshape(-1, 2, 2).repeat(1, 2, 2)).log_softmax(-1).transpose(0, 1)  # 4 times
+    targets = torch.stack([batch["y"].clamp(min=1), torch.ones_like(batch["y"])], 1)
+    lengths = batch["y"].clamp(1, 2)
+    return F.ctc_loss(scores, targets, torch.full_like(lengths, 4), lengths)
+
+
+EAGER: dict[str, tuple[Any, Any]] = {
+    "buffers assigned": (
+        lambda self: (self.register_buffer("count", torch.tensor(0.0)), self.register_buffer("mean", torch.zeros(3))),
+        assigned,
+    ),
+    "gradient reversal": (None, lambda self, batch: loss_of(self, batch, Reversed.apply(self.layer(batch["x"]), 0.3))),
+    "straight through": (None, lambda self, batch: loss_of(self, batch, Rounded.apply(self.layer(batch["x"])))),
+    "hook of a parameter": (hooked, loss_of),
+    "hook after accumulation": (hooked_after, loss_of),
+    "hooks of a module": (hooked_module, loss_of),
+    "hook of a result": (None, hooked_inside),
+    "teacher by lerp_": (teacher, lambda self, batch: following(self, batch, lambda p, q: p.lerp_(q, 0.1))),
+    "teacher by copy_": (teacher, lambda self, batch: following(self, batch, lambda p, q: p.copy_(0.9 * p + 0.1 * q))),
+    "teacher by data": (teacher, lambda self, batch: following(self, batch, by_data)),
+    "teacher by data in place": (
+        teacher,
+        lambda self, batch: following(self, batch, lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1)),
+    ),
+    "weights clipped": (
+        None,
+        lambda self, batch: [p.data.clamp_(-0.2, 0.2) for p in self.parameters()] and loss_of(self, batch),
+    ),
+    "max_norm": (embedded, lambda self, batch: loss_of(self, batch, self.layer(self.table(batch["y"]) + batch["x"]))),
+    "gradient penalty": (None, penalized),
+    "second derivative": (None, second_derivative),
+    "size logged": (None, lambda self, batch: self.log("n", batch["x"].shape[0]) or loss_of(self, batch)),
+    "gaussian_nll_loss": (
+        None,
+        lambda self, batch: F.gaussian_nll_loss(self.layer(batch["x"]), batch["t"], batch["t"] + 0.1),
+    ),
+    "logcumsumexp": (None, lambda self, batch: torch.logcumsumexp(self.layer(batch["x"]), 1).square().mean()),
+    "cumulative average": (averaged, lambda self, batch: loss_of(self, batch, self.norm(self.layer(batch["x"])))),
+    "packed": (recurrent, packed),
+    "ctc_loss": (None, ctc),
+}
+
+
+@pytest.mark.parametrize("case", EAGER)
+def test_it_trains_as_in_eager(case: str, tmp_path: Path) -> None:
+    assert_trains_alike(Case(*EAGER[case]), tmp_path / "exported")
+
+
+def checked(self: Any, batch: Any) -> Tensor:
+    if (batch["t"] > 1).any():
+        raise ValueError("no shares")
+    assert batch["t"].min() >= 0
+    if not (batch["x"] < 100).all().item():
+        raise ValueError("too large")
+    return loss_of(self, batch)
+
+
+def test_what_raises_in_eager_raises_in_the_runner(tmp_path: Path) -> None:
+    training = assert_trains_alike(Case(None, checked), tmp_path / "exported")
+    batch = {name: value.numpy() for name, value in batch_of(6, 9).items()}
+    before = training.state
+    for name, value in (("t", 1.5), ("t", -0.5), ("x", 200)):
+        wrong = {**batch, name: np.full_like(batch[name], value)}
+        with pytest.raises(ValueError, match=r"raises an error for this batch, at test_as_eager\.py:\d+"):
+            training.step(wrong)
+    for name, value in training.state.items():
+        np.testing.assert_array_equal(value, before[name])
+    training.step(batch)
+
+
+def diffused(self: Any, batch: Any) -> Tensor:
+    x, noise = batch["t"], torch.randn_like(batch["t"])
+    time = torch.randint(0, 10, (x.shape[0],))
+    share = (time.float() / 10).unsqueeze(1)
+    mixed = x * (1 - share) + noise * share
+    return F.mse_loss(self.layer(F.pad(mixed, (0, 1))), noise)
+
+
+def sampled(self: Any, batch: Any) -> Tensor:
+    hidden = self.layer(batch["x"])
+    z = torch.distributions.Normal(hidden, hidden.exp()).rsample()
+    return (z - batch["t"]).square().mean() + torch.empty(3).uniform_(-1, 1).sum() + torch.rand(3).exp().mean()
+
+
+def permuted(self: Any, batch: Any) -> Tensor:
+    order = torch.randperm(batch["x"].shape[0])
+    mix = torch.empty(()).exponential_(2.0)
+    picked = torch.multinomial(self.layer(batch["x"]).detach().softmax(1), 2)
+    hidden = self.layer(batch["x"] + mix * batch["x"][order])
+    return hidden.gather(1, picked).square().mean() + F.dropout(hidden, 0.3).mean()
+
+
+@pytest.mark.parametrize("step", [diffused, sampled, permuted])
+def test_random_numbers_are_drawn_by_the_runner(step: Any, tmp_path: Path) -> None:
+    """The export compares with the same numbers; in the runner they are others each time, of the same distribution."""
+    module = Case(None, step, rate=0.0)
+    export_training(module, batch_of(8, 0), tmp_path / "exported")
+    batch = batch_of(50, 1)
+    arrays = {name: value.numpy() for name, value in batch.items()}
+
+    def losses(seed: int, count: int) -> list[float]:
+        training = runner.Training.load(tmp_path / "exported", seed=seed)
+        return [training.step(arrays)["loss"] for _ in range(count)]
+
+    found = losses(0, 300)
+    assert len(set(found)) > 290
+    assert found[:3] == losses(0, 3) != losses(1, 3)
+    with torch.no_grad():
+        expected = [step(module, batch).item() for _ in range(300)]
+    spread = np.std(expected)
+    for share in (0.25, 0.5, 0.75):
+        assert np.quantile(found, share) == pytest.approx(np.quantile(expected, share), abs=0.4 * spread)
+
+
+def seeded(self: Any, batch: Any) -> Tensor:
+    return loss_of(self, batch) + torch.randn(3, generator=torch.Generator().manual_seed(1)).sum()
+
+
+def by_numpy(self: Any, batch: Any) -> Tensor:
+    return loss_of(self, batch) * float(np.random.rand())
+
+
+def remembered(self: Any, batch: Any) -> Tensor:
+    hidden = self.layer(batch["x"])
+    before = getattr(self, "before", None)
+    self.before = hidden.detach().mean()
+    return loss_of(self, batch, hidden if before is None else hidden * before)
+
+
+def written_elsewhere(self: Any, batch: Any) -> Tensor:
+    self.plain[0].add_(1)
+    return loss_of(self, batch) * self.plain[0]
+
+
+def hold(self: Any) -> None:
+    self.plain = [torch.zeros(())]
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "generator": (None, seeded, "a generator of its own"),
+    "NumPy": (None, by_numpy, r"uses numpy\.random: its numbers would be constants"),
+    "attribute of tensors": (None, remembered, "on state that is in no buffer"),
+    "tensor in a list": (hold, written_elsewhere, "neither a parameter nor a buffer, which a model cannot hold"),
+    "values of a parameter": (
+        None,
+        lambda self, batch: loss_of(self, batch) * float(self.layer.bias[0]),
+        "depends on the values|reads the values of layer.bias",
+    ),
+    "poisson": (None, lambda self, batch: loss_of(self, batch) + torch.poisson(batch["t"]).sum(), "cannot draw from"),
+    "one of the buffers": (
+        lambda self: self.register_buffer("last", torch.zeros(2)),
+        lambda self, batch: [setattr(self, "last", batch["x"])] and loss_of(self, batch),
+        r"assigns .* to the buffer last, which is torch\.float32\[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_model_cannot_hold_is_refused(case: str, tmp_path: Path) -> None:
+    make, step, message = REFUSED[case]
+    module = Case(make, step)
+    with pytest.raises(ExportFailed, match=message):
+        export_training(module, batch_of(6, 0), tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+BRANCHES: dict[str, tuple[Any, list[int]]] = {
+    "multiples of five": (lambda n: n % 5 == 0, [5, 10, 40]),
+    "one size": (lambda n: n == 32, [32]),
+    "more than twenty": (lambda n: n > 20, [21, 50]),
+    "odd": (lambda n: n % 2 == 1, [1, 7]),
+}
+
+
+@pytest.mark.parametrize("case", BRANCHES)
+def test_a_branch_on_a_size_is_right_or_refused(case: str, tmp_path: Path) -> None:
+    is_other, refused = BRANCHES[case]
+    module = Case(None, lambda self, batch: loss_of(self, batch) * (10 if is_other(batch["x"].shape[0]) else 1))
+    export_training(module, batch_of(6, 0), tmp_path / "exported")
+    training = runner.Training.load(tmp_path / "exported")
+    for rows in (*range(1, 13), *refused):
+        batch = batch_of(rows, rows)
+        arrays = {name: value.numpy() for name, value in batch.items()}
+        if is_other(rows):
+            with pytest.raises(ValueError, match=rf"has batch {rows}; (it must be at|the model is right where)"):
+                training.step(arrays)
+        else:
+            assert training.step(arrays, lr=0.0)["loss"] == pytest.approx(
+                module.training_step(batch, 0).item(), rel=1e-4
+            )
+
+
+class Hooked(Case):
+    """With Lightning's hooks around the step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.average.lerp_(self.layer.weight, 0.1)
+
+    def on_after_backward(self) -> None:
+        self.layer.bias.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.layer.weight.grad.norm())
+
+
+def test_hooks_around_the_step(tmp_path: Path) -> None:
+    def average(self: Any) -> None:
+        self.register_buffer("average", torch.zeros(3, 4))
+
+    from tests.anywhere.test_training_export import fit
+
+    module = Hooked(average, loss_of)
+    batches = [batch_of(6, seed) for seed in range(4)]
+    export_training(module, batches[0], tmp_path / "exported")
+    training = runner.Training.load(tmp_path / "exported")
+    for batch in batches:
+        assert training.step({name: value.numpy() for name, value in batch.items()})["norm"] > 0
+    fit(module, batches)
+    for name in ("layer.weight", "layer.bias", "average"):
+        np.testing.assert_allclose(training.state[name], module.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+class Doubled(Hooked):
+    """Writes to a buffer after the update."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.mul_(2)
+
+
+def test_what_is_written_after_the_update_is_refused(tmp_path: Path) -> None:
+    module = Doubled(lambda self: self.register_buffer("average", torch.zeros(3, 4)), loss_of)
+    with pytest.raises(ExportFailed, match="on_train_batch_end writes to average after the update"):
+        export_training(module, batch_of(6, 0), tmp_path / "exported")
