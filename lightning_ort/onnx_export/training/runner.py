@@ -15,7 +15,6 @@ Training at a time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import hashlib
@@ -72,9 +71,9 @@ class Training:
         self._checks: Arrays = {}  # what has to be true
         self._front: Arrays = state
         self._back: Arrays = {}  # a step reads one and writes the other
-        self._sessions: dict[str, Any] = {}  # by model, and so are these
-        self._bindings: dict[str, dict[int, Any]] = {}
-        self._arrays, self._results = dict[str, Arrays](), dict[str, Arrays]()
+        self._sessions: dict[str, Any] = {}  # by model
+        self._bindings: dict[int, Any] = {}  # of training.onnx, by the state that is read
+        self._inputs, self._results = Arrays(), Arrays()
         self.draws: Sequence[Any] | None = None  # random numbers to take instead of new ones
         self._random = np.random.default_rng(options["seed"])
         self._rates = [group["learning_rate"] for group in (about["optimizer"] or {}).get("groups", ())]
@@ -107,12 +106,10 @@ class Training:
         about = _read_about(folder)
         values, metadata = read_state(Path(state) if state is not None else folder / "state.safetensors")
         _check_state(values, about)
-        try:
-            counts = int(metadata.get("step", 0)), int(metadata.get("pending", 0))
-        except ValueError:
-            counts = (-1, 0)
-        if min(counts) < 0:
+        numbers = [str(metadata.get(name, "0")) for name in ("step", "pending")]
+        if not all(number.isdecimal() for number in numbers):
             raise TrainingError(f"{state or folder}: the state's number of steps is damaged.")
+        counts = int(numbers[0]), int(numbers[1])
         training = cls(folder, about, values, counts, threads=threads, providers=providers, seed=seed)
         training._session("training")
         return training
@@ -136,12 +133,12 @@ class Training:
             update = self._pending + 1 >= count
         self._settings["optimizer/step"][...] = self.updates + 1
         self._settings["optimizer/update"][...] = update
-        self._run("training", values)
+        self._train(values)
         _refuse_failed(self._checks)
         self._front, self._back = self._back, self._front
         self._pending = 0 if update else self._pending + 1
         self.updates += bool(update)
-        return {name: float(array) for name, array in self._results["training"].items()}
+        return {name: float(array) for name, array in self._results.items()}
 
     def fit(
         self, batches: Iterable[Any], lr: Any = None, progress: Callable[[int, dict[str, float]], Any] | None = None
@@ -179,10 +176,11 @@ class Training:
                 feeds[each["name"]] = self._front[each["key"]]
         outputs = self._model(name)["outputs"]
         results = session.run([output["name"] for output in outputs], feeds)
-        pairs = [(each, value) for each, value in zip(outputs, results, strict=True)]
-        _refuse_failed({each["key"]: value for each, value in pairs if each["role"] == "check"})
-        pairs = [(each, value) for each, value in pairs if each["role"] != "check"]
-        return {each["key"]: float(value) if each["role"] == "logged" else value for each, value in pairs}
+        found: dict[str, Arrays] = {"check": {}, "logged": {}, "result": {}}
+        for output, value in zip(outputs, results, strict=True):
+            found[output["role"]][output["key"]] = value
+        _refuse_failed(found["check"])
+        return found["result"] | {key: float(value) for key, value in found["logged"].items()}
 
     @property
     def state(self) -> Arrays:
@@ -203,14 +201,11 @@ class Training:
     def save(self, path: str | Path | None = None) -> Path:
         """Write the state, by default over the folder's; a file of that name stays until the new one is complete."""
         path = Path(path) if path is not None else self.folder / "state.safetensors"
-        for each in self.about["state"]:
-            array = self._front[each["name"]]
-            wrong = np.isnan(array) if each["role"] == "buffer" else ~np.isfinite(array)
+        for name, role in ((each["name"], each["role"]) for each in self.about["state"]):
+            wrong = np.isnan(self._front[name]) if role == "buffer" else ~np.isfinite(self._front[name])
             if wrong.any():
-                raise TrainingError(
-                    f"{each['name']!r} has {array[wrong][0]}: the training has failed, and nothing is saved. Load the"
-                    " last state, and take a smaller learning rate."
-                )
+                text = f"{name!r} has {self._front[name][wrong][0]}: the training has failed, and nothing is saved"
+                raise TrainingError(f"{text}. Load the last state, and take a smaller learning rate.")
         write_state(path, self._front, {"step": str(self.updates), "pending": str(self._pending)})
         return path
 
@@ -234,44 +229,37 @@ class Training:
             raise TrainingError(f"{self.folder} was exported without {name}.onnx")
         return self.about["models"][name]
 
-    def _run(self, name: str, values: Arrays) -> None:
-        """Run a model with its inputs and outputs bound to arrays: nothing is allocated from step to step."""
-        arrays = self._arrays.get(name)
-        if arrays is None or any(arrays[field].shape != value.shape for field, value in values.items()):
-            arrays = self._arrays[name] = {field: np.empty_like(value, order="C") for field, value in values.items()}
-            self._results[name] = {}
-            self._bindings[name] = {}
-        for field, value in values.items():
-            np.copyto(arrays[field], value)
-        bindings = self._bindings[name]
+    def _train(self, values: Arrays) -> None:
+        """Run training.onnx with inputs and outputs bound to arrays: nothing is allocated from step to step."""
+        arrays = self._inputs
+        if not self._bindings or any(arrays[name].shape != value.shape for name, value in values.items()):
+            arrays = self._inputs = {name: np.empty_like(value, order="C") for name, value in values.items()}
+            self._bindings = {}
+        for name, value in values.items():
+            np.copyto(arrays[name], value)
         key = id(self._front)
-        is_new = key not in bindings
+        is_new = key not in self._bindings
         if is_new:
-            bindings[key] = self._with_outputs(name)
-        binding = bindings[key]
+            self._bindings[key] = self._with_outputs()
+        binding = self._bindings[key]
         if is_new or self._providers != ["CPUExecutionProvider"]:  # others copy inputs when they are bound
-            for each in self._model(name)["inputs"]:
-                place = {"field": arrays, "random": arrays, "setting": self._settings}.get(each["role"], self._front)
-                array = place[each["name"]]
-                binding.bind_input(each["name"], "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        self._session(name).run_with_iobinding(binding)
+            for each in self._model("training")["inputs"]:
+                name = each["name"]
+                array = next(group[name] for group in (arrays, self._settings, self._front) if name in group)
+                binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._session("training").run_with_iobinding(binding)
 
-    def _with_outputs(self, name: str) -> Any:
-        binding = self._session(name).io_binding()
-        results = self._results[name]
-        for output in self.about["models"][name]["outputs"]:
-            role, key = output["role"], output["key"]
-            if role in ("parameter", "buffer", "state"):
-                place = self._back
-            else:
-                place = {"gradient": self.gradients, "check": self._checks}.get(role, results)
+    def _with_outputs(self) -> Any:
+        binding = self._session("training").io_binding()
+        places = {"gradient": self.gradients, "check": self._checks, "loss": self._results, "logged": self._results}
+        for output in self._model("training")["outputs"]:
+            place, key = places.get(output["role"], self._back), output["key"]
             if key not in place:
                 place[key] = np.empty(output["shape"], output["dtype"])
             array = place[key]
             binding.bind_output(output["name"], "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        if name == "training":
-            for key, array in self._front.items():
-                self._back.setdefault(key, array)  # what no step writes
+        for key, array in self._front.items():
+            self._back.setdefault(key, array)  # what no step writes
         return binding
 
     def _learning_rates(self, lr: Any) -> list[float]:
@@ -315,11 +303,9 @@ class Training:
         return draw(shape, np.float32)
 
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    **{"+": operator.add, "*": operator.mul, "//": operator.floordiv, "%": operator.mod, "**": operator.pow},
-    **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"and": operator.and_, "or": operator.or_, "max": max, "min": min},
-}
+_NAMES = "+:add *:mul //:floordiv %:mod **:pow ==:eq !=:ne <:lt <=:le >:gt >=:ge and:and_ or:or_"
+_OPERATORS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
+_OPERATORS |= {key: getattr(operator, name) for key, name in (pair.split(":") for pair in _NAMES.split())}
 
 
 def computed(formula: Any, sizes: dict[str, int]) -> Any:
@@ -379,15 +365,12 @@ def _as(value: Any, dtype: Any, what: str) -> Any:
 
 
 def _check_shape(shape: Sequence[int], about: dict[str, Any], sizes: dict[str, int]) -> None:
-    fits = len(shape) == len(about["shape"])
-    for size, expected in zip(shape, about["shape"], strict=True) if fits else ():
-        if isinstance(expected, int):
-            fits = fits and size == expected
-        else:
-            fits = fits and sizes.setdefault(expected, size) == size
-    if not fits:
+    expected = about["shape"]
+    pairs = zip(shape, expected, strict=False)
+    known = [size == (each if isinstance(each, int) else sizes.setdefault(each, size)) for size, each in pairs]
+    if len(shape) != len(expected) or not all(known):
         seen = f" with {sizes}" if sizes else ""
-        raise ValueError(f"field {about['name']!r} has shape {list(shape)}, but the model takes {about['shape']}{seen}")
+        raise ValueError(f"field {about['name']!r} has shape {list(shape)}, but the model takes {expected}{seen}")
 
 
 # files
@@ -432,14 +415,12 @@ def _read_about(folder: Path) -> dict[str, Any]:
 def _check_state(values: Arrays, about: dict[str, Any]) -> None:
     expected = {each["name"]: (each["dtype"], tuple(each["shape"])) for each in about["state"]}
     found = {name: (array.dtype.name, array.shape) for name, array in values.items()}
-    if found != expected:
-        names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        name = names[0]
-        raise TrainingError(
-            f"the state is of another model: {name!r} is {found.get(name, 'missing')} in the state and"
-            f" {expected.get(name, 'unknown')} in training.json"
-            + (f", and {len(names) - 1} more differ" if len(names) > 1 else "")
-        )
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            raise TrainingError(
+                f"the state is of another model: {name!r} is {found.get(name, 'missing')} in the state and"
+                f" {expected.get(name, 'unknown')} in training.json"
+            )
 
 
 def read_state(path: str | Path) -> tuple[Arrays, dict[str, str]]:
@@ -510,20 +491,10 @@ def write_state(path: str | Path, arrays: Arrays, metadata: dict[str, str]) -> N
 
 def _remove_rests(path: Path) -> None:
     """Remove what processes have left that were killed while they wrote this file."""
-    for rest in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        number = rest.name.split(".")[-2]
-        if number.isdigit() and int(number) != os.getpid() and not _is_running(int(number)):
-            with contextlib.suppress(OSError):
-                rest.unlink()
-
-
-def _is_running(process: int) -> bool:
-    if os.name != "posix":
-        return False  # a file that is open there cannot be removed
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    for rest in path.parent.glob(f".{glob.escape(path.name)}.*.part") if os.name == "posix" else ():
+        try:
+            os.kill(int(rest.name.split(".")[-2]), 0)  # asks whether it runs
+        except ProcessLookupError:
+            rest.unlink(missing_ok=True)
+        except (OSError, ValueError):
+            continue
