@@ -20,6 +20,7 @@ from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch
 from lightning_ort.strategies.while_running import WhileRunning
 
 _INTEGERS = {int}
+_LARGEST = 2**15  # numbers of an example
 _FEWEST = 4  # examples: fewer are faster one by one
 # what reads the examples of torch's data sets, and where they keep them
 _FIELDS: dict[Any, tuple[str, ...]] = {
@@ -102,8 +103,10 @@ def _batch(dataset: Any, indices: list[int]) -> Any:
         index = torch.tensor(indices, device="cpu")
         rows = []
         for tensor in (dataset,) if kind is Tensor else dataset.tensors:
-            # an example that is not contiguous is copied slower at once than one by one
             if tensor.__class__ is not Tensor or tensor.requires_grad:
+                raise _OneByOne
+            # examples that are large, or not contiguous, are copied slower at once than one by one
+            if tensor.numel() > _LARGEST * tensor.shape[0]:
                 raise _OneByOne
             if not (tensor.is_contiguous() or tensor[0].is_contiguous()):
                 raise _OneByOne

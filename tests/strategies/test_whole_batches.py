@@ -268,6 +268,12 @@ def test_a_subclass_that_changes_nothing_is_fetched_at_once() -> None:
     assert not found
 
 
+def test_large_examples_are_fetched_one_by_one() -> None:
+    with taken() as found, in_a_run():
+        list(DataLoader(TensorDataset(torch.ones(8, 40_000)), batch_size=4))
+    assert len(found) == 8
+
+
 def test_data_that_changes_while_it_is_read() -> None:
     def batches() -> list[Any]:
         dataset = TensorDataset(X.clone(), Y.clone())
