@@ -98,7 +98,7 @@ _fetched_whole: WhileRunning[WholeBatches] = WhileRunning(functools.partial(repl
 
 def _batch(dataset: Any, indices: list[int]) -> Any:
     """Return the examples as ``default_collate`` returns them."""
-    kind = _kind(dataset)
+    kind = Tensor if type(dataset) is Tensor else _kind(dataset)
     if kind is TensorDataset or kind is Tensor:
         index = torch.tensor(indices, device="cpu")
         rows = []
