@@ -217,7 +217,7 @@ class Compilation:
             is_last = is_last_graph(gm)
             passes: float = 1 if request.one_graph and is_last else PASSES
             separate = request.label != "" and is_last and has_separate_gradients(gm)
-            if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
+            if separate or monitor.gradients_differ:
                 passes = math.inf
             told = aftermath.failed, aftermath.for_eager
             check = GraphCheck.of(request.check(False), gm)  # random numbers are those of eager
