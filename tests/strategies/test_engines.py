@@ -228,6 +228,7 @@ def test_what_inductor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings in (("exact",), ("fast",), ("exact", True)):
         torch.compile(lambda x: x + 1, backend=inductor.backend_for(*settings))(torch.ones(2))
         torch._dynamo.reset()
+    assert all(options.pop("joint_custom_pre_pass") is not None for options in told)
     exact, fast, recorded = told
     assert exact == {"fallback_random": True, **inductor_repairs(True)}
     assert fast == {"fallback_random": False, **inductor_repairs(False)}
