@@ -6,11 +6,11 @@ wrong, too (:func:`_refuse`). Each was read in torch 2.13; a version without the
 """
 
 import builtins
+import contextlib
 import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -110,7 +110,8 @@ def _create_proxy(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leave_in_try(tx: Any) -> None:
     while tx is not None:
-        if any(_catches_errors_of_values(tx, target) for target in _handlers(tx)):
+        suppresses = any(_suppresses(block.with_context) for block in tx.block_stack)
+        if suppresses or any(_catches_errors_of_values(tx, target) for target in _handlers(tx)):
             _leave("an operation within `try`, whose error depends on values")
         tx = tx.parent if hasattr(tx, "parent") else None
 
@@ -123,6 +124,11 @@ def _handlers(tx: Any) -> Iterator[Any]:
         seen.add(id(entry.target))
         yield (inst := entry.target)
     yield from (block.target for block in tx.block_stack if block.target is not None)
+
+
+def _suppresses(context: Any) -> bool:
+    manager = getattr(context, "cm_obj", None)
+    return isinstance(manager, contextlib.suppress) and _is_of_values(getattr(manager, "_exceptions", Exception))
 
 
 # what operations on tensors raise because of values
@@ -185,9 +191,10 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(item, variables.UserDefinedClassVariable):
             _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
         _refuse_changed_argument(self, item)
-        before = getattr(getattr(item, "value", None), "__dict__", {}).get(name)
-        if hasattr(type(before), "__del__"):
-            _refuse(f"it replaces `{name}`, whose class {type(before).__name__} has `__del__`")
+        # its type alone: the object must not live on in a traceback
+        before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
+        if hasattr(before, "__del__"):
+            _refuse(f"it replaces `{name}`, whose class {before.__name__} has `__del__`")
         store(self, item, name, value, *args, **kwargs)
 
     return store_attr
@@ -203,7 +210,7 @@ def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_changed_argument(effects: Any, item: Any) -> None:
     """Refuse to change an argument of a function, such as the batch, after the size of a batch was to be logged."""
-    source = getattr(item, "source", None)
+    source: Any = getattr(item, "source", None)
     while hasattr(source, "base"):
         source = source.base
     name = getattr(source, "local_name", "self")
@@ -245,7 +252,7 @@ def _hash(hash_by_identity: Callable[..., Any]) -> Callable[..., Any]:
     """Leave what is compared by value and has none yet, such as an f-string of a number in a graph, to Python."""
 
     def hash_impl(self: Any, tx: Any) -> Any:
-        with suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError):
             if issubclass(self.python_type(), (str, bytes, int, float, tuple, frozenset)):
                 _leave(f"a {self.python_type().__name__} that is made of a tensor's values as a key")
         return hash_by_identity(self, tx)

@@ -63,6 +63,7 @@ def joint_pass(edit: Callable[[fx.GraphModule], None]) -> Any:
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
+            assert graph.owning_module is not None
             edit(graph.owning_module)
 
         def uuid(self) -> Any:  # for inductor's cache

@@ -23,6 +23,7 @@ MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
 _MAX_DEPTH = 12
 GRADIENT = "gradient of "
 _SMALL_GRADIENT = 1e-3  # of the largest mean magnitude: gradients that are roundings alone
+_ROUNDINGS = 4 * torch.finfo(torch.float32).eps  # of the loss
 # their objects are machinery, such as the Trainer, locks and files
 _MACHINERY = {
     *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
@@ -82,12 +83,17 @@ def differences(own: Mapping[str, Value], eager: Mapping[str, Value], tolerance:
     small = _SMALL_GRADIENT * max(
         (_mean(value) for name, value in eager.items() if name.startswith(GRADIENT)), default=0.0
     )
+    # a gradient that is zero but for the roundings of what it is the difference of
+    loss = max((_mean(value) for name, value in eager.items() if name.startswith("output")), default=0.0)
+    roundings = _ROUNDINGS * loss
     for name in dict.fromkeys((*eager, *own)):
         if name not in own or name not in eager:
             found.other[name] = "is missing" if name not in own else "is there only in the captured step"
             continue
         one, two = own[name], eager[name]
         if isinstance(one, Numbers) and isinstance(two, Numbers) and one.kind == two.kind:
+            if name.startswith(GRADIENT) and one.magnitude + two.magnitude <= roundings * one.count:
+                continue
             scale = max(one.magnitude, two.magnitude, small * one.count if name.startswith(GRADIENT) else 0.0)
             if (relative := _relative(one, two, scale)) > tolerance:
                 found.relative[name] = relative
