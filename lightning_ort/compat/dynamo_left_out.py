@@ -7,6 +7,7 @@ wrong, too (:func:`_refuse`). Each was read in torch 2.13; a version without the
 
 import builtins
 import contextlib
+import dis
 import operator
 import types
 import weakref
@@ -21,6 +22,7 @@ from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+from lightning_ort.compat.dynamo_messages import is_installed
 from lightning_ort.compat.torch import hint_of
 
 
@@ -110,8 +112,7 @@ def _create_proxy(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leave_in_try(tx: Any) -> None:
     while tx is not None:
-        suppresses = any(_suppresses(block.with_context) for block in tx.block_stack)
-        if suppresses or any(_catches_errors_of_values(tx, target) for target in _handlers(tx)):
+        if any(_catches_errors_of_values(tx, target) for target in _handlers(tx)):
             _leave("an operation within `try`, whose error depends on values")
         tx = tx.parent if hasattr(tx, "parent") else None
 
@@ -126,11 +127,36 @@ def _handlers(tx: Any) -> Iterator[Any]:
     yield from (block.target for block in tx.block_stack if block.target is not None)
 
 
-def _suppresses(context: Any) -> bool:
-    manager = getattr(context, "cm_obj", None)
-    return isinstance(manager, contextlib.suppress) and _is_of_values(getattr(manager, "_exceptions", Exception))
+def _enter(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave ``with`` blocks whose context manager may catch errors, for the same reason."""
+
+    def enter_block(self: Any, *args: Any) -> Any:
+        if _suppresses(self.cm_obj):
+            _leave(f"`with` and a `{type(self.cm_obj).__name__}`, which may catch errors")
+        return enter(self, *args)
+
+    return enter_block
 
 
+def _suppresses(manager: Any) -> bool:
+    """Whether a context manager may catch what an operation raises."""
+    if isinstance(manager, contextlib.suppress):
+        return _is_of_values(getattr(manager, "_exceptions", Exception))
+    if isinstance(manager, contextlib._GeneratorContextManager):
+        return any(inst.opname in _MATCHES for inst in dis.get_instructions(manager.func))
+    code = getattr(getattr(type(manager), "__exit__", None), "__code__", None)
+    if code is None or is_installed(code.co_filename):
+        return False
+    before = None  # the last instruction
+    for inst in dis.get_instructions(code):
+        value = before if inst.opname == "RETURN_VALUE" else inst if inst.opname == "RETURN_CONST" else None
+        if value is not None and (not value.opname.endswith("_CONST") or value.argval):
+            return True
+        before = inst
+    return False
+
+
+_MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 # what operations on tensors raise because of values
 _OF_VALUES = (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError, MemoryError)
 
@@ -142,7 +168,7 @@ def _catches_errors_of_values(tx: Any, target: Any) -> bool:
         return False
     found: list[Any] = []  # what stands between the start and the match of a type
     for inst in tx.instructions[start : start + 64]:
-        if inst.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+        if inst.opname in _MATCHES:
             if any(map(_is_of_values, found)):
                 return True
             found = []
@@ -312,6 +338,7 @@ LEFT_OUT: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]
     (variables.TorchInGraphFunctionVariable, "call_function", _check),
     (SubgraphTracer, "create_proxy", _create_proxy),
     (variables.UserFunctionVariable, "bind_args", _bind),
+    (getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter),
     (SideEffects, "store_attr", _store),
     (SideEffects, "mutation", _mutate),
     (variables.UserDefinedClassVariable, "call_function", _construct),

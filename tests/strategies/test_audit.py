@@ -483,6 +483,15 @@ def test_gradients_that_are_roundings_are_compared_with_those_of_others() -> Non
         return gradients(module)
 
     assert not differences(with_gradients(1e-9), with_gradients(-1e-9), 1e-3).names
+
+    def alone(value: float, loss: float) -> Any:
+        module = nn.Linear(2, 2)
+        module.bias.grad = torch.full((2,), value)
+        return numbers(output={"loss": torch.tensor(loss)}) | gradients(module)
+
+    assert not differences(alone(6e-8, 1.1), alone(-6e-8, 1.1), 1e-3).names
+    assert differences(alone(6e-8, 1e-5), alone(-6e-8, 1e-5), 1e-3).names == {"gradient of bias"}
+    assert differences(alone(6e-6, 1.1), alone(-6e-6, 1.1), 1e-3).names == {"gradient of bias"}
     assert differences(with_gradients(1e-2), with_gradients(-1e-2), 1e-3).names == {"gradient of bias"}
 
 

@@ -99,6 +99,10 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
             "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
         ),
         (
+            Event(Way("ort", "modules"), "loses", 20, Verdict(), {Way("ort", "modules"): 0.02, UNCHANGED: 0.01}),
+            "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
+        ),
+        (
             Event(ORT, "wins", 20, Verdict(is_clear=False), {ORT: 0.001, UNCHANGED: 0.009}),
             "ONNX Runtime goes on, without a clear difference, 1 ms a step (9 ms in PyTorch)",
         ),
