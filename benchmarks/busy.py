@@ -8,6 +8,7 @@ number of steps that takes stock about so many seconds. The ratio of the sums is
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,9 +25,9 @@ from lightning.pytorch import Trainer, seed_everything
 import lightning_ort
 from lightning_ort._stopwatch import Stopwatch
 
-DEFAULT = ("MLP:15", "Autoencoder:15", "CNN:15", "LSTM:15", "SmallGPT:15", "MLP:100")
+DEFAULT = ("MLP:8", "Autoencoder:8", "CNN:8", "LSTM:8", "SmallGPT:8", "MLP:60")
 TURNS = ("stock", "ort", "ort", "stock")
-LONG = 60  # seconds from which on each has one turn
+LONG = 30  # seconds from which on each has one turn
 MOST = 1.15
 LOAD = "import torch; x = torch.ones(1500, 1500)\nwhile True: x @ x"
 
@@ -107,9 +108,11 @@ def main() -> None:
     table = table_of(title, ["module", "steps"], columns)
     table.add_column("what the report says of the last")
     out = console(160)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the programs end too
     with load(args.programs):
         for name, _, seconds in (module.partition(":") for module in args.modules):
-            table.add_row(*compare(name, float(seconds)))
+            table.add_row(*(row := compare(name, float(seconds))))
+            print(*row, file=sys.stderr, flush=True)
     out.print(table)
 
 

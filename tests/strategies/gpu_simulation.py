@@ -61,7 +61,13 @@ MODELS = {
 
 def _facts(model: Model) -> StepFacts:
     return StepFacts(
-        on_gpu=True, trains=True, operations=model.operations, usual=model.stock, is_first=True, on_ort=0.0, training=0.0
+        on_gpu=True,
+        trains=True,
+        operations=model.operations,
+        usual=model.stock,
+        is_first=True,
+        on_ort=0.0,
+        training=0.0,
     )
 
 
@@ -128,7 +134,9 @@ def rows() -> list[tuple[str, str, float, float, float, float]]:
 
 
 if __name__ == "__main__":
-    print(f"{'model':17}{'steps':>18}{'stock':>9}{'by hand':>9}{'before':>9}{'now':>9}{'now/stock':>11}{'now/hand':>10}")
+    print(
+        f"{'model':17}{'steps':>18}{'stock':>9}{'by hand':>9}{'before':>9}{'now':>9}{'now/stock':>11}{'now/hand':>10}"
+    )
     for name, steps, stock, hand, before, now in rows():
         figures = f"{stock:9.0f}{hand:9.0f}{before:9.0f}{now:9.0f}{now / stock:11.2f}{now / hand:10.2f}"
         print(f"{name:17}{steps:>18}{figures}")

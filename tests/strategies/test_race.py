@@ -249,11 +249,11 @@ def test_a_difference_within_the_spread_is_not_clear() -> None:
 
 
 def test_more_memory_has_to_be_worth_it() -> None:
-    for faster, wins in ((0.98, False), (0.9, True)):
+    for faster, after, wins in ((0.98, 120.0, False), (0.9, 120.0, True), (0.98, 109.0, True)):
         race = make(cost=0.0)
         for _ in range(100):
             way = race.next(Now(10_000, memory=lambda: 100.0))
-            race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=120.0))
+            race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=after))
         assert (race.champion == ORT) is wins
 
 
@@ -280,6 +280,8 @@ def test_checks_become_rare() -> None:
     order = drive(race, {"unchanged": 0.1, "ort": 0.05}, 3 * RARER * RECHECK)
     starts = [n for n in range(30, len(order)) if order[n] == "unchanged" and order[n - 2 : n] == ["ort"] * 2]
     assert len(happened(race)) == 4  # starts, wins, and twice again
+    (won,) = [event.step for event in race.events if event.what == "wins" and not event.why.after]
+    assert order.index("unchanged", won) in (won + RECHECK, won + RECHECK + 1)
     assert starts[0] >= RECHECK
     assert starts[-1] >= RARER * RECHECK
 
