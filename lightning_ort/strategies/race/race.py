@@ -277,7 +277,7 @@ class Race:
         self._duel = None
         checked = duel.challenger == self.champion  # by the unchanged step
         number = sum(event.what in ("wins", "loses") for event in self.events)
-        more = 0.0 if checked or not duel.memory else max(0.0, memory / duel.memory - 1)
+        more = 0.0 if not duel.memory else max(0.0, memory / duel.memory - 1)
         own = {str(way): seconds for way, seconds in duel.medians.items()}
         facts = {**own, "memory": more, "busy": float(duel.is_busy)}
         agreed = facts | dict(self._agree(f"duel/{number}/{'/'.join(own)}", facts))
