@@ -75,6 +75,7 @@ def test_what_is_saved_is_what_lower_quartiles_and_medians_say() -> None:
     assert duel(*[(0.1, 0.3)] * 4).saved_by(ORT) == pytest.approx(0.2)
     assert duel(*[(0.1, 0.3)] * 4).saved_by(UNCHANGED) == 0.0
     assert duel((0.1, 0.1), (0.1, 0.1), (0.1, 0.9), (0.1, 0.9)).saved_by(ORT) == pytest.approx(0.0)
+    assert duel(*((0.05, other) for other in (0.1, 0.2, 0.3, 0.4))).saved_by(ORT) == pytest.approx(0.125)
     # the upper half is what other work makes of it
     assert duel((0.1, 0.2), (0.1, 0.2), (0.1, 0.2), (0.9, 0.2)).saved_by(ORT) == pytest.approx(0.1)
 

@@ -255,6 +255,8 @@ def test_more_memory_has_to_be_worth_it() -> None:
             way = race.next(Now(10_000, memory=lambda: 100.0))
             race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=after))
         assert (race.champion == ORT) is wins
+        (verdict,) = [event.why for event in race.events if event.what in ("wins", "loses")]
+        assert verdict.more_memory == pytest.approx(0.0 if wins else 0.2)
 
 
 # After a duel
@@ -547,7 +549,8 @@ def test_what_an_unchanged_step_takes_is_what_it_took_last() -> None:
     race = make(cost=0.0)
     drive(race, {"unchanged": 0.1}, FIRST)
     assert race.usual == 0.1
-    drive(race, {"unchanged": 0.2, "ort": 0.9}, 10)
+    while ("ort", "loses") not in happened(race):
+        drive(race, {"unchanged": 0.2, "ort": 0.9}, 1)
     assert race.usual == 0.2
     # a duel has few of them, so more are timed after it
     assert race.champion == UNCHANGED

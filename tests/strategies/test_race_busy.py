@@ -196,6 +196,7 @@ def test_a_champion_that_fails_gives_way_to_the_one_that_it_has_beaten() -> None
     race, times = make(ORT, INDUCTOR, cost=0.0), {UNCHANGED: 0.1, ORT: 0.08, INDUCTOR: 0.05}
     drive(race, times, 100)
     assert race.champion == INDUCTOR
+    assert race.saving == pytest.approx(0.05)  # of the unchanged step
     race.fail(INDUCTOR, Failure("gradients are accumulated now"))
     assert race.champion == ORT
     assert race.saving == pytest.approx(0.02)
