@@ -161,7 +161,7 @@ def globals_of(function: Any) -> dict[str, Any]:
 
 def class_attributes(kind: type) -> dict[str, Any]:
     """Return the plain attributes of a class and its bases that are no machinery."""
-    kinds = [base for base in kind.__mro__ if not _is_machinery(base) and base is not object]
+    kinds = [base for base in kind.__mro__ if not is_machinery(base) and base is not object]
     return {
         f"{base.__name__}.{name}": value
         for base in kinds
@@ -239,7 +239,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
             found.append((f"[{key!r}]"[:80] if plain else f"[item {index}]", item))
     elif isinstance(value, (list, tuple, deque)):
         found = [(f"[{index}]", item) for index, item in enumerate(value)]
-    if not _is_machinery(type(value)):
+    if not is_machinery(type(value)):
         found += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
         slots = [(name, getattr(value, name, None)) for name in _slots(type(value))]
         found += [(f".{name}", item) for name, item in slots if not inspect.ismethod(item)]
@@ -254,7 +254,8 @@ def _slots(kind: type) -> list[str]:
     return found
 
 
-def _is_machinery(kind: type) -> bool:
+def is_machinery(kind: Any) -> bool:
+    """Return whether a class or function is none of the user's."""
     return kind.__module__.partition(".")[0] in _MACHINERY
 
 
