@@ -1,6 +1,8 @@
 """Private names of torch's optimizers, and of the files that ``torch.save`` writes."""
 
 import functools
+import inspect
+import linecache
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_ort.compat.lightning_sources import digest
 
 
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -149,15 +153,20 @@ def note_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def _zero_grad_is_known() -> bool:
+    code = inspect.unwrap(Optimizer.zero_grad).__code__
+    return digest(linecache.getlines(code.co_filename), code.co_firstlineno, "torch") == "bc15fd7a43a8"
+
+
+_STOCK_ZERO_GRAD = Optimizer.zero_grad if _zero_grad_is_known() else None
+
+
 def drop_gradients(optimizer: Any) -> None:
     """Do what ``zero_grad`` does, without its entry for torch's profiler where that does not run (torch 2.13)."""
-    own = getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad and _ZERO_GRAD_IS_KNOWN
-    if not own or torch.autograd._profiler_enabled():
+    own = getattr(optimizer.zero_grad, "__func__", ())
+    if own is not _STOCK_ZERO_GRAD or torch.autograd._profiler_enabled():
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-_ZERO_GRAD_IS_KNOWN = True

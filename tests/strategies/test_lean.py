@@ -37,7 +37,7 @@ def check(seed: int, folder: Path) -> None:
     assert_same(resumed["stock"], resumed["lean"], f"resumed, {what}")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(10), 84, 100])  # the last two have shown defects
 def test_same_record(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 

@@ -20,26 +20,28 @@ class Bars:
         progress = namespace.submodule("callbacks.progress")
         kinds = [progress.TQDMProgressBar, progress.RichProgressBar]
         self.draws = {vars(kind)[name] for kind in kinds for name in _DRAWING}
+        self._by_batches = progress.TQDMProgressBar
         self._get_metrics = {kind.get_metrics for kind in kinds}
-        self._every_n = progress.TQDMProgressBar  # the one whose refresh rate is a number of batches
         self._drawn_at = 0.0
-        self._waiting: Callable[[], Any] | None = None
+        self._waiting: dict[Callable[..., Any], Callable[[], Any]] = {}
         self.must_draw = False  # for this batch: something may happen after it that people see
 
     def waits(self, bar: Any, draw: Callable[..., Any], trainer: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a bar need not draw this batch, which it is then asked to later."""
         if getattr(bar.get_metrics, "__func__", None) not in self._get_metrics:
             return False
+        if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
+            return False  # it is drawn rarely, in batches that it chooses itself
         now = time.monotonic()
         if self.must_draw or now - self._drawn_at >= PICTURES:
-            if now - self._drawn_at >= PICTURES or self.must_draw:
-                self._drawn_at, self._waiting = now, None
+            self._drawn_at = now
+            self._waiting.pop(draw, None)
             return False
-        self._waiting = lambda: draw(trainer, trainer.lightning_module, *args)
+        self._waiting[draw] = lambda: draw(trainer, trainer.lightning_module, *args)
         return True
 
     def catch_up(self) -> None:
         """Draw what waits."""
-        if (draw := self._waiting) is not None:
-            self._waiting = None
+        waiting, self._waiting = self._waiting, {}
+        for draw in waiting.values():
             draw()

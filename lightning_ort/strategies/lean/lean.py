@@ -64,6 +64,8 @@ class Lean:
     def teardown(self) -> None:
         """Undo :meth:`setup`; a second call does nothing."""
         for thing in self._changed:
+            if isinstance(thing, LeanConnector):
+                thing.make()  # after an error, what the last batch has logged is still to be seen
             thing.__class__ = type(thing).stock_class
             del thing.__dict__["_lean"]
         self._changed.clear()

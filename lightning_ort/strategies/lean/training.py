@@ -137,6 +137,7 @@ class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer = self.trainer
         if self._skip_next_val or self._may_end_or_validate() or trainer.received_sigterm:
+            self._lean.bars.catch_up()
             return super().on_advance_end(data_fetcher)
         if self._lean.strategy.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
