@@ -3,8 +3,10 @@
 Each function names the torch version that it was read in.
 """
 
+import math
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -104,6 +106,25 @@ next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 def is_recorded_before(value: Any, number: int) -> bool:
     """Whether a tensor was computed before autograd recorded the node of a number, in this thread (torch 2.13)."""
     return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn._sequence_nr() < number
+
+
+def is_share(value: torch.Tensor, leaf: torch.Tensor | None, share: float) -> bool:
+    """Whether a tensor is a leaf, divided by one number, and its gradient that of the leaf times this share (2.13)."""
+    node: Any = value.grad_fn
+    return (
+        type(node).__name__ == "DivBackward0"
+        and getattr(node.next_functions[0][0], "variable", None) is leaf
+        and node.next_functions[1][0] is None
+        and math.isclose(share * float(node._saved_other), 1, rel_tol=1e-7)  # a share is rounded to float32
+    )
+
+
+def at_gradient(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
+    """Call a function when a new leaf has got a gradient, by a hook that nothing can remove (torch 2.13).
+
+    A handle would count among the hooks that were made, so that each module were asked for new ones in each step.
+    """
+    leaf._post_accumulate_grad_hooks = OrderedDict({0: call})
 
 
 def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:

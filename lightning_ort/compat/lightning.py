@@ -150,6 +150,19 @@ def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:
         trainer.strategy.backward(result.closure_loss, optimizer)
 
 
+def backward_with(strategy: "Strategy", run: Callable[[Any], bool], loss: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Do what ``Strategy.backward`` does, with a function that computes gradients if it returns True (2.6)."""
+    module, precision = strategy.lightning_module, strategy.precision_plugin
+    assert module is not None
+    strategy.pre_backward(loss)
+    loss = precision.pre_backward(loss, module)
+    if not run(loss):
+        precision.backward(loss, module, *args)
+    loss = precision.post_backward(loss, module)
+    strategy.post_backward(loss)
+    return loss
+
+
 def closure_of_step(precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
     """Run the closure of an optimizer's step, the hooks before the update and clipping, as ``Precision`` does (2.6)."""
     return precision._wrap_closure(model, optimizer, closure)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from lightning_ort._busy import is_busy
-from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
@@ -93,7 +91,6 @@ class Compilation:
         if name is not None and (kept := self._cache.load_graphs(name)) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
-        watch = Stopwatch()
         messages, compiled = len(report.fallbacks) + len(report.notes), len(report.graphs)
         try:
             run = self._traced(source, inputs)
@@ -103,8 +100,7 @@ class Compilation:
         if run is None:
             return gm.forward
         if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
-            told = len(report.fallbacks) + len(report.notes) > messages
-            if name is not None and not told and not is_busy(watch.slowdown):
+            if name is not None and len(report.fallbacks) + len(report.notes) == messages:
                 self._cache.store_graphs(name, self._graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
         return self._guarded(captured.writes.hide(run), source)
@@ -221,7 +217,7 @@ class Compilation:
             is_last = is_last_graph(gm)
             passes: float = 1 if request.one_graph and is_last else PASSES
             separate = request.label != "" and is_last and has_separate_gradients(gm)
-            if separate or monitor.gradients_differ:
+            if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
                 passes = math.inf
             told = aftermath.failed, aftermath.for_eager
             check = GraphCheck.of(request.check(False), gm)  # random numbers are those of eager
@@ -230,7 +226,8 @@ class Compilation:
             return guard
         # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
         drop = None if reads_gradients() else request.drop_gradients
-        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request.writes_gradients, drop)
+        direct = request.writes_gradients, drop, request.leave_gradients
+        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), *direct)
         guard = GuardedGraph(step, eager, monitor, aftermath.failed, aftermath.for_eager, passes=0)
         request.keep(guard)
         return guard

@@ -49,6 +49,9 @@ class CompileRequest:
         writes_gradients: Returns whether ``loss.backward()`` may write gradients to parameters without the autograd
             engine.
         drop_gradients: Drops the gradients of the last step, where that is possible, before large new ones are made.
+        leave_gradients: Takes a function that returns the gradients of a run
+            (:class:`~lightning_ort.compiler.step_graph.WaitingGradients`); calls it, and returns True, if they are
+            handed over in place of ``loss.backward()``.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
         split: Takes why a step that was run as one graph needs separate passes.
@@ -66,6 +69,7 @@ class CompileRequest:
     check_budget: Callable[[], None] = lambda: None
     writes_gradients: Callable[[], bool] = lambda: False
     drop_gradients: Callable[[], None] = lambda: None
+    leave_gradients: Callable[[Callable[[], Any]], bool] = lambda make: False
     agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None
     refuse: Callable[[Reason], None] | None = None
     split: Callable[[str], None] = lambda why: None

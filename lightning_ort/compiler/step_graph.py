@@ -8,6 +8,7 @@ Gradients are linear in the gradient of the loss, which is an input of the graph
 again, such as 1, or the scale of a gradient scaler. If another one arrives, the gradients are multiplied.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from torch import fx
 
 from lightning_ort.compat.autograd import (
     JointFacts,
+    at_gradient,
     have_gradient_hooks,
+    is_share,
     joint_facts,
     keeps_graph,
     without_autocast,
@@ -93,6 +96,62 @@ _TWICE = (
 )
 
 
+class WaitingGradients:
+    """The gradients of a run whose loss is a leaf, which need nothing of autograd's engine.
+
+    Args:
+        loss: The loss.
+        expected: The gradient of it for which they were computed.
+        parameters: What they are the gradients of.
+        gradients: They.
+        taken: Called with the gradient of the loss when they are asked for, if another one is.
+
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        expected: float,
+        parameters: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor],
+        taken: Callable[[torch.Tensor | None], None],
+    ) -> None:
+        self._loss: torch.Tensor | None = loss
+        self._expected, self._parameters, self._gradients, self._taken = expected, parameters, gradients, taken
+        loss.requires_grad_()
+        # for whoever calls `backward` himself, or has done something with the loss before
+        at_gradient(loss, self._take)
+
+    def are_of(self, loss: torch.Tensor) -> bool:
+        """Return whether they are what ``loss.backward()`` computes, where it is the loss or a share of it."""
+        return (
+            loss is self._loss if self._expected == 1 and loss.is_leaf else is_share(loss, self._loss, self._expected)
+        )
+
+    def hand_over(self) -> None:
+        """Do what ``backward()`` does."""
+        self._loss = None  # which refers to this object
+        self._taken(None)
+        self._add(self._gradients)
+
+    def _take(self, loss: torch.Tensor) -> None:
+        if not self._gradients:
+            raise RuntimeError(_TWICE)
+        gradients = [gradient.clone() for gradient in self._gradients] if keeps_graph() else self._gradients
+        tangent, loss.grad = loss.grad, None
+        assert tangent is not None
+        if float(tangent) != self._expected:
+            torch._foreach_mul_(gradients, tangent / self._expected)
+        self._taken(tangent)
+        self._add(gradients)
+
+    def _add(self, gradients: list[torch.Tensor]) -> None:
+        if gradients is self._gradients:
+            self._gradients = []
+        if not _accumulate(self._parameters, gradients):
+            torch.autograd.backward(self._parameters, gradients)
+
+
 @dataclass
 class _Pass:
     """One run of a step, whose gradients wait."""
@@ -117,6 +176,8 @@ class StepGraph:
         direct: Returns whether gradients may be written to parameters without the autograd engine: whether
             ``loss.backward()`` runs, and nothing but the hooks of tensors observes it.
         drop: Called before each run if the gradients are large; drops those of the last one where that is possible.
+        leave: Called with the gradients of a run; returns whether somebody hands them over when their time has come,
+            without autograd's engine.
 
     """
 
@@ -128,10 +189,12 @@ class StepGraph:
         on_second_gradient: Callable[[], None],
         direct: Callable[[], bool],
         drop: Callable[[], None] | None,
+        leave: Callable[[Callable[[], WaitingGradients]], bool],
     ) -> None:
         assert source.facts is not None
         assert source.gm is not None
         assert source.run is not None
+        self._leave = leave
         self._run = source.run
         self._eager = eager
         self._misfit = misfit
@@ -181,6 +244,12 @@ class StepGraph:
         results = list(outputs[len(self._written) : self._start])
         gradients = list(map(outputs.__getitem__, self._gradients))
         inputs, others = list(map(args.__getitem__, self._targets)), map(args.__getitem__, self._others)
+        if not self._keeps and all(map(_IS_LEAF, inputs)):
+            loss = results[self._differentiable[self._loss]]
+            make = functools.partial(WaitingGradients, loss, expected[0], inputs, gradients, self._took)
+            if self._leave(make):
+                self._waits = True
+                return tuple(results)
         one = _Pass(gradients, expected, list(map(results.__getitem__, self._differentiable)))
         if all(map(_IS_LEAF, inputs)):
             one.parameters = inputs
@@ -190,6 +259,11 @@ class StepGraph:
             results[index] = result
         self._waits = True
         return tuple(results)
+
+    def _took(self, tangent: torch.Tensor | None) -> None:
+        self._waits = False
+        if tangent is not None:
+            self._expect(tangent)
 
     def backward(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of a run for those of its results."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
+    from lightning_ort.compiler.step_graph import WaitingGradients
     from lightning_ort.strategies.capture.step import CapturedStep
 
 Part = Literal["step", "modules"]
@@ -84,6 +85,7 @@ class CapturedModule:
         self.optimizers: Any = None
         self._gradients: tuple[bool, bool, bool] | None = None  # as of may_touch_gradients
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
+        self.waiting: WaitingGradients | None = None  # for the backward pass of the step
         self.in_backward = False  # whether a backward pass of the Trainer runs
         self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
@@ -308,6 +310,21 @@ class CapturedModule:
         Not where that looks for the operation that makes a NaN.
         """
         return self.in_backward and (self._gradients or self.may_touch_gradients)[0] and not torch.is_anomaly_enabled()
+
+    def leave_gradients(self, make: Callable[[], "WaitingGradients"]) -> bool:
+        """Let the gradients of a step wait for its backward pass, if nothing else takes part in that."""
+        if not (self._gradients or self.may_touch_gradients)[0] or torch.is_anomaly_enabled():
+            return False
+        self.waiting = make()
+        return True
+
+    def hand_over_gradients(self, loss: torch.Tensor) -> bool:
+        """Do what ``loss.backward()`` does, if gradients wait for that."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is None or not waiting.are_of(loss):
+            return False
+        waiting.hand_over()
+        return True
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the last step now, and not right after this one, where nobody sees the difference."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
-from lightning_ort.compat.lightning import lightning_optimizers
+from lightning_ort.compat.lightning import backward_with, lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.graph_check import GraphDiffers
@@ -43,7 +43,6 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.python_watch import PythonWatch
 from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
@@ -70,7 +69,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn = Turn()
         self._compiled = CompiledWays(module.recorded.own)
         self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
-        self._hooks, self._python, self._new_hooks = HookWatch(module.module), PythonWatch(module.module), 0
+        self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
         self._audit, self._graph_audit = StepAudit(module, name), GraphAudit(module, name)
@@ -145,7 +144,7 @@ class CapturedStep(AbstractContextManager[None]):
                 del attributes[self._name]
             else:
                 attributes[self._name] = self._before
-        turn, has_new_hooks = self._turn, self._hooks.found_new() or self._python.changed()
+        turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
             turn.quiet -= 1
         elif self._ask((args, kwargs), has_new_hooks):
@@ -247,10 +246,10 @@ class CapturedStep(AbstractContextManager[None]):
         return bool(self._compiled) or any(way.part == "modules" for way in race.living)
 
     def _compile_with_hooks(self, race: Race) -> None:
-        """Compile again with hooks that were added to modules, and such, which dynamo sees only when it compiles."""
+        """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
         self._new_hooks += 1
-        if self._new_hooks > NEW_HOOKS or self._python.module_replaced:
-            text = f"{self._new_hooks} steps came with new hooks, or other things under names that they use"
+        if self._new_hooks > NEW_HOOKS:
+            text = f"{self._new_hooks} steps came with new hooks"
             self._fail(race.champion, failures.for_eager_alone(Reason(ReasonType.RECOMPILING, text)))
             self._tell(race)
         else:
@@ -300,7 +299,6 @@ class CapturedStep(AbstractContextManager[None]):
         if (logger := module.shims.logger).calls or logger.made:
             logger.end_step()
         if module.monitor.saw_compile:
-            self._python.look(self._user.call)
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
         if differs:
@@ -322,7 +320,8 @@ class CapturedStep(AbstractContextManager[None]):
         if way.part == "modules":
             return self._user.call, self._module.module_shims(way.engine)
         compiled = self._compiled.get(way, lambda: self._module.compile(self._user.call, way.engine))
-        return compiled, self._module.shims
+        call = dynamo.without_wrapper(compiled, self._user.call) if way.engine == "ort" else compiled
+        return call, self._module.shims
 
     def _stance(self, way: Way) -> AbstractContextManager[Any]:
         """Return a context in which another compiler's champion runs unchanged what it would have to compile again.
@@ -346,6 +345,7 @@ class CapturedStep(AbstractContextManager[None]):
             check_budget=weakly(self._check_budget),
             writes_gradients=weakly(module.writes_gradients),
             drop_gradients=weakly(module.drop_gradients),
+            leave_gradients=weakly(module.leave_gradients, False),
             agree=module.agree,
             refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
             split=lambda why: fail(way, failures.without_one_graph(way, why)),
@@ -435,7 +435,10 @@ class CapturedStep(AbstractContextManager[None]):
         module.in_backward = True
         try:
             with turn.timed() if turn.is_timed else _NO_CONTEXT, recorded:
-                result = run(*args, **kwargs)
+                if module.waiting is None or kwargs:
+                    result = run(*args, **kwargs)
+                else:
+                    result = backward_with(module.strategy, module.hand_over_gradients, *args)
         except RuntimeError as error:
             if not is_double_backward_error(error):
                 raise
