@@ -3,6 +3,8 @@
 import os
 import time
 
+from lightning_ort._busy import slowdown
+
 _FILE = "/proc/thread-self/schedstat"  # nanoseconds on a processor, those of waiting for one, time slices
 
 
@@ -22,6 +24,11 @@ class Stopwatch:
         if waited is not None and self._waited is not None:
             return seconds, min(waited - self._waited, seconds)
         return seconds, seconds * max(0.0, 1 - 1 / _load())
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long it has taken so far as on an idle machine."""
+        return slowdown(*self.read())
 
 
 def _seconds_waited() -> float | None:

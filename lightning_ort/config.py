@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args
 
@@ -81,7 +81,7 @@ class DebugSettings:
             check_choice(name, getattr(self, name), choices, _DEBUG)
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
-            if isinstance(value, list):  # from YAML or JSON
+            if isinstance(value, Sequence) and not isinstance(value, str):  # from YAML, JSON or OmegaConf
                 object.__setattr__(self, name, value := tuple(value))
             if value is not None and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
                 raise TypeError(f"{passed(name, value, _DEBUG)}: pass a list of strings.")

@@ -91,6 +91,12 @@ def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def machines_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    # or what tests find would depend on what else runs
+    monkeypatch.setattr("lightning_ort._busy.SLOWDOWN", 1e9)
+
+
+@pytest.fixture(autouse=True)
 def audits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     # about one in each run, and what the time of a run allows; those of audits ask for more
     monkeypatch.setattr("lightning_ort.strategies.audit.schedule.SECONDS", 0.15)

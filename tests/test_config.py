@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import re
 
@@ -23,6 +24,8 @@ def test_parse_keeps_lists_from_yaml_as_tuples():
     config = ORTConfig.parse({"debug": {"torch_ops": ["aten.gelu"], "providers": ["CPUExecutionProvider"]}})
     assert config.debug.torch_ops == ("aten.gelu",)
     assert config.debug.providers == ("CPUExecutionProvider",)
+    other = collections.UserList(["aten.gelu"])  # as OmegaConf has them
+    assert ORTConfig.parse({"debug": {"torch_ops": other}}).debug.torch_ops == ("aten.gelu",)
 
 
 def test_off_in_yaml_is_false():

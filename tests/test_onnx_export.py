@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
@@ -358,7 +358,9 @@ def test_callback(make_trainer: Callable[..., Trainer], tmp_path: Path, caplog: 
     best = ModelCheckpoint(tmp_path / "checkpoints", monitor="val_loss", save_top_k=2)
     export = OnnxExport(tmp_path / "model.onnx", x(), best=True)
     module = MLP()
-    trainer = make_trainer(max_epochs=3, callbacks=[best, export], enable_checkpointing=True)
+    averaging = getattr(callbacks, "EMAWeightAveraging", None)  # since Lightning 2.6
+    average = [] if averaging is None else [averaging(decay=0.5)]  # the checkpoints have averaged weights
+    trainer = make_trainer(max_epochs=3, callbacks=[*average, best, export], enable_checkpointing=True)
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "lightning_ort"):
         warnings.simplefilter("ignore")
         trainer.fit(module)

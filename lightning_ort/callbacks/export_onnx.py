@@ -1,9 +1,14 @@
 """Export the trained module as an ONNX model when a fit ends: :class:`ExportOnnxCallback`."""
 
+import copy
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, names_its_arguments
@@ -119,7 +124,8 @@ class ExportOnnxCallback(_Callback):
         # without a counter in it, the file name stays the same while the score improves
         if self._best is None or best[0] != self._best[0] or best[1] is not self._best[1]:
             self._best = best
-            self._export(trainer, pl_module, self.path.with_stem(f"{self.path.stem}-best"))
+            with _weights_of(best[0], pl_module):
+                self._export(trainer, pl_module, self.path.with_stem(f"{self.path.stem}-best"))
 
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
         from lightning_ort.onnx_export.export import export_onnx
@@ -162,6 +168,21 @@ class ExportOnnxCallback(_Callback):
             **clipping,
         )
         _log.info("%s", exported)
+
+
+@contextmanager
+def _weights_of(checkpoint: str, module: "pl.LightningModule") -> Iterator[None]:
+    """Within the block a module has the weights of a checkpoint, such as averaged ones."""
+    if not os.path.isfile(checkpoint):  # a folder of shards, or one that is still to be written
+        yield
+        return
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
+    before = copy.deepcopy(module.state_dict())
+    module.load_state_dict(saved, strict=False)
+    try:
+        yield
+    finally:
+        module.load_state_dict(before, strict=False)
 
 
 def _monitoring(trainer: "pl.Trainer") -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -32,6 +32,8 @@ RECOMPILE_LIMIT = 32
 # object is looked at
 _LOOKS_AT_EACH_OBJECT = Version(torch.__version__) < Version("2.13")
 HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # what dynamo compiles
 
@@ -107,7 +109,9 @@ def is_at_autograd_grad(graph_break: str) -> bool:
 
 # what dynamo says
 
-_UNTRACEABLE = re.compile(r"^Backend compiler exception\n.* failed with (.+?)\. Adding a graph break", re.DOTALL)
+_UNTRACEABLE = re.compile(
+    r"^Backend compiler exception\n.* failed with ([\w.]+?)\.?\s.*Adding a graph break", re.DOTALL
+)
 
 
 def untraceable_operation(record: logging.LogRecord) -> str | None:
@@ -166,6 +170,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> I
                 "capture_scalar_outputs": numbers,
                 # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
                 "trace_numpy": False,
+                # otherwise an `assert` of a tensor is a RuntimeError
+                "rewrite_assert_with_torch_assert": False,
                 # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keeps it out
                 "allow_rnn": True,
             }
@@ -186,6 +192,12 @@ def outside_graphs(*functions: Callable[..., Any]) -> Iterator[None]:
     finally:
         for function in new:
             never_traced.remove(function)
+
+
+def only_within(function: _F) -> _F:
+    """Have dynamo trace a function where another one calls it, and not when Python calls it (torch 2.13)."""
+    eval_frame.skip_code(function.__code__)
+    return function
 
 
 def switched_off_by() -> str | None:

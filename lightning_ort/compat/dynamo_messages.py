@@ -17,6 +17,7 @@ _INTERNALS = r"torch\.(_dynamo(?!\.utils$)|_functorch|_guards|_higher_order_ops|
 # whose code a user cannot change
 _PACKAGES = ("torch", "lightning", "pytorch_lightning", "lightning_ort", "torchmetrics")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 _STANDARD = os.path.join(sysconfig.get_paths()["stdlib"], "")
 
 # what a message says, how it reads, and what to do
@@ -93,10 +94,15 @@ def user_line(frames: Iterable[tuple[str, object]]) -> str:
     """Return file and line of the innermost of these that is not torch's, Lightning's, Python's or ours, or ""."""
     found = ""
     for file, line in frames:
-        *_, installed = file.split(f"{os.sep}site-packages{os.sep}")
+        *_, installed = file.split(_INSTALLED)
         if installed != file:
             if installed.partition(os.sep)[0] not in _PACKAGES:
                 found = f"{installed}:{line}"
-        elif not file.startswith((_STANDARD, _OURS, "<")):
+        elif not is_installed(file):
             found = f"{file.removeprefix(os.path.join(os.getcwd(), ''))}:{line}"
     return found
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file of code is a package's, Python's or ours, or is no file."""
+    return _INSTALLED in file or file.startswith((_STANDARD, _OURS, "<"))

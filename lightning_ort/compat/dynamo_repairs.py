@@ -1,40 +1,41 @@
 """Where a function that dynamo has compiled would compute otherwise than Python does, mended while dynamo compiles.
 
-Each mend was read in torch 2.13; a version without the name that it replaces is left as it is.
+Each mend was read in torch 2.13; a version without the name that it replaces is left as it is. What cannot be mended is
+left to Python (:mod:`.dynamo_left_out`).
 
 - Dynamo guards neither that two objects are different ones nor, of a method that it finds in a class, which function it
-  is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class.
+  is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class. Nor does it
+  guard which module an ``import`` finds, that a global variable hides no builtin, what ``ABCMeta.register`` says, and
+  the sign of zero.
 - It forgets the ``maxlen`` of a deque, and which items a dictionary or set had before if none is new.
-- It takes two bound methods for different ones that Python takes for equal, and loses what ``random.Random`` has drawn
-  before a graph break. Both are left to Python.
-- What NumPy does with numbers is done by NumPy. Arrays are left to Python: dynamo guards neither what they hold nor
-  their shape, and computes ``array += 1`` itself before it leaves that to Python too.
-- It takes a text that is made of tensors' values for none of a dictionary's keys, and a list in a module's tuple for a
-  constant, it passes by a metaclass that decides what calling a class does, and after a graph break ``eval`` and
-  ``locals`` miss local variables.
+- What NumPy does with numbers is done by NumPy.
+- It takes a list in a module's tuple for a constant.
 """
 
+import abc
 import collections
 import functools
 import inspect
-import operator
+import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch._C._dynamo.guards import DictGuardManager
-from torch._dynamo import variables
-from torch._dynamo.exc import unimplemented
+from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.guards import GuardBuilder, install_guard, is_from_skip_guard_source, make_dupe_guard
-from torch._dynamo.source import AttrSource, TypeDictSource
+from torch._dynamo.source import AttrSource, GlobalSource, TypeDictSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 
-_OF_OBJECTS = {operator.is_, operator.is_not, isinstance, type, getattr, hasattr, setattr, callable, id}
+from lightning_ort.compat.dynamo_left_out import LEFT_OUT, is_array
+from lightning_ort.compat.dynamo_messages import is_installed
+
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
 _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
     GuardBuilder.DICT_CONTAINS,
@@ -46,7 +47,7 @@ _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
 def repaired() -> Iterator[None]:
     """Within the block, what dynamo compiles computes what Python does (torch 2.13)."""
     with ExitStack() as stack:
-        for owner, name, make in _REPAIRS:
+        for owner, name, make in [*_REPAIRS, *LEFT_OUT]:
             if (old := getattr(owner, name, None)) is not None:
                 stack.enter_context(patch.object(owner, name, functools.wraps(old)(make(old))))
         yield
@@ -159,39 +160,89 @@ def _find(find: Callable[..., Any]) -> Callable[..., Any]:
     return get_source_by_walking_mro
 
 
-def _run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave what asks for its local variables to Python: after a graph break only those that it names are left."""
-
-    def run_function(self: Any) -> None:
-        asks = (one.argval for one in self.instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-        if name := next((name for name in asks if name in ("eval", "exec", "locals")), None):
-            _leave(f"`{name}`, which may read any local variable")
-        run(self)
-
-    return run_function
+# Names and types
 
 
-def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave comparisons of bound methods to Python."""
-
-    def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
-        if isinstance(self, variables.UserMethodVariable) or isinstance(self.value, types.MethodType):
-            _leave("a comparison of bound methods")
-        return compare(self, tx, other, op)
-
-    return richcompare_impl
+def _add_check(tx: Any, condition: Callable[[], bool]) -> None:
+    """Guard that a condition holds."""
+    source = GlobalSource(tx.output.name_of_builtins_dict_key_in_fglobals)  # any that is always there
+    _guard(source, functools.partial(_holds, condition=condition))
 
 
-def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave what a metaclass does instead of making an object to Python."""
+def _holds(builder: Any, guard: Any, condition: Callable[[], bool]) -> None:
+    name = "___lightning_ort_holds"
+    builder.add_python_lambda_leaf_guard_to_root([f"{name}()"], [f"{name}()"], {name: condition})
 
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        metaclass = type(self.value)
-        if metaclass.__call__ is not type.__call__ and metaclass.__module__.partition(".")[0] not in ("enum", "torch"):
-            _leave(f"`{metaclass.__name__}.__call__`")
-        return construct(self, tx, args, kwargs)
 
-    return call_function
+def _load_builtin(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that the user's global variables hide no builtin."""
+
+    def load_builtin_from_argval(self: Any, argval: Any) -> Any:
+        if not is_installed(self.f_code.co_filename):
+            checked = vars(self.output).setdefault("_lightning_ort_builtins", {})
+            if (key := id(self.f_globals)) not in checked:
+                checked[key] = names = set[str]()
+                _add_check(self, functools.partial(names.isdisjoint, self.f_globals))
+            checked[key].add(argval)
+        return load(self, argval)
+
+    return load_builtin_from_argval
+
+
+def _import(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard which module an import finds."""
+
+    def import_source(self: Any, module_name: str) -> Any:
+        module, known = sys.modules.get(module_name), self.output.global_scope
+        alias = f"__import_{module_name.replace('.', '_dot_')}"
+        if known.get(alias, module) is not module:  # it has been replaced since
+            del known[alias]
+            symbolic_convert._import_module.cache_clear()
+        if module is not None and not is_installed(getattr(module, "__file__", None) or ""):
+            _add_check(self, lambda: sys.modules.get(module_name) is module)
+        return find(self, module_name)
+
+    return import_source
+
+
+def _is_of_class(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard whether a class of the user's is a subclass of an abstract one, which may change."""
+
+    def call_isinstance(self: Any, tx: Any, one: Any, kinds: Any) -> Any:
+        result = call(self, tx, one, kinds)
+        with suppress(NotImplementedError):
+            kind, wanted = one.python_type(), kinds.as_python_constant()
+            if call.__name__ == "call_issubclass":
+                kind = one.as_python_constant()
+            abstract = [item for item in _flat(wanted) if isinstance(item, abc.ABCMeta)]
+            if abstract and isinstance(kind, type) and not isinstance(one, variables.ConstantVariable):
+                before = issubclass(kind, wanted)
+                _add_check(tx, lambda: issubclass(kind, wanted) == before)
+        return result
+
+    return call_isinstance
+
+
+def _flat(kinds: Any) -> Iterator[Any]:
+    if isinstance(kinds, tuple):
+        for kind in kinds:
+            yield from _flat(kind)
+    else:
+        yield kinds
+
+
+def _equals(match: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the sign of zero too."""
+
+    def EQUALS_MATCH(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        match(self, guard, *args, **kwargs)
+        value = self.get(guard)
+        if type(value) is float and value == 0:
+            sign = math.copysign(1, value)
+            has_sign = lambda new: math.copysign(1, new) == sign  # noqa: E731
+            self.get_guard_manager(guard).add_lambda_guard(has_sign, [f"the sign of {guard.name}"], None)
+
+    return EQUALS_MATCH
 
 
 # Containers
@@ -229,18 +280,6 @@ def _is_literal(is_literal: Callable[..., bool]) -> Callable[..., Any]:
     return without_lists
 
 
-def _hash(hash_by_identity: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave what is compared by value and has none yet, such as an f-string of a number in a graph, to Python."""
-
-    def hash_impl(self: Any, tx: Any) -> Any:
-        with suppress(NotImplementedError):
-            if issubclass(self.python_type(), (str, bytes, int, float, tuple, frozenset)):
-                _leave(f"a {self.python_type().__name__} that is made of a tensor's values as a key")
-        return hash_by_identity(self, tx)
-
-    return hash_impl
-
-
 # Random numbers and NumPy
 
 
@@ -248,39 +287,9 @@ def _is_constant(value_of: Callable[..., Any]) -> Callable[..., Any]:
     """Tell arrays, which change, from constants."""
 
     def as_python_constant(self: Any) -> Any:
-        return variables.base.VariableTracker.as_python_constant(self) if _is_array(self) else value_of(self)
+        return variables.base.VariableTracker.as_python_constant(self) if is_array(self) else value_of(self)
 
     return as_python_constant
-
-
-def _call_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave what is done to arrays to Python."""
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn not in _OF_OBJECTS and any(map(_is_array, args)):
-            _leave(f"`{self.fn.__name__}` of a NumPy array")
-        return call(self, tx, args, kwargs)
-
-    return call_function
-
-
-def _is_array(variable: Any) -> bool:
-    if isinstance(variable, variables.LazyVariableTracker):
-        if not variable.is_realized():
-            return issubclass(variable.peek_type(), np.ndarray)  # without guards on it
-        variable = variable.realize()
-    return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
-
-
-def _draw(_: Callable[..., Any]) -> Callable[..., Any]:
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        _leave(f"`random.Random.{name}`")
-
-    return call_method
-
-
-def _leave(what: str) -> NoReturn:
-    unimplemented(gb_type=what, context="", explanation=f"no graph can hold {what}", hints=[])
 
 
 def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,20 +308,18 @@ def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REPAIRS = [
+    (InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin),
+    (InstructionTranslatorBase, "import_source", _import),
+    (variables.BuiltinVariable, "call_isinstance", _is_of_class),
+    (variables.BuiltinVariable, "call_issubclass", _is_of_class),
+    (GuardBuilder, "EQUALS_MATCH", _equals),
     (VariableBuilder, "__call__", _build),
     (variables.UserFunctionVariable, "bind_args", _bind),
-    (InstructionTranslatorBase, "run", _run),
     (variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find),
-    (variables.UserMethodVariable, "richcompare_impl", _compare),
-    (variables.UserDefinedObjectVariable, "richcompare_impl", _compare),
-    (variables.UserDefinedClassVariable, "call_function", _construct),
     (variables.ConstantVariable, "is_literal", _is_literal),
-    (variables.base.VariableTracker, "hash_impl", _hash),
     (getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque),
     (variables.ConstDictVariable, "has_new_items", _write_all),
     (variables.SetVariable, "has_new_items", _write_all),
-    (getattr(variables, "RandomVariable", None), "call_method", _draw),
     (variables.NumpyVariable, "call_function", _call_numpy),
     (variables.NumpyVariable, "as_python_constant", _is_constant),
-    (variables.BuiltinVariable, "call_function", _call_builtin),
 ]

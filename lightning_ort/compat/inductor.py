@@ -1,5 +1,6 @@
 """What of inductor is not public."""
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,21 @@ def inductor_backend(
         return made
 
     return compile
+
+
+def joint_pass(edit: Callable[[fx.GraphModule], None]) -> Any:
+    """What edits joint graphs first, as the option ``joint_custom_pre_pass`` (torch 2.13)."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # not loaded with torch
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            assert graph.owning_module is not None
+            edit(graph.owning_module)
+
+        def uuid(self) -> Any:  # for inductor's cache
+            return get_hash_for_files((inspect.getfile(edit),))
+
+    return JointPass()
 
 
 def has_triton() -> bool:

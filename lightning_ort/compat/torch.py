@@ -124,7 +124,9 @@ def without_checkpoints() -> Iterator[None]:
     class Plain:
         @staticmethod
         def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-            return function(*args)
+            has_gradient = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+            with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):  # else it has none for parameters
+                return function(*args)
 
     def plain(*_: Any, **__: Any) -> Iterator[None]:
         yield

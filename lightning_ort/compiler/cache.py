@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
+from lightning_ort._busy import is_busy
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler import cache_folder
 from lightning_ort.compiler.cache_folder import default_folder
@@ -116,13 +118,17 @@ class Cache:
         variants: Collection[str],
         measure: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
-        """Return the times of an op's variants in ms: from the cache, or from ``measure``."""
+        """Return the times of an op's variants in ms: from the cache, or from ``measure``.
+
+        Those of a busy machine are not kept for other processes.
+        """
         name = self.name(fingerprint, executor_key, "op")
         if name not in self._op_times:
             times = self._read(name, lambda kept: _to_times(kept, variants))
             if not times:
+                watch = Stopwatch()
                 times = measure()
-                if times:
+                if times and not is_busy(watch.slowdown):
                     self._write_json(name, times)
             self._op_times[name] = times
         return self._op_times[name]

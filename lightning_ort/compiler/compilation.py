@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from lightning_ort._busy import is_busy
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import (
     allow_retain_graph,
@@ -91,6 +93,7 @@ class Compilation:
         if name is not None and (kept := self._cache.load_graphs(name)) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
+        watch = Stopwatch()
         messages, compiled = len(report.fallbacks) + len(report.notes), len(report.graphs)
         try:
             run = self._traced(source, inputs)
@@ -100,7 +103,8 @@ class Compilation:
         if run is None:
             return gm.forward
         if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
-            if name is not None and len(report.fallbacks) + len(report.notes) == messages:
+            told = len(report.fallbacks) + len(report.notes) > messages
+            if name is not None and not told and not is_busy(watch.slowdown):
                 self._cache.store_graphs(name, self._graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
         return self._guarded(captured.writes.hide(run), source)
@@ -217,7 +221,7 @@ class Compilation:
             is_last = is_last_graph(gm)
             passes: float = 1 if request.one_graph and is_last else PASSES
             separate = request.label != "" and is_last and has_separate_gradients(gm)
-            if separate or (monitor.gradients_differ and (is_last or request.by_hand)):
+            if separate or monitor.gradients_differ:
                 passes = math.inf
             told = aftermath.failed, aftermath.for_eager
             check = GraphCheck.of(request.check(False), gm)  # random numbers are those of eager

@@ -75,6 +75,7 @@ class ReasonType(enum.Enum):
     HOOKED_RESULT = "a result has a hook of its gradient"
     SEPARATE_GRADIENTS = "its results may be differentiated one after the other"
     EARLIER_STEP = "a value with gradients was kept from an earlier step"
+    PYTHON_STATE = "a graph would do it too late or otherwise"
     WRITES_TO_INPUT = "it writes to an input as only eager does"
     NOT_TIMED = "could not be timed"
     ADVICE = "unused"
@@ -109,6 +110,9 @@ class Reason:
 
     type: ReasonType
     text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", " ".join(self.text.split()))  # one line
 
     def __str__(self) -> str:
         return f"{self.type.value}: {self.text}" if self.text else self.type.value

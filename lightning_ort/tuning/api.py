@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import os
 import tempfile
 import time as clock
 from collections.abc import Callable, Mapping
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 
 from lightning_ort._arguments import check_integer, check_number, passed
+from lightning_ort._busy import is_busy
 from lightning_ort._imports import NAMESPACES
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.tuning.candidate import configured
 from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.probe import Facts, start_probe
@@ -29,7 +30,7 @@ from lightning_ort.tuning.yaml_file import commented
 __all__ = ["TuneError", "TuneResult", "tune"]
 
 Listener = Callable[[str, str], None]
-_BUSY = 0.5  # load for each core
+_LOOK = 0.2  # seconds
 
 
 def tune(
@@ -153,16 +154,15 @@ def tune_project(
 
 
 def busy() -> list[str]:
-    """Return a note if other programs use the machine."""
-    try:
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    except (AttributeError, OSError):  # Windows
-        return []
-    if load < _BUSY * cores:
+    """Return a note if other programs use the machine, as seen by work on all threads."""
+    watch, matrix = Stopwatch(), torch.ones(256, 256)
+    while watch.read()[0] < _LOOK:
+        matrix @ matrix
+    if not is_busy(slowed := watch.slowdown):
         return []
     return [
-        f"the machine was busy at the start (load {load:.1f} on {cores} cores): what is fastest, the number of threads"
-        " above all, may be another when it is not"
+        f"the machine was busy at the start (work took {slowed:.1f} times as long): what is fastest, the number of"
+        " threads above all, may be another when it is not"
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ort import export_training
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -200,6 +201,18 @@ EAGER: dict[str, tuple[Any, Any]] = {
     "teacher by data in place": (
         teacher,
         lambda self, batch: following(self, batch, lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1)),
+    ),
+    "teacher by foreach": (
+        teacher,
+        lambda self, batch: following(
+            self, batch, lambda p, q: (torch._foreach_mul_([p], 0.9), torch._foreach_add_([p], [q], alpha=0.1))
+        ),
+    ),
+    "checkpoint without gradient": (
+        None,
+        lambda self, batch: (
+            checkpoint(lambda x: self.layer(x).exp().mean(), batch["x"], use_reentrant=True) + loss_of(self, batch)
+        ),
     ),
     "weights clipped": (
         None,

@@ -1,7 +1,6 @@
 """``lightning-ort tune``: a real search in processes of their own, its files, and what is refused."""
 
 import json
-import os
 import runpy
 import signal
 import subprocess
@@ -18,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ort
-from lightning_ort import TuneResult
+from lightning_ort import TuneResult, _busy
+from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
 from lightning_ort.tuning import api, measuring, probe, search
@@ -241,9 +241,10 @@ def test_what_the_parser_of_lightning_cli_says(project: Path, monkeypatch: pytes
         run(monkeypatch, "--config=config.yaml")
 
 
-@pytest.mark.parametrize(("load", "notes"), [(0.1, 0), (50.0 * (os.cpu_count() or 1), 1)])
-def test_a_busy_machine_is_named(load: float, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+@pytest.mark.parametrize(("waited", "notes"), [(0.1, 0), (0.5, 1)])
+def test_a_busy_machine_is_named(waited: float, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_busy, "SLOWDOWN", 1.25)
+    monkeypatch.setattr(Stopwatch, "read", lambda self: (1.0, waited))
     found = api.busy()
     assert len(found) == notes
     assert all("busy" in note for note in found)

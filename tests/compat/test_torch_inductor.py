@@ -80,5 +80,16 @@ def test_each_pass_may_be_stopped_before_it_is_compiled(monkeypatch: pytest.Monk
     assert compiled == []
 
 
+def _edit(gm: torch.fx.GraphModule) -> None:
+    gm.meta["edited"] = True
+
+
+def test_joint_pass() -> None:
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    inductor.joint_pass(_edit)(gm.graph)
+    assert gm.meta["edited"] is True
+    assert inductor.joint_pass(_edit).uuid() is not None
+
+
 def test_has_triton() -> None:
     assert isinstance(inductor.has_triton(), bool)

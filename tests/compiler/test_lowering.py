@@ -321,3 +321,27 @@ def test_the_direction_of_a_denormal_complex_number_is_eagers() -> None:
     for got, want in zip(compiled(x, y), direction(x, y), strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
     assert report.ort_runs > 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_result_that_is_not_differentiated_spoils_no_gradient(dynamic: bool) -> None:
+    """Zero times the slope of a mean over nothing is NaN."""
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def step(x, mask):
+        hidden = torch.tanh(layers[0](x))
+        p = layers[1](hidden)
+        return p.square().mean(), (p * mask).sum() / mask.sum(), layers[2](hidden).exp()
+
+    def gradients(function, mask, which):
+        layers.zero_grad()
+        sum(function(torch.ones(4, 8), mask)[index].sum() for index in which).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in layers.parameters()]
+
+    backend = ORTBackend({"placement": "always", "cache_dir": None})
+    compiled = torch.compile(step, backend=backend, dynamic=dynamic)
+    for mask in (torch.ones(4, 1), torch.zeros(4, 1)):
+        for which in ([0], [2], [0, 2], [0, 1]):
+            found, expected = (gradients(function, mask, which) for function in (compiled, step))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    assert backend.report.ort_runs > 0

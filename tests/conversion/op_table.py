@@ -328,6 +328,7 @@ data("any_all", lambda x: (x.any(), x.all(), x.any(-1), x.all(0, keepdim=True)),
 data("any_all_of_no_dims", lambda x: (x.any(()), x.all((), keepdim=True), x[0, 0].any(())), bools(4, 6))
 data("any_of_ints", lambda x: (x.any(-1), x.all(-1)), ints(4, 3, high=2))
 data("int_extrema", lambda x: (x.amax(-1), x.amin(), x.max()), ints(4, 6, high=99))
+data("bool_extrema", lambda x: (*x.max(-1), *x.min(0), x.amax(-1), x.max()), bools(4, 6))
 data("int_cumsum", lambda x: x.cumsum(-1), bools(4, 6))
 
 # reading and writing by index

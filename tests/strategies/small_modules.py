@@ -84,3 +84,14 @@ class Appends(Small):
         loss = self.loss(batch)
         self.kept.append(loss.detach())
         return loss
+
+
+# not in a test's file, where pytest rewrites each `assert`
+
+
+def asserts(module: Any, p: Tensor, y: Tensor) -> None:
+    assert (y <= 1).all(), "a label is too large"
+
+
+def asserts_in_silence(module: Any, p: Tensor, y: Tensor) -> None:
+    assert (y <= 1).all()

@@ -21,6 +21,7 @@ from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler.fallbacks import ORTFallbackError
 from lightning_ort.compiler.report import ReasonType
 from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
+from lightning_ort.strategies.audit import snapshot as snapshots
 from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot
 from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
@@ -52,13 +53,44 @@ class Faulty(Small):
         self.count, self.kept, self.table = 0, [1.0, 2.0], {"a": 1, "b": 2}
         self.window: collections.deque[float] = collections.deque(maxlen=3)
         self.state = collections.namedtuple("State", "heads")(["one", "two"])
-        self.plain = Plain()
+        self.plain, self.slots, self.scale = Plain(), Slots(), Scale()
         self.head = self.net[2]
         self.register_buffer("bank", torch.zeros(4, 8))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.count += 1
+        Counter.count = self.counted()
         return self.loss(batch)
+
+    def counted(self) -> int:
+        return len(COUNTS)
+
+
+COUNTS: list[int] = []
+
+
+class Counter:
+    """A class that a step names."""
+
+    count = 0
+
+
+class Scale(nn.Module):
+    """A module whose class has an attribute."""
+
+    factor = 1.0
+
+
+class Slots:
+    """An object without a dictionary."""
+
+    __slots__ = ("__third", "first", "second")
+
+    def __init__(self) -> None:
+        self.first, self.second, self.__third = 0.0, 0.0, 0.0
+
+    def change(self) -> None:
+        self.__third = 1.0
 
 
 class Plain:
@@ -125,6 +157,12 @@ FAULTS: dict[str, Any] = {
     "another module under a name": lambda m, b, loss: (object.__setattr__(m, "head", m.net[0]), loss)[1],
     "a buffer written twice": call("bank.add_", 1),
     "a weight that is written to": call("net.0.weight.data.mul_", 1.01),
+    "an attribute of a child's class": lambda m, b, loss: (setattr(Scale, "factor", 2.0), loss)[1],
+    "an attribute of a class that the step names": lambda m, b, loss: (setattr(Counter, "count", -1), loss)[1],
+    "a global variable that a method names": lambda m, b, loss: (COUNTS.append(1), loss)[1],
+    "a slot": lambda m, b, loss: (setattr(m.slots, "second", 1.0), loss)[1],
+    "a private slot": lambda m, b, loss: (m.slots.change(), loss)[1],
+    "a hook of the backward pass": lambda m, b, loss: (loss.register_hook(lambda _: m.kept.append(1.0)), loss)[1],
     "a random number too much": lambda m, b, loss: (torch.rand(()), loss)[1],
 }
 
@@ -440,6 +478,39 @@ def numbers(**values: Any) -> dict[str, Any]:
     return snapshot(values)
 
 
+def deep(value: Any) -> Any:
+    """A value that is so deep that its items are not looked at."""
+    for _ in range(snapshots._MAX_DEPTH):
+        value = [value]
+    return value
+
+
+class MoreSlots(Slots):
+    """Slots of its own, and those of a base."""
+
+    __slots__ = ("fourth",)
+
+
+def slots(**values: float) -> MoreSlots:
+    made = MoreSlots()
+    for name, value in {"fourth": 0.0, **values}.items():
+        setattr(made, name, value)
+    return made
+
+
+def linear(value: float) -> nn.Module:
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, value)
+    nn.init.zeros_(module.bias)
+    return module
+
+
+def statistics(value: float) -> nn.Module:
+    module = nn.BatchNorm1d(2)
+    module.running_mean = torch.full((2,), value)
+    return module
+
+
 def test_equal_snapshots_have_no_differences() -> None:
     module = Small()
     loss = torch.tensor([1.0, math.nan, math.inf])
@@ -463,11 +534,19 @@ def test_a_tensor_of_any_dtype_is_compared(dtype: torch.dtype) -> None:
         (torch.tensor([True, False]), torch.tensor([True, True])), (torch.tensor(1 + 1j), torch.tensor(1 + 2j)),
         (collections.deque([1], 2), collections.deque([1, 2], 2)), (nn.ReLU().train(), nn.ReLU().eval()),
         (torch.nn.functional.relu, torch.nn.functional.gelu), ([Plain()], [Plain(), Plain()]),
+        (torch.tensor([1.0, -1.0]), torch.tensor([2.0, -2.0])), ([1, 2, 3], [1, 2, 4]), (deep([1]), deep([1, 1])),
+        ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}), ({"a": 1, "b": 1}, {"b": 1, "a": 1}), (slots(), slots(first=1.0)),
+        (slots(), slots(fourth=1.0)), (linear(1.0), linear(2.0)), (statistics(1.0), statistics(2.0)),
     ],
 )  # fmt: skip
 def test_different_values_are_different(one: Any, other: Any) -> None:
     assert differences(numbers(x=one), numbers(x=other), 1e-3).names
     assert not differences(numbers(x=one), numbers(x=one), 1e-3).names
+
+
+def test_what_is_missing_on_either_side_is_a_difference() -> None:
+    less, more = numbers(x=1), numbers(x=1, y=2)
+    assert differences(less, more, 1e-3).names == differences(more, less, 1e-3).names == {"y"}
 
 
 def test_which_object_an_attribute_refers_to_is_compared() -> None:
@@ -478,12 +557,22 @@ def test_which_object_an_attribute_refers_to_is_compared() -> None:
 
 def test_gradients_that_are_roundings_are_compared_with_those_of_others() -> None:
     def with_gradients(small: float) -> Any:
-        module = nn.Linear(2, 2)
-        module.weight.grad, module.bias.grad = torch.ones(2, 2), torch.full((2,), small)
+        module = nn.Linear(1000, 2)
+        module.weight.grad, module.bias.grad = torch.ones(2, 1000), torch.full((2,), small)
         return gradients(module)
 
     assert not differences(with_gradients(1e-9), with_gradients(-1e-9), 1e-3).names
-    assert differences(with_gradients(1e-2), with_gradients(-1e-2), 1e-3).names == {"gradient of bias"}
+
+    def alone(value: float, loss: float) -> Any:
+        module = nn.Linear(2, 2)
+        module.bias.grad = torch.full((2,), value)
+        return numbers(output={"loss": torch.tensor(loss)}) | gradients(module)
+
+    assert not differences(alone(6e-8, 1.1), alone(-6e-8, 1.1), 1e-3).names
+    assert differences(alone(6e-8, 1e-5), alone(-6e-8, 1e-5), 1e-3).names == {"gradient of bias"}
+    assert differences(alone(6e-6, 1.1), alone(-6e-6, 1.1), 1e-3).names == {"gradient of bias"}
+    for size in (1e-2, 5e-4):
+        assert differences(with_gradients(size), with_gradients(-size), 1e-3).names == {"gradient of bias"}
 
 
 class Scripted:
@@ -506,15 +595,26 @@ def test_no_difference_takes_one_answer() -> None:
     assert copy.commands == [0]
 
 
+def test_what_eager_does_not_repeat_is_asked_no_further() -> None:
+    copy = Scripted(numbers(x=1.0), numbers(x=1.3))
+    found = unexplained(numbers(x=1.1), copy, 1e-3)
+    assert found is not None
+    assert found.names == set()
+    assert copy.commands == [0, 0]
+
+
 def test_a_difference_is_one_if_eager_repeats_itself_and_roundings_do_not_matter() -> None:
     found = unexplained(numbers(x=1.1), Scripted(*[numbers(x=1.0)] * 2, *[numbers(x=1.0001)] * 2), 1e-3)
     assert found is not None
     assert found.relative == {"x": pytest.approx(0.1 / 1.1)}
+    found = unexplained(numbers(x="one"), Scripted(*[numbers(x="another")] * 4), 1e-3)
+    assert found is not None
+    assert found.other.keys() == {"x"}
 
 
 @pytest.mark.parametrize(
     "answers",
-    [(1.0, 1.3, 1.0, 1.0), (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 1.0, "text")],
+    [(1.0, 1.3, 1.0, 1.0), (1.0, 1.0, 1.05, 1.0001), (1.0, 1.0, 1.0, "text")],
     ids=["eager varies", "roundings make as much", "roundings change what it is"],
 )
 def test_a_difference_may_have_another_reason(answers: Any) -> None:

@@ -237,6 +237,19 @@ class Collection(Small):
 
 
 @idiom()
+class NestedMetric(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = {"a": {"b": [MeanMetric()]}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.nested["a"]["b"][0].update(loss)
+        self.log("mean", self.nested["a"]["b"][0].compute())
+        return loss
+
+
+@idiom()
 class OverridesLog(Small):
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         super().log(f"my/{name}", value, **kwargs)

@@ -3,10 +3,15 @@
 Each row is a step, what happens before it, and what it leaves behind; captured, all is as under the stock strategy.
 """
 
+import abc
 import collections
+import contextlib
 import functools
 import json
+import math
 import random
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +192,166 @@ CLASSES = {
 }
 
 
+def counted(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    type(m.p).kind += 1
+    return loss * m.p.kind
+
+
+def switched(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    Plain.kind = 1.0 + i % 2
+    loss = loss * m.current.of_class()
+    Plain.kind = 1.0
+    return loss
+
+
+def register(m: Any, i: int) -> None:
+    if i == 0:  # another one in each run
+        m.kind = abc.ABCMeta("Abstract", (), {})
+    if i == 3:
+        m.kind.register(Plain)
+
+
+class Freed:
+    """Tells when it is freed."""
+
+    def __init__(self, told: list[int]) -> None:
+        self.told = told
+
+    def __del__(self) -> None:
+        self.told.append(1)
+
+
+def freed(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    m.kept = Freed(m.told)
+    return loss * (1 + len(m.told))
+
+
+CLASSES |= {
+    "a counter": Row(counted),
+    "a switch": Row(switched, setup=lambda m: setattr(m, "current", Derived())),
+    "registered": Row(weighted(lambda m: isinstance(m.p, m.kind)), register),
+    "a subclass": Row(weighted(lambda m: issubclass(type(m.p), m.kind)), register),
+    "made with __del__": Row(freed, setup=lambda m: setattr(m, "told", []), state=lambda m: m.told),
+}
+
+
+@functools.lru_cache
+def projection(n: int) -> Tensor:
+    return torch.randn(n)
+
+
+@functools.cache
+def registry(key: int) -> list[int]:
+    return []
+
+
+@functools.cache
+def constant(n: int) -> int:
+    return n + int(torch.randint(100, ()))
+
+
+def cached(step: Callable[[Any, Tensor, Tensor, int], Tensor]) -> Row:
+    """A step that calls functions with a cache."""
+    return Row(step, None, lambda m: [one.cache_clear() for one in (projection, registry, constant)], lambda m: draw())
+
+
+def draw() -> Any:
+    state = torch.get_rng_state()
+    return torch.rand(()).item(), torch.set_rng_state(state)
+
+
+def remember(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    registry(i % 2).append(i)
+    return loss * (1 + len(registry(i % 2)))
+
+
+def values(x: Tensor) -> Any:
+    factor = yield x * 1
+    yield x * factor
+
+
+def generator(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    sequence = values(loss)
+    first = next(sequence)
+    torch._dynamo.graph_break()
+    return first + sequence.send(3)
+
+
+def replace_module(m: Any, i: int) -> None:
+    if i in (0, 3):
+        sys.modules["settings_of_user"] = module = types.ModuleType("settings_of_user")
+        module.factor = 1.0 + i  # type: ignore[attr-defined]
+
+
+def imports(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    import settings_of_user  # type: ignore[import-not-found]
+
+    return loss * settings_of_user.factor
+
+
+def hide(m: Any, i: int) -> None:
+    globals().pop("abs", None)
+    if i >= 3:
+        globals()["abs"] = lambda value: 3.0
+
+
+def root(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    try:
+        return loss * torch.linalg.cholesky(torch.eye(2) * (-1 if i == 3 else i + 1) + 0 * x[:2, :2]).sum()
+    except RuntimeError:
+        m.p.value += 1
+        return loss
+
+
+def root_suppressed(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    factor: Any = 2.0
+    with contextlib.suppress(Exception):
+        factor = torch.linalg.cholesky(torch.eye(2) * (-1 if i == 3 else i + 1) + 0 * x[:2, :2]).sum()
+    return loss * factor
+
+
+class Swallows:
+    """Catches what linear algebra raises."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *rest: Any) -> bool:
+        return kind is not None and issubclass(kind, RuntimeError)
+
+
+def root_swallowed(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    factor: Any = 2.0
+    with Swallows():
+        factor = torch.linalg.cholesky(torch.eye(2) * (-1 if i == 3 else i + 1) + 0 * x[:2, :2]).sum()
+    return loss * factor
+
+
+def beside(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    mask = torch.full_like(x, float(i != 2))
+    m.kept = (m.net(x) * mask + m.a(x)).sum() / mask.sum()
+    torch._dynamo.graph_break()
+    return loss + m.a(x).square().mean()
+
+
+PYTHON = {
+    "a cached tensor": cached(lambda m, loss, x, i: loss * projection(3).sum()),
+    "a cached list": cached(remember),
+    "a cached number": cached(lambda m, loss, x, i: loss * constant(3)),
+    "a generator": Row(generator),
+    "an import": Row(imports, replace_module),
+    "a hidden builtin": Row(lambda m, loss, x, i: loss * abs(-2), hide),
+    "the sign of zero": Row(
+        lambda m, loss, x, i: loss * math.copysign(2.0, m.zero), lambda m, i: setattr(m, "zero", -0.0 if i > 2 else 0.0)
+    ),
+    "a caught error": Row(root, state=lambda m: m.p.value),
+    "a suppressed error": Row(root_suppressed),
+    "a swallowed error": Row(root_swallowed),
+    "a tensor of a size": Row(lambda m, loss, x, i: loss * torch.Tensor(x.size()).zero_().numel()),
+    "NaN beside the loss": Row(beside),
+}
+
+
 def deque_step(change: Callable[[Any, int], Any]) -> Row:
     """A step that changes a full deque and reads it."""
 
@@ -237,6 +402,8 @@ CONTAINERS = {
     "set -=": container_step(subtract),
     "pop and set": container_step(lambda p, i: p.d.update(a=p.d.pop("a") + i)),
     "sort by a key": container_step(lambda p, i: (p.l.append(i), p.l.sort(key=lambda v: -v))),
+    "popitem": container_step(lambda p, i: (p.d.update([p.d.popitem()]), p.d.update({str(i): i}))),
+    "a set's pop": container_step(lambda p, i: p.s.add(p.s.pop() + 10)),
     "a counter": container_step(lambda p, i: (p.c.update("ab"), p.c.subtract("c"))),
 }
 
@@ -321,7 +488,8 @@ TENSORS = {
 ROWS = {
     f"{kind}: {name}": row
     for kind, rows in (
-        ("identity", IDENTITY), ("classes", CLASSES), ("containers", CONTAINERS), ("numpy", NUMPY), ("tensors", TENSORS)
+        ("identity", IDENTITY), ("classes", CLASSES), ("containers", CONTAINERS), ("numpy", NUMPY),
+        ("tensors", TENSORS), ("python", PYTHON),
     )
     for name, row in rows.items()
 }  # fmt: skip
@@ -331,6 +499,8 @@ ROWS = {
 def restored_classes() -> Any:
     linear = nn.Linear.forward
     yield
+    globals().pop("abs", None)
+    sys.modules.pop("settings_of_user", None)
     nn.Linear.forward = linear  # type: ignore[method-assign]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch._inductor.compile_fx
 from functorch.compile import make_boxed_func
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from small_modules import Small
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -228,6 +229,7 @@ def test_what_inductor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings in (("exact",), ("fast",), ("exact", True)):
         torch.compile(lambda x: x + 1, backend=inductor.backend_for(*settings))(torch.ones(2))
         torch._dynamo.reset()
+    assert all(options.pop("joint_custom_pre_pass") is not None for options in told)
     exact, fast, recorded = told
     assert exact == {"fallback_random": True, **inductor_repairs(True)}
     assert fast == {"fallback_random": False, **inductor_repairs(False)}
@@ -399,6 +401,27 @@ def test_fits_of_recordings(
     torch.testing.assert_close(module.seen[: len(stock.seen)], stock.seen, rtol=1e-5, atol=1e-6)
     late = module.kept[-8:]
     assert len({float(value) for value in late}) == len(late)  # no two of them are one
+
+
+def test_a_recording_whose_gradients_are_accumulated_from_an_epoch_on_goes_on_unrecorded(
+    recorder: Recorder, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    stock, module = Keeping(), Keeping()
+    accumulates = {"callbacks": [GradientAccumulationScheduler({8: 2})], "max_epochs": 24, "limit_val_batches": 0}
+    make_trainer(**accumulates).fit(stock)
+    recorded = lambda module, name, first: [Way("inductor-graphs", first.part)]  # noqa: E731
+    monkeypatch.setattr(captured_step, "challengers", recorded)
+    monkeypatch.setattr(inductor, "cpp_compiler", lambda: "/usr/bin/g++")
+    paces(**{"torch": 2.0, "inductor-graphs": 1.0, "inductor": 1.1})
+    strategy = ORTStrategy(config={"engine": "auto", "start": "now"}, optim="keep")
+    make_trainer(strategy=strategy, **accumulates).fit(module)
+    (step,) = strategy.report.steps
+    assert step.engine == "inductor", strategy.report.to_text()
+    assert set(step.ms) == {"torch", "inductor-graphs", "inductor"}
+    (note,) = [note for note in strategy.report.notes if note.reason.type is ReasonType.INDUCTOR_FAILED]
+    assert note.reason.text == "gradients are accumulated now; inductor is tried instead"
+    assert recorder.events[-2:] == ["run", "run"]  # of which none begins a recording
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"engine": "ort"}, {"placement": "always"}])

@@ -17,7 +17,7 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
-from lightning_ort.compiler.executors.ort import session
+from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.report import Reason, ReasonType
 from lightning_ort.strategies.race import duel, race
@@ -34,7 +34,7 @@ class Long(Small):
 def fit(make_trainer: Callable[..., Any], module: Any = None, strategy: Any = None, **config: Any) -> Any:
     """Return the module and the report of a fit."""
     module = module or Long()
-    strategy = strategy or ORTStrategy(config=config_of(**{"start": "amortized", **config}))
+    strategy = strategy or ORTStrategy(config=config_of(**{"start": "amortized", "audit": "off", **config}))
     make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module)
     return module, getattr(strategy, "report", None)
 
@@ -176,6 +176,45 @@ def test_inductor_is_tried_where_onnxruntime_has_lost(
     ]
     assert report.run.saved_seconds > 0
     assert module.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_no_onnxruntime_is_needed_for_inductor(
+    make_trainer: Callable[..., Any],
+    paces: Any,
+    losses: list[float],
+    compiled: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = Reason(ReasonType.RUNTIME_UNAVAILABLE, "onnxruntime is not installed")
+    monkeypatch.setattr(kernels, "unavailable", lambda: reason)
+    paces(torch=2.0, inductor=1.0)
+    module, report = fit(make_trainer)
+    assert compiled
+    (step,) = report.steps
+    assert step.ms == {"torch": 2000.0, "inductor": 1000.0}
+    (fallback,) = report.fallbacks
+    assert fallback.reason == reason
+    assert report.graphs == []
+    assert module.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_what_takes_too_long_is_stopped_from_within(
+    make_trainer: Callable[..., Any], paces: Any, losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def may_compile(self: Any, seconds: float, expected: float = 0.0) -> bool:
+        asked.append(len(asked) < 5)
+        return asked[-1]
+
+    monkeypatch.setattr(race.Race, "may_compile", may_compile)
+    paces(torch=2.0, ort=1.0)
+    module, report = fit(make_trainer, engine="ort", audit="off")
+    assert asked == [True] * 5 + [False]  # nothing more is begun
+    assert report.graphs == []
+    assert not report.fallbacks
+    assert report.ort_runs == 0
+    assert module.losses == pytest.approx(losses, rel=1e-6)
 
 
 def with_engines(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -249,12 +249,14 @@ def test_a_difference_within_the_spread_is_not_clear() -> None:
 
 
 def test_more_memory_has_to_be_worth_it() -> None:
-    for faster, wins in ((0.98, False), (0.9, True)):
+    for faster, after, wins in ((0.98, 120.0, False), (0.9, 120.0, True), (0.98, 109.0, True)):
         race = make(cost=0.0)
         for _ in range(100):
             way = race.next(Now(10_000, memory=lambda: 100.0))
-            race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=120.0))
+            race.done(Took(0.1 * (faster if way == ORT else 1.0), memory=after))
         assert (race.champion == ORT) is wins
+        (verdict,) = [event.why for event in race.events if event.what in ("wins", "loses")]
+        assert verdict.more_memory == pytest.approx(0.0 if wins else 0.2)
 
 
 # After a duel
@@ -280,6 +282,8 @@ def test_checks_become_rare() -> None:
     order = drive(race, {"unchanged": 0.1, "ort": 0.05}, 3 * RARER * RECHECK)
     starts = [n for n in range(30, len(order)) if order[n] == "unchanged" and order[n - 2 : n] == ["ort"] * 2]
     assert len(happened(race)) == 4  # starts, wins, and twice again
+    (won,) = [event.step for event in race.events if event.what == "wins" and not event.why.after]
+    assert order.index("unchanged", won) in (won + RECHECK, won + RECHECK + 1)
     assert starts[0] >= RECHECK
     assert starts[-1] >= RARER * RECHECK
 
@@ -509,3 +513,96 @@ def test_what_is_said_to_wait_is_what_comes_first() -> None:
     assert race.waiting.way == ORT
     assert isinstance(race.waiting.why, Waiting)
     assert race.waiting.why.allowed < race.waiting.why.cost
+
+
+# Figures
+
+
+def test_half_of_what_was_counted_as_saved_goes_where_half_is_left() -> None:
+    race, times = make(cost=0.0), {"unchanged": 0.1, "ort": 0.05}
+    drive(race, times, RECHECK)
+    won = next(event.step for event in race.events if event.what == "wins")
+    drive(race, times, won + RECHECK - race.steps)
+    saved = race.saved
+    assert saved == pytest.approx(0.05 * RECHECK)
+    while len(happened(race)) == 2:  # starts, wins
+        drive(race, {"unchanged": 0.1, "ort": 0.075}, 1)
+    assert race.saved == pytest.approx(saved / 2)
+    saved = race.saved
+    drive(race, {"unchanged": 0.1, "ort": 0.075}, RARER * RECHECK)
+    assert race.saved == pytest.approx(saved + 0.025 * RARER * RECHECK)
+    while len(happened(race)) == 3:
+        drive(race, {"unchanged": 0.1, "ort": 0.0875}, 1)
+    assert race.saved == pytest.approx(saved + 0.0125 * RARER * RECHECK)
+
+
+def test_it_pays_in_the_step_in_which_as_much_is_saved_as_was_spent() -> None:
+    race = make(cost=0.0)
+    drive(race, {"unchanged": 0.5, "ort": 0.25}, 40, compiling={"ort": 1.0})  # numbers that floats have
+    (won,), (pays,) = ([event for event in race.events if event.what == what] for what in ("wins", "pays"))
+    assert race.charged == 0.75
+    assert pays.step == won.step + 3
+    assert pays.way == ORT
+
+
+def test_what_an_unchanged_step_takes_is_what_it_took_last() -> None:
+    race = make(cost=0.0)
+    drive(race, {"unchanged": 0.1}, FIRST)
+    assert race.usual == 0.1
+    while ("ort", "loses") not in happened(race):
+        drive(race, {"unchanged": 0.2, "ort": 0.9}, 1)
+    assert race.usual == 0.2
+    # a duel has few of them, so more are timed after it
+    assert race.champion == UNCHANGED
+    timed = 0
+    for _ in range(100):
+        race.next(Now(1000))
+        timed += race.wants_time
+        race.done(Took(0.2))
+    assert SAMPLES // 2 < timed < SAMPLES
+    assert race.quiet_steps > 0
+
+
+def test_a_step_that_an_audit_takes_part_in_says_nothing_of_the_unchanged_step() -> None:
+    race = make(cost=math.inf)
+    drive(race, {"unchanged": 0.1}, 5)
+    for _ in range(20):
+        race.next(Now(1000))
+        race.done(Took(9.0, counts=False))
+    assert race.usual == 0.1
+
+
+def test_what_may_be_spent_is_a_share_of_the_whole_run_whenever_it_is_asked() -> None:
+    race = make(cost=math.inf)
+    allowed = SHARE * 0.1 * 1000
+    for step in range(40):
+        race.next(Now(1000 - step))
+        race.done(Took(0.1))
+        assert race.may_compile(0.0, 0.9999 * GRACE * allowed)
+        assert not race.may_compile(0.0, 1.0001 * GRACE * allowed)
+        assert not race.may_compile(1.0001 * STOP * allowed)
+    race.next(Now(960))
+    race.pass_by(10)
+    assert race.may_compile(0.0, 0.9999 * GRACE * allowed)
+    assert not race.may_compile(0.0, 1.0001 * GRACE * allowed)
+
+
+def test_what_is_tried_instead_comes_at_once_and_before_others() -> None:
+    race = make("ort", "inductor", cost={"ort": 0.0, "children": 0.0, "inductor": math.inf})
+    times = {"unchanged": 0.1, "ort": 0.05, "children": 0.06, "inductor": 0.01}
+    drive(race, times, 120)
+    assert race.champion == ORT
+    race.fail(ORT, Failure("sizes vary", CHILDREN))
+    assert race.next(Now(10_000)) == CHILDREN
+    race = make("ort", "inductor", cost=0.0)
+    drive(race, times, 60, failures={"ort": Failure("untraceable", CHILDREN)})
+    assert [name for name, what in happened(race) if what == "starts"] == ["ort", "children", "inductor"]
+
+
+def test_what_has_lost_fails_no_more() -> None:
+    race = make(cost=0.0)
+    drive(race, {"unchanged": 0.1, "ort": 0.2}, 40)
+    events = len(race.events)
+    race.fail(ORT, Failure("too late", CHILDREN))
+    assert len(race.events) == events
+    assert not race.has_challengers

@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 
-from lightning_ort._busy import SLOWDOWN
+from lightning_ort import _busy
 from lightning_ort.strategies.race.race import FIRST, RARER, RECHECK, SAMPLES, STOP, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Verdict, Waiting, Way
 
-SHARE = 0.05
+SHARE, SLOWDOWN = 0.05, _busy.SLOWDOWN
 ORT, INDUCTOR = Way("ort"), Way("inductor")
 Slowed = Callable[[int], float]
+
+
+@pytest.fixture(autouse=True)
+def machines_may_be_busy(machines_are_idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_busy, "SLOWDOWN", SLOWDOWN)
 
 
 def make(*ways: Way, cost: float = 4.0, share: float = SHARE, **kwargs: Any) -> Race:
@@ -191,6 +196,7 @@ def test_a_champion_that_fails_gives_way_to_the_one_that_it_has_beaten() -> None
     race, times = make(ORT, INDUCTOR, cost=0.0), {UNCHANGED: 0.1, ORT: 0.08, INDUCTOR: 0.05}
     drive(race, times, 100)
     assert race.champion == INDUCTOR
+    assert race.saving == pytest.approx(0.05)  # of the unchanged step
     race.fail(INDUCTOR, Failure("gradients are accumulated now"))
     assert race.champion == ORT
     assert race.saving == pytest.approx(0.02)
@@ -198,6 +204,15 @@ def test_a_champion_that_fails_gives_way_to_the_one_that_it_has_beaten() -> None
     assert order[:RECHECK] == [ORT] * RECHECK
     assert UNCHANGED in order  # which it meets again
     race.fail(ORT, Failure("it differs"))
+    assert (race.champion, race.saving) == (UNCHANGED, 0.0)
+
+
+def test_where_nothing_is_left_to_spend_the_step_runs_unchanged() -> None:
+    race, times = make(ORT, INDUCTOR, cost=0.0), {UNCHANGED: 0.1, ORT: 0.08, INDUCTOR: 0.05}
+    drive(race, times, 100, 3000)
+    assert race.champion == INDUCTOR
+    race.next(Now(0))
+    race.done(Took(100.0, compiled=True))
     assert (race.champion, race.saving) == (UNCHANGED, 0.0)
 
 
@@ -239,3 +254,23 @@ def test_a_run_that_is_taken_to_be_long_starts_at_once() -> None:
         race.done(Took(0.1, compiled=order[-1] == ORT))
     assert order == [UNCHANGED] * FIRST + [ORT]
     assert race.may_compile(1e9)
+
+
+# What duels cost
+
+
+def test_what_duels_take_longer_is_spent_too() -> None:
+    race, times = make(cost=0.0), {UNCHANGED: 0.1, ORT: 0.2}
+    order = drive(race, times, 60, compiling=1.0)
+    longer = 0.1 * (order.count(ORT) - 2)  # the first compiles, the second allocates
+    assert longer > 0
+    assert race.tried == pytest.approx(longer)
+    assert race.spent == race.charged == pytest.approx(longer + 1.1)
+
+
+@pytest.mark.parametrize(("cost", "starts"), [(2.0, True), (2.9, False)])
+def test_what_duels_have_taken_is_missing_for_the_next_challenger(cost: float, starts: bool) -> None:
+    costs = {ORT: 0.0, INDUCTOR: cost}
+    race = Race([ORT, INDUCTOR], SHARE, lambda way: Expected(costs[way]))
+    # 5 s in all, of which compiling takes 1.1 s and the duel 1 s and more; 4 % of the steps are over then
+    assert (INDUCTOR in drive(race, {UNCHANGED: 0.1, ORT: 0.6, INDUCTOR: 0.05}, 60, 1000)) is starts

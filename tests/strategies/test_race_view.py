@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
-from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort import CompileReport, ORTStrategy, _busy
 from lightning_ort.compiler.report_view import speedup
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport
 from lightning_ort.strategies.race import view as race_view
@@ -87,6 +87,12 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
     return module.backend.report  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def machines_may_be_busy(machines_are_idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_busy, "SLOWDOWN", 1.25)
+
+
+@pytest.mark.usefixtures("machines_may_be_busy")
 @pytest.mark.parametrize(
     ("event", "verdict"),
     [
@@ -96,6 +102,10 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
         ),
         (
             Event(ORT, "loses", 20, Verdict(), {ORT: 0.02, UNCHANGED: 0.01}),
+            "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
+        ),
+        (
+            Event(Way("ort", "modules"), "loses", 20, Verdict(), {Way("ort", "modules"): 0.02, UNCHANGED: 0.01}),
             "PyTorch wins, 10 ms a step (20 ms in ONNX Runtime); the step stays in PyTorch",
         ),
         (

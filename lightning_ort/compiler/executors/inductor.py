@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.inductor import has_triton, inductor_backend, inductor_cache_folder, inductor_repairs
+from lightning_ort.compat.inductor import (
+    has_triton,
+    inductor_backend,
+    inductor_cache_folder,
+    inductor_repairs,
+    joint_pass,
+)
 from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
 from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
@@ -64,9 +70,15 @@ def backend_for(
 
     With ``"exact"`` masks random numbers are the same as in eager.
     """
+    from lightning_ort.compiler.lowering.separate_results import (
+        separate_results,  # which a fit that compiles nothing need not load
+    )
+
     exact = masks == "exact"
     # a recording is what torch.compile's mode "reduce-overhead" sets
-    options = {"fallback_random": exact, **inductor_repairs(exact)} | ({"triton.cudagraphs": True} if records else {})
+    options: dict[str, Any] = {"fallback_random": exact, **inductor_repairs(exact)}
+    options["joint_custom_pre_pass"] = joint_pass(separate_results)
+    options |= {"triton.cudagraphs": True} if records else {}
     compile = inductor_backend(options, lambda: request().check_budget())
     return GuardedBackend(RecordingBackend(compile) if records else compile, on_failure, request)
 

@@ -3,6 +3,7 @@
 - :mod:`.decompositions`: which ops are split into simpler ones while AOTAutograd traces
 - :mod:`.eager_layouts`: results that torch traces with another memory layout than eager's
 - :mod:`.joint_passes`: over the joint graph, before it is split into forward and backward, and over the two halves
+- :mod:`.separate_results`: over the joint graph, so that a result that is not differentiated spoils no gradient
 - :mod:`.final_passes`: over each forward, backward or inference graph
 
 A pass has the signature ``(gm) -> None`` and edits the graph in place.
@@ -16,6 +17,7 @@ from torch import fx
 from lightning_ort.compat.torch import OpOverload, split_joint_graph
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions, traced_as_eager
+from lightning_ort.compiler.lowering.separate_results import separate_results
 from lightning_ort.config import Recompute
 
 __all__ = ["decompositions", "lower", "split_joint", "traced_as_eager"]
@@ -58,6 +60,7 @@ def split_joint(
     for joint_pass in JOINT_PASSES:
         joint_pass(joint)
     see_joint(joint, num_fwd_outputs)
+    separate_results(joint)
     joint_passes.recompute_views(joint)
     joint.graph.lint()
     joint.recompile()

@@ -16,6 +16,7 @@ from lightning_ort.compat.step_trace import fake_fields, functional, note_module
 from lightning_ort.compat.torch import expression_of, without_checkpoints, without_validation
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
+from lightning_ort.compiler.nodes import is_random
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms import DECOMPOSED, taken_apart
 from lightning_ort.onnx_export.training.forms.random import drawn
@@ -75,6 +76,11 @@ class Trace:
     gradients: dict[str, fx.Node] = field(default_factory=dict)
     sizes: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
     guards: Sequence[Any] = ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(node.op == "call_function" and is_random(node) for node in self.module.graph.nodes)
 
     @property
     def symbols(self) -> dict[Any, str]:
@@ -251,12 +257,13 @@ def _noting_modules(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_traced() -> Iterator[None]:
+def as_traced(checkpoints: bool = False) -> Iterator[None]:
     """Within the block attention and recurrent layers run in parts, since their kernels have no counterpart.
 
-    Nothing is computed again for a backward pass, which would draw other random numbers.
+    Nothing is computed again for a backward pass, which would draw other random numbers, unless ``checkpoints``.
     """
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), without_checkpoints():
+    kept = contextlib.nullcontext() if checkpoints else without_checkpoints()
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), kept:
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
         with torch.backends.mkldnn.flags(enabled=False):
             yield

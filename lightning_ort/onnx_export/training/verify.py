@@ -161,7 +161,7 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
         training = runner.Training.load(folder)
     except runner.TrainingError as error:
         raise ExportFailed(f"The exported model is not valid: {error}") from error
-    with _at_work(task, kind):
+    with _at_work(task, kind, trace):
         reference = Reference(task, trace)
         start = {name: value.detach().clone() for name, value in reference.parameters.items() if value.requires_grad}
         found = []
@@ -288,7 +288,7 @@ def rounding(task: Task, trace: Trace, batches: Sequence[Batch]) -> Difference:
     """How far steps of the module are from its own if the halved parameters are rounded to float16."""
     runs: list[tuple[list[Tensor], dict[str, Tensor]]] = []
     for each in (replace(task, halved=()), task):
-        with _at_work(each, "training"):
+        with _at_work(each, "training", trace):
             reference, losses = Reference(each, trace), []
             for batch in batches:
                 numbers, _ = reference.run(batch)
@@ -306,11 +306,16 @@ def _share(x: Tensor, y: Tensor) -> float:
 
 
 @contextmanager
-def _at_work(task: Task, kind: str) -> Iterator[None]:
+def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
     """Within the block a module trains or is evaluated, with some parameters rounded to float16."""
     module, modes = task.module, [(child, child.training) for child in task.module.modules()]
     with ExitStack() as stack:
-        for context in (Restored(module), attributes_kept(module), as_traced(), torch.random.fork_rng([])):
+        for context in (
+            Restored(module),
+            attributes_kept(module),
+            as_traced(checkpoints=not trace.draws),
+            torch.random.fork_rng([]),
+        ):
             stack.enter_context(context)
         stack.enter_context(torch.set_grad_enabled(kind == "training"))
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ LONGEST_GAP = 1000  # steps
 SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.003, 0.03
 COPYING = 0.1  # seconds that copying a process is expected to take, before one was copied
 # the copy ends after so many times what was expected, and not before so many seconds
-PATIENCE, LEAST_PATIENCE = 4.0, 1.0
+PATIENCE, LEAST_PATIENCE = 4.0, 2.0
 ENOUGH = 2  # audits, for a step to be called audited
 
 

@@ -9,9 +9,10 @@ import enum
 import hashlib
 import inspect
 import math
+import sys
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
 _MAX_DEPTH = 12
 GRADIENT = "gradient of "
 _SMALL_GRADIENT = 1e-3  # of the largest mean magnitude: gradients that are roundings alone
+_ROUNDINGS = 4 * torch.finfo(torch.float32).eps  # of the loss
 # their objects are machinery, such as the Trainer, locks and files
 _MACHINERY = {
     *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
@@ -30,6 +32,7 @@ _MACHINERY = {
 }
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_PLAIN = (int, float, str, list, dict, set, deque, torch.Tensor, type(None))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 
@@ -82,12 +85,17 @@ def differences(own: Mapping[str, Value], eager: Mapping[str, Value], tolerance:
     small = _SMALL_GRADIENT * max(
         (_mean(value) for name, value in eager.items() if name.startswith(GRADIENT)), default=0.0
     )
+    # a gradient that is zero but for the roundings of what it is the difference of
+    loss = max((_mean(value) for name, value in eager.items() if name.startswith("output")), default=0.0)
+    roundings = _ROUNDINGS * loss
     for name in dict.fromkeys((*eager, *own)):
         if name not in own or name not in eager:
             found.other[name] = "is missing" if name not in own else "is there only in the captured step"
             continue
         one, two = own[name], eager[name]
         if isinstance(one, Numbers) and isinstance(two, Numbers) and one.kind == two.kind:
+            if name.startswith(GRADIENT) and one.magnitude + two.magnitude <= roundings * one.count:
+                continue
             scale = max(one.magnitude, two.magnitude, small * one.count if name.startswith(GRADIENT) else 0.0)
             if (relative := _relative(one, two, scale)) > tolerance:
                 found.relative[name] = relative
@@ -104,8 +112,8 @@ def _relative(one: Numbers, two: Numbers, scale: float) -> float:
     pairs = [(one.total, two.total), (one.magnitude, two.magnitude)]
     if all(a == b or (a != a and b != b) for a, b in pairs):
         return 0.0
-    # written so that an infinity or a NaN on one side alone is the largest difference
-    worst = max(abs(a - b) if abs(a - b) < math.inf else math.inf for a, b in pairs)
+    # an infinity or a NaN on one side alone is the largest difference; a NaN comes first, so that it is the maximum
+    worst = max(abs(a - b) for a, b in pairs)
     return worst / scale if 0 < scale < math.inf and worst < math.inf else math.inf
 
 
@@ -146,21 +154,32 @@ def random_numbers() -> dict[str, Value]:
     return {name: _digest(state) for name, state in zip(names, states, strict=True)}
 
 
-def globals_of(function: Any) -> dict[str, Any]:
-    """Return the plain global variables that a function names."""
-    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    names = () if code is None else code.co_names
-    return {name: known[name] for name in names if name in known and not isinstance(known[name], (*_CODE, nn.Module))}
+def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
+    """Return what a step may change outside of itself: its module, attributes of classes, and global variables.
+
+    Global variables are those that the step and the methods of its module's classes name.
+    """
+    kinds = {base for one in module.modules() for base in type(one).__mro__ if not is_machinery(base)} - {object}
+    own = kinds.intersection(type(module).__mro__)
+    functions = [value for kind in own for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+    variables = dict[str, Any]()
+    for function in (getattr(step, "__func__", step), *functions):
+        known = getattr(function, "__globals__", {})
+        for name in known.keys() & set(getattr(getattr(function, "__code__", None), "co_names", ())):
+            value = known[name]
+            if isinstance(value, type):
+                kinds |= set() if is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
+            elif not isinstance(value, (*_CODE, nn.Module)):
+                variables[f"{known.get('__name__')}.{name}"] = value
+    return {"self": module, "globals": dict(sorted(variables.items())), "class": _attributes_of(kinds)}
 
 
-def class_attributes(kind: type) -> dict[str, Any]:
-    """Return the plain attributes of a class and its bases that are no machinery."""
-    kinds = [base for base in kind.__mro__ if not _is_machinery(base) and base is not object]
+def _attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
     return {
-        f"{base.__name__}.{name}": value
-        for base in kinds
-        for name, value in vars(base).items()
-        if not name.startswith("__") and isinstance(value, (int, float, str, list, dict, set, deque, torch.Tensor))
+        f"{kind.__qualname__}.{name}": value
+        for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and isinstance(value, _PLAIN)
     }
 
 
@@ -233,7 +252,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
             found.append((f"[{key!r}]"[:80] if plain else f"[item {index}]", item))
     elif isinstance(value, (list, tuple, deque)):
         found = [(f"[{index}]", item) for index, item in enumerate(value)]
-    if not _is_machinery(type(value)):
+    if not is_machinery(type(value)):
         found += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
         slots = [(name, getattr(value, name, None)) for name in _slots(type(value))]
         found += [(f".{name}", item) for name, item in slots if not inspect.ismethod(item)]
@@ -244,11 +263,14 @@ def _slots(kind: type) -> list[str]:
     found: list[str] = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else names
-    return found
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def _is_machinery(kind: type) -> bool:
+def is_machinery(kind: Any) -> bool:
+    """Return whether a class or function is none of the user's."""
     return kind.__module__.partition(".")[0] in _MACHINERY
 
 

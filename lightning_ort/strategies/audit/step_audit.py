@@ -28,10 +28,9 @@ from lightning_ort.strategies.audit.snapshot import (
     GRADIENT,
     Findings,
     Value,
-    class_attributes,
     differences,
-    globals_of,
     gradients,
+    left_behind,
     random_numbers,
     snapshot,
 )
@@ -327,14 +326,16 @@ class _Audit:
         module = self._module.module
         logger = self._module.shims.logger
         logged = [(names, value) for _, _, names, value, *_ in logger.made + logger.calls] if self._logs else []
-        left = {"self": module, "globals": globals_of(self._function), "class": class_attributes(type(module))}
+        left = left_behind(module, self._function)
         self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
         if self._manual:
             self._own |= gradients(module)
 
     def after_backward(self) -> None:
-        """Look at the gradients."""
-        self._own |= gradients(self._module.module)
+        """Look at the gradients, and at what hooks of the backward pass have left behind."""
+        module = self._module.module
+        parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}  # those are Lightning's
+        self._own |= gradients(module) | snapshot({"after the backward pass, self": parts})
 
     @property
     def waits_for_backward(self) -> bool:

@@ -3,7 +3,7 @@
 A graph cannot hold Lightning's helpers (dynamo fails on ``self.log`` of Lightning 2.6), and torchmetrics counts its
 updates in attributes, which would recompile each step. So during a captured call
 
-- ``log``, ``log_dict`` and the loggers' ``log_metrics`` only record what was logged, and get it afterwards,
+- ``log``, ``log_dict`` and the loggers' ``log_metrics`` only record in graphs what was logged, and get it afterwards,
 - helpers, metrics, recurrent layers and, under manual optimization, the optimizers run as they are, outside of any
   graph. Torch has one kernel for a whole recurrent layer; traced, the layer would become one op for each time step.
 - what may look at logged values gets those of the step so far: the Trainer's ``callback_metrics`` and such, and the
@@ -25,7 +25,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
-from lightning_ort.compat.dynamo import is_compiled_module
+from lightning_ort.compat.dynamo import is_compiled_module, only_within
+from lightning_ort.compat.dynamo_left_out import late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
@@ -41,6 +42,7 @@ _HELPERS = (
     "toggle_optimizer",
     "untoggle_optimizer",
 )
+_OF_TORCH = vars(nn.Module())  # attributes that every module has
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 _METRICS = (Metric, MetricCollection)
 MISSING = object()
@@ -51,18 +53,30 @@ _Call = tuple[Any, str, _Args, Any, _Args, dict[str, Any], list[tuple[Metric, An
 
 
 class DeferredLogger:
-    """Replaces ``LightningModule.log`` and ``log_dict`` in a captured step, in a way that a graph can hold."""
+    """Replaces ``LightningModule.log`` and ``log_dict`` in a captured step, in a way that a graph can hold.
 
-    def __init__(self, module: nn.Module) -> None:
+    What runs in Python, and what Lightning refuses, is logged at once.
+
+    Args:
+        module: The module.
+        outside: Makes a method one that runs outside of graphs, after what was logged before.
+
+    """
+
+    def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._module = module
+        self._log_now = outside(self._call)
+        late_readers.add(self)
         self.calls: list[_Call] = []
         self.made: list[_Call] = []  # calls of this step that were made before its end
         self.loggers_too = True  # but in a copy of the process
 
+    @only_within
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log``."""
         self._defer(self._module, "log", (name,), value, args, kwargs)
 
+    @only_within
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``log_dict``."""
         self._defer(self._module, "log_dict", (), dictionary, args, kwargs)
@@ -70,13 +84,20 @@ class DeferredLogger:
     def log_metrics_of(self, logger: Any, _: Any) -> Callable[..., None]:
         """Return a shim that records calls of a logger's ``log_metrics``."""
 
+        @only_within
         def log_metrics(metrics: Any, *args: Any, **kwargs: Any) -> None:
             self._defer(logger, "log_metrics", (), metrics, args, kwargs)
 
         return log_metrics
 
+    @late_reader
+    @only_within
     def _defer(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
         is_dict = isinstance(value, Mapping)
+        allowed = all(map(_can_be_logged, value.values() if is_dict else (value,)))
+        if not allowed or (not torch.compiler.is_compiling() and self.loggers_too):
+            self._log_now(owner, method, names, value, args, kwargs)
+            return
         metrics: list[tuple[Any, Any]] = []  # Lightning reads their values for this batch, which may not be the last
         for item in value.values() if is_dict else (value,):
             if isinstance(item, Metric):
@@ -87,6 +108,11 @@ class DeferredLogger:
         if not kwargs.get("enable_graph", False):
             value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
         self.calls.append((owner, method, names, value, args, kwargs, metrics))
+
+    def _call(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+        copy = {key: _snapshot(item) for key, item in value.items()} if isinstance(value, Mapping) else _snapshot(value)
+        self.made.append((owner, method, names, copy, args, kwargs, []))  # which audits compare
+        getattr(owner, method)(*names, value, *args, **kwargs)
 
     def replay(self) -> None:
         """Make the calls that were recorded since the last time."""
@@ -115,6 +141,12 @@ class DeferredLogger:
         """Forget the calls of the step."""
         self.calls.clear()
         self.made.clear()
+
+
+def _can_be_logged(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float, Metric, MetricCollection))
 
 
 def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
@@ -184,7 +216,7 @@ class StepShims(Shims):
 
     def __init__(self, module: nn.Module, on_closure: Callable[[], None]) -> None:
         super().__init__()
-        self.logger = DeferredLogger(module)
+        self.logger = DeferredLogger(module, self._as_it_is)
         self._module = module
         self._on_closure = on_closure  # called when an optimizer is given a closure, which then runs outside of graphs
         # dynamo knows a shim by its identity: a new one for the same method would compile everything again
@@ -285,11 +317,16 @@ def callable_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _metrics_in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Find the metrics in plain lists and dictionaries among the attributes, which are no submodules."""
-    for value in vars(module).values():
-        if isinstance(value, (dict, list, tuple)):
-            items = value.values() if isinstance(value, dict) else value
-            yield from (item for item in items if isinstance(item, _METRICS))
+    """Find the metrics in plain containers among the attributes of modules, which are no submodules."""
+    todo = [value for child in module.modules() for name, value in vars(child).items() if name not in _OF_TORCH]
+    seen: dict[int, Any] = {}
+    while todo:
+        value = todo.pop()
+        if isinstance(value, _METRICS):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
+            seen[id(value)] = value
+            todo += value.values() if isinstance(value, Mapping) else value
 
 
 def compiled_by_user(module: nn.Module) -> str | None:

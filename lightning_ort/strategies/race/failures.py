@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_ort.compat import dynamo
+from lightning_ort.compat.dynamo_left_out import Unsound
 from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.report import Reason, ReasonType
@@ -62,6 +63,8 @@ class Situation:
 
 def after_compiling(way: Way, outcome: "Outcome", situation: Situation) -> Failure | None:
     """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
+    if isinstance(outcome.error, Unsound):
+        return for_eager_alone(Reason(ReasonType.PYTHON_STATE, plain_reason(str(outcome.error))))
     if ENGINES[way.engine].backend is not None:
         return _of_torch_compile(way, outcome)
     instead = Way(way.engine, "modules") if situation.children or way.part == "modules" else None

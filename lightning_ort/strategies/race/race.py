@@ -277,7 +277,7 @@ class Race:
         self._duel = None
         checked = duel.challenger == self.champion  # by the unchanged step
         number = sum(event.what in ("wins", "loses") for event in self.events)
-        more = 0.0 if checked or not duel.memory else max(0.0, memory / duel.memory - 1)
+        more = 0.0 if not duel.memory else max(0.0, memory / duel.memory - 1)
         own = {str(way): seconds for way, seconds in duel.medians.items()}
         facts = {**own, "memory": more, "busy": float(duel.is_busy)}
         agreed = facts | dict(self._agree(f"duel/{number}/{'/'.join(own)}", facts))
@@ -286,7 +286,7 @@ class Race:
         self.tried, self.spent, self.charged = self.tried + overhead, self.spent + overhead, self.charged + overhead
         takes_more, busy = agreed["memory"] > MEMORY, agreed["busy"] > 0
         wins = medians[duel.challenger] < (1 - WORTH * takes_more) * medians[duel.champion]
-        self._crown(duel, wins, checked)
+        self._crown(duel, wins)
         lost_for_it = takes_more and not wins and medians[duel.challenger] < medians[duel.champion]
         after = self._interval * checked
         verdict = Verdict(after, agreed["memory"] * lost_for_it, duel.is_clear, duel.slowdown, busy)
@@ -298,7 +298,7 @@ class Race:
         elif not wins:
             self._doubtful.append(duel.challenger)
 
-    def _crown(self, duel: Duel, wins: bool, checked: bool) -> None:
+    def _crown(self, duel: Duel, wins: bool) -> None:
         before, self.champion = self._saving, duel.challenger if wins else duel.champion
         if duel.champion == UNCHANGED:
             self._saving = duel.saved_by(self.champion) if wins else 0.0
@@ -309,7 +309,7 @@ class Race:
         elif wins:
             self._beaten.append((duel.champion, before))
             self._saving += duel.saved_by(self.champion)
-        if checked and self._saving < before:  # nobody knows since when
+        if self._saving < before:  # nobody knows since when
             self.saved -= (self.saved - self._saved_before) * (1 - self._saving / before)
         self._saved_before = self.saved
 

@@ -167,7 +167,9 @@ class RaceView:
         return f"{self._compiled_in(race, event.way)}: {text}"
 
     def _compiled_in(self, race: Race, way: Way) -> str:
-        found = [event.seconds.values() for event in race.of_run if event.what == "compiles" and event.way == way]
+        # all ways of the engine: as child modules or two graphs, if it could not be compiled as it was
+        events = [one for one in race.of_run if one.what == "compiles" and one.way.engine == way.engine]
+        found = [event.seconds.values() for event in events]
         return f"{self._name} compiled in {seconds_text(sum(map(sum, found)))}"
 
     def _keep(self, way: Way) -> None:

@@ -200,6 +200,22 @@ def _renormed(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float
     return torch.where(looked_up.unsqueeze(1) & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
 
 
+def _of_each(op: OpOverload) -> Callable[..., list[Tensor]]:
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [
+            op(*(each[index] if isinstance(each, (list, tuple)) else each for each in args), **kwargs)
+            for index in range(len(args[0]))
+        ]
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "sqrt", "pow"):
+    _many, _one = getattr(aten, f"_foreach_{_name}"), getattr(aten, _name)
+    for _overload in ("default", "Scalar", "List", "Tensor", "ScalarList"):
+        if _overload in _many.overloads():
+            instead_of(getattr(_many, _overload))(_of_each(_one))
+
 with_its_gradient(aten.logcumsumexp.default, _log_cumulative_sum)
 with_its_gradient(aten.prod.default, _product)
 with_its_gradient(aten.prod.dim_int, _product)

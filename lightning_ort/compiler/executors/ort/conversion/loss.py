@@ -38,7 +38,8 @@ def binary_cross_entropy(
     value, labels = ctx.value(x), ctx.value(target)
     missed, hit = log1p(-value).max(-100), log(value).max(-100)
     losses = (labels - 1) * missed - labels * hit
-    losses = _refusing(losses, ~((value >= 0) & (value <= 1)))
+    allowed = (value >= 0) & (value <= 1) & (labels >= 0) & (labels <= 1)
+    losses = _refusing(losses, ~allowed)
     if weight is not None:
         losses = losses * weight
     return losses if reduction == NONE else reduce("ReduceMean" if reduction == MEAN else "ReduceSum", x, losses)

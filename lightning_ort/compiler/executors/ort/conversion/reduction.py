@@ -179,6 +179,8 @@ def _reduce_flags(onnx_op: str, x: fx.Node, flags: Value, dim: Dims, keepdim: bo
 
 def _extremum(onnx_op: str, x: fx.Node, value: Value, dims: Dims = None, keepdim: bool = False) -> Value:
     """ReduceMax or ReduceMin of ``value``, which has the shape of ``x``."""
+    if value.dtype is torch.bool:
+        return _reduce_flags(onnx_op, x, value, dims, keepdim)
     result = reduce(onnx_op, x, value, dims, keepdim)
     if not value.dtype.is_floating_point:
         return result
@@ -204,6 +206,8 @@ def _arg_extremum(ctx: GraphBuilder, onnx_op: str, x: fx.Node, dim: int | None =
 
 
 def _arg_along(onnx_op: str, value: Value, axis: int, keepdim: bool) -> Value:
+    if value.dtype is torch.bool:
+        value = value.cast(torch.int32)
     index = value.op(onnx_op, axis=axis, keepdims=int(keepdim))
     if not value.dtype.is_floating_point:
         return index

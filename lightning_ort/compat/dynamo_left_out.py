@@ -1,0 +1,353 @@
+"""What a function does that dynamo computes otherwise than Python, or too late, and that is left to Python instead.
+
+Each entry of :data:`LEFT_OUT` replaces a function of dynamo while it compiles. There it looks at what is traced, and
+either ends the graph, so that Python does it (:func:`_leave`), or raises :class:`Unsound` where what follows would be
+wrong, too (:func:`_refuse`). Each was read in torch 2.13; a version without the name that it replaces is left as it is.
+"""
+
+import builtins
+import contextlib
+import dis
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch._dynamo import variables
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import SubgraphTracer
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+from lightning_ort.compat.dynamo_messages import is_installed
+from lightning_ort.compat.torch import hint_of
+
+
+class Unsound(AssertionError):
+    """Captured, a step would compute something else, and no graph break helps.
+
+    It is an ``AssertionError`` since dynamo passes such on as they are (torch 2.13).
+    """
+
+
+# objects with a list ``calls`` of what a step has only recorded so far, so that its arguments are read later
+late_readers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def late_reader(function: Any) -> Any:
+    """Mark a function that records something for later."""
+    function.reads_batch = True
+    return function
+
+
+def _leave(what: str) -> NoReturn:
+    unimplemented(gb_type=what, context="", explanation=f"no graph can hold {what}", hints=[])
+
+
+def _refuse(what: str) -> NoReturn:
+    raise Unsound(what)
+
+
+# Functions
+
+
+def _run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what asks for its local variables: after a graph break only those that it names are left."""
+
+    def run_function(self: Any) -> None:
+        asks = (one.argval for one in self.instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        if name := next((name for name in asks if name in ("eval", "exec", "locals")), None):
+            _leave(f"`{name}`, which may read any local variable")
+        run(self)
+
+    return run_function
+
+
+def _call_cached(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave functions with a cache, which dynamo runs again, unless the cache has a constant for constants."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        function = self.wrapper_obj
+        if not hasattr(function, "cache_info") or function.__module__.partition(".")[0] == "torch":
+            return call(self, tx, args, kwargs)
+        values = [*self.self_args(), *args, *kwargs.values()]
+        if all(value.is_python_constant() for value in values):
+            constants = [value.as_python_constant() for value in values]
+            split = len(constants) - len(kwargs)
+            found = function(*constants[:split], **dict(zip(kwargs, constants[split:], strict=True)))
+            if type(found) in (bool, int, float, str, type(None)):
+                return variables.ConstantVariable.create(found)
+        _leave(f"`{function.__name__}`, a function with a cache")
+
+    return call_function
+
+
+def _check(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave checks of values, whose errors would have another text."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(self.value, "__name__", "").startswith(("_check", "_assert")) and args:
+            first = args[0].realize()
+            number = getattr(first, "sym_num", None)
+            if first.is_tensor() or (number is not None and hint_of(number) is None):
+                _leave(f"`torch.{self.value.__name__}` of a value")
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _create_proxy(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave operations on tensors in a ``try`` to Python, as their errors depend on values, and come from the graph."""
+
+    def create_proxy(self: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind.startswith("call_") and getattr(target, "__module__", None) != operator.__name__:
+            _leave_in_try(self.output_graph.current_tx)
+        return create(self, kind, target, *args, **kwargs)
+
+    return create_proxy
+
+
+def _leave_in_try(tx: Any) -> None:
+    while tx is not None:
+        if any(_catches_errors_of_values(tx, target) for target in _handlers(tx)):
+            _leave("an operation within `try`, whose error depends on values")
+        tx = tx.parent if hasattr(tx, "parent") else None
+
+
+def _handlers(tx: Any) -> Iterator[Any]:
+    """The first instructions of what handles errors of the current one."""
+    inst = tx.current_instruction
+    seen = set[int]()
+    while (entry := getattr(inst, "exn_tab_entry", None)) is not None and id(entry.target) not in seen:
+        seen.add(id(entry.target))
+        yield (inst := entry.target)
+    yield from (block.target for block in tx.block_stack if block.target is not None)
+
+
+def _enter(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave ``with`` blocks whose context manager may catch errors, for the same reason."""
+
+    def enter_block(self: Any, *args: Any) -> Any:
+        if _suppresses(self.cm_obj):
+            _leave(f"`with` and a `{type(self.cm_obj).__name__}`, which may catch errors")
+        return enter(self, *args)
+
+    return enter_block
+
+
+def _suppresses(manager: Any) -> bool:
+    """Whether a context manager may catch what an operation raises."""
+    if isinstance(manager, contextlib.suppress):
+        return _is_of_values(getattr(manager, "_exceptions", Exception))
+    if isinstance(manager, contextlib._GeneratorContextManager):
+        return any(inst.opname in _MATCHES for inst in dis.get_instructions(manager.func))
+    code = getattr(getattr(type(manager), "__exit__", None), "__code__", None)
+    if code is None or is_installed(code.co_filename):
+        return False
+    before = None  # the last instruction
+    for inst in dis.get_instructions(code):
+        value = before if inst.opname == "RETURN_VALUE" else inst if inst.opname == "RETURN_CONST" else None
+        if value is not None and (not value.opname.endswith("_CONST") or value.argval):
+            return True
+        before = inst
+    return False
+
+
+_MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+# what operations on tensors raise because of values
+_OF_VALUES = (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError, MemoryError)
+
+
+def _catches_errors_of_values(tx: Any, target: Any) -> bool:
+    """Whether a handler is an ``except`` clause, or several, for what an operation may raise."""
+    start = tx.indexof.get(target)
+    if start is None:
+        return False
+    found: list[Any] = []  # what stands between the start and the match of a type
+    for inst in tx.instructions[start : start + 64]:
+        if inst.opname in _MATCHES:
+            if any(map(_is_of_values, found)):
+                return True
+            found = []
+        elif inst.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST"):
+            missing = object()
+            value = tx.f_globals.get(inst.argval, getattr(builtins, inst.argval, missing))
+            found.append(Exception if value is missing else value)
+        elif inst.opname == "LOAD_ATTR" and found:
+            found[-1] = getattr(found[-1], inst.argval, Exception)
+        elif inst.opname == "POP_TOP" and not found and inst is not target:
+            return tx.instructions[start + 1] is inst  # `except:` begins so, right after the error is pushed
+        elif inst.opname in ("WITH_EXCEPT_START", "RERAISE"):
+            return False
+    return False
+
+
+def _is_of_values(kind: Any) -> bool:
+    if isinstance(kind, tuple):
+        return any(map(_is_of_values, kind))
+    if not isinstance(kind, type) or issubclass(kind, NotImplementedError):
+        return False
+    return issubclass(kind, _OF_VALUES) or kind in (BaseException, Exception, LookupError)
+
+
+def _bind(bind: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that something is recorded for later."""
+
+    def bind_args(self: Any, parent: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(self.fn, "reads_batch", False):
+            vars(parent.output)["_lightning_ort_late"] = True
+        return bind(self, parent, args, kwargs)
+
+    return bind_args
+
+
+# Objects and classes
+
+
+def _store(store: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what changes a class, or frees an object whose class has ``__del__``.
+
+    Objects of the class then have the old value in the graph, and the object is freed after the graph.
+    """
+
+    def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(item, variables.UserDefinedClassVariable):
+            _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
+        _refuse_changed_argument(self, item)
+        # its type alone: the object must not live on in a traceback
+        before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
+        if hasattr(before, "__del__"):
+            _refuse(f"it replaces `{name}`, whose class {before.__name__} has `__del__`")
+        store(self, item, name, value, *args, **kwargs)
+
+    return store_attr
+
+
+def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
+    def mutation(self: Any, item: Any) -> None:
+        _refuse_changed_argument(self, item)
+        mutate(self, item)
+
+    return mutation
+
+
+def _refuse_changed_argument(effects: Any, item: Any) -> None:
+    """Refuse to change an argument of a function, such as the batch, after the size of a batch was to be logged."""
+    source: Any = getattr(item, "source", None)
+    while hasattr(source, "base"):
+        source = source.base
+    name = getattr(source, "local_name", "self")
+    if name != "self" and (
+        "_lightning_ort_late" in vars(effects.output_graph_weakref()) or any(one.calls for one in late_readers)
+    ):
+        _refuse(f"it changes `{name}` after it has logged")
+
+
+def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what a metaclass does instead of making an object to Python, and tensors that are made of a size."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        metaclass = type(self.value)
+        if metaclass.__call__ is not type.__call__ and metaclass.__module__.partition(".")[0] not in ("enum", "torch"):
+            _leave(f"`{metaclass.__name__}.__call__`")
+        if hasattr(self.value, "__del__"):
+            _refuse(f"it makes a {self.value.__name__}, which has `__del__`")
+        of_size = any(isinstance(arg.realize(), variables.lists.SizeVariable) for arg in args)
+        if of_size and issubclass(self.value, torch.Tensor):  # dynamo takes the size for the values
+            _leave(f"`{self.value.__name__}` of a size")
+        return construct(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave comparisons of bound methods: dynamo takes two for different ones that Python takes for equal."""
+
+    def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
+        if isinstance(self, variables.UserMethodVariable) or isinstance(self.value, types.MethodType):
+            _leave("a comparison of bound methods")
+        return compare(self, tx, other, op)
+
+    return richcompare_impl
+
+
+def _hash(hash_by_identity: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what is compared by value and has none yet, such as an f-string of a number in a graph, to Python."""
+
+    def hash_impl(self: Any, tx: Any) -> Any:
+        with contextlib.suppress(NotImplementedError):
+            if issubclass(self.python_type(), (str, bytes, int, float, tuple, frozenset)):
+                _leave(f"a {self.python_type().__name__} that is made of a tensor's values as a key")
+        return hash_by_identity(self, tx)
+
+    return hash_impl
+
+
+def _methods(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Leave methods of a class; with no names, all: what they do depends on an order or a state without guards."""
+
+    def make(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if not names or name in names:
+                _leave(f"`{self.python_type().__name__}.{name}`")
+            return call(self, tx, name, args, kwargs)
+
+        return call_method
+
+    return make
+
+
+def _reconstruct_generator(_: Callable[..., Any]) -> Callable[..., Any]:
+    def reconstruct(self: Any, codegen: Any) -> None:
+        _refuse("a generator lives on where its graph ends")
+
+    return reconstruct
+
+
+# NumPy
+
+_OF_OBJECTS = {operator.is_, operator.is_not, isinstance, type, getattr, hasattr, setattr, callable, id}
+
+
+def _call_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave what is done to arrays: dynamo guards neither what they hold nor their shape."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn not in _OF_OBJECTS and any(map(is_array, args)):
+            _leave(f"`{self.fn.__name__}` of a NumPy array")
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+def is_array(variable: Any) -> bool:
+    """Return whether a variable of dynamo is a NumPy array (torch 2.13)."""
+    if isinstance(variable, variables.LazyVariableTracker):
+        if not variable.is_realized():
+            return issubclass(variable.peek_type(), np.ndarray)  # without guards on it
+        variable = variable.realize()
+    return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
+
+
+LEFT_OUT: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
+    (InstructionTranslatorBase, "run", _run),
+    (getattr(variables.functions, "WrapperUserFunctionVariable", None), "call_function", _call_cached),
+    (variables.TorchInGraphFunctionVariable, "call_function", _check),
+    (SubgraphTracer, "create_proxy", _create_proxy),
+    (variables.UserFunctionVariable, "bind_args", _bind),
+    (getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter),
+    (SideEffects, "store_attr", _store),
+    (SideEffects, "mutation", _mutate),
+    (variables.UserDefinedClassVariable, "call_function", _construct),
+    (variables.UserDefinedObjectVariable, "richcompare_impl", _compare),
+    (variables.UserMethodVariable, "richcompare_impl", _compare),
+    (variables.base.VariableTracker, "hash_impl", _hash),
+    (variables.ConstDictVariable, "call_method", _methods("popitem")),
+    (variables.SetVariable, "call_method", _methods("pop")),
+    (getattr(variables, "RandomVariable", None), "call_method", _methods()),
+    (getattr(variables, "LocalGeneratorObjectVariable", None), "reconstruct", _reconstruct_generator),
+    (variables.BuiltinVariable, "call_function", _call_builtin),
+]
