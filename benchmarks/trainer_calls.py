@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
 
-FIRST, STEPS = 300, 100
+FIRST, STEPS = 120, 100
 
 
 class Counter:
