@@ -1,6 +1,5 @@
-"""What CPython does after a fork, without the handlers of others; what is registered with an abstract class."""
+"""What CPython does after a fork, without the handlers that others have registered for it."""
 
-import abc
 import ctypes
 import gc
 import threading
@@ -25,8 +24,3 @@ def adopt_interpreter() -> Callable[[], None]:
     function = ctypes.pythonapi.PyOS_AfterFork_Child
     function.restype, function.argtypes = None, ()
     return function
-
-
-def registered_with(abstract: abc.ABCMeta) -> int:
-    """Return how many classes are registered with an abstract class (CPython 3.10 to 3.13)."""
-    return len(abc._get_dump(abstract)[0])  # type: ignore[attr-defined]

@@ -159,7 +159,7 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
 
     Global variables are those that the step and the methods of its module's classes name.
     """
-    kinds = {base for one in module.modules() for base in type(one).__mro__ if not is_machinery(base)} - {object}
+    kinds = {base for one in module.modules() for base in type(one).__mro__ if not _is_machinery(base)} - {object}
     own = kinds.intersection(type(module).__mro__)
     functions = [value for kind in own for value in vars(kind).values() if isinstance(value, types.FunctionType)]
     variables = dict[str, Any]()
@@ -168,7 +168,7 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
         for name in known.keys() & set(getattr(getattr(function, "__code__", None), "co_names", ())):
             value = known[name]
             if isinstance(value, type):
-                kinds |= set() if is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
+                kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
             elif not isinstance(value, (*_CODE, nn.Module)):
                 variables[f"{known.get('__name__')}.{name}"] = value
     return {"self": module, "globals": dict(sorted(variables.items())), "class": _attributes_of(kinds)}
@@ -252,7 +252,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
             found.append((f"[{key!r}]"[:80] if plain else f"[item {index}]", item))
     elif isinstance(value, (list, tuple, deque)):
         found = [(f"[{index}]", item) for index, item in enumerate(value)]
-    if not is_machinery(type(value)):
+    if not _is_machinery(type(value)):
         found += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
         slots = [(name, getattr(value, name, None)) for name in _slots(type(value))]
         found += [(f".{name}", item) for name, item in slots if not inspect.ismethod(item)]
@@ -269,8 +269,7 @@ def _slots(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def is_machinery(kind: Any) -> bool:
-    """Return whether a class or function is none of the user's."""
+def _is_machinery(kind: Any) -> bool:
     return kind.__module__.partition(".")[0] in _MACHINERY
 
 

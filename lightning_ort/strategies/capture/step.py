@@ -43,7 +43,6 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.python_watch import PythonWatch
 from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
@@ -70,7 +69,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn = Turn()
         self._compiled = CompiledWays(module.recorded.own)
         self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
-        self._hooks, self._python, self._new_hooks = HookWatch(module.module), PythonWatch(module.module), 0
+        self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
         self._audit, self._graph_audit = StepAudit(module, name), GraphAudit(module, name)
@@ -145,7 +144,7 @@ class CapturedStep(AbstractContextManager[None]):
                 del attributes[self._name]
             else:
                 attributes[self._name] = self._before
-        turn, has_new_hooks = self._turn, self._hooks.found_new() or self._python.changed()
+        turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
             turn.quiet -= 1
         elif self._ask((args, kwargs), has_new_hooks):
@@ -247,10 +246,10 @@ class CapturedStep(AbstractContextManager[None]):
         return bool(self._compiled) or any(way.part == "modules" for way in race.living)
 
     def _compile_with_hooks(self, race: Race) -> None:
-        """Compile again with hooks that were added to modules, and such, which dynamo sees only when it compiles."""
+        """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
         self._new_hooks += 1
-        if self._new_hooks > NEW_HOOKS or self._python.module_replaced:
-            text = f"{self._new_hooks} steps came with new hooks, or other things under names that they use"
+        if self._new_hooks > NEW_HOOKS:
+            text = f"{self._new_hooks} steps came with new hooks"
             self._fail(race.champion, failures.for_eager_alone(Reason(ReasonType.RECOMPILING, text)))
             self._tell(race)
         else:
@@ -300,7 +299,6 @@ class CapturedStep(AbstractContextManager[None]):
         if (logger := module.shims.logger).calls or logger.made:
             logger.end_step()
         if module.monitor.saw_compile:
-            self._python.look(self._user.call)
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
         if differs:

@@ -1,4 +1,4 @@
-"""What dynamo looks at only when it compiles, and what changes later: the step compiles again, or stays in Python."""
+"""What dynamo looks at only when it compiles, and what changes later: the step compiles again."""
 
 import abc
 import math
@@ -21,7 +21,7 @@ class Abstract(abc.ABC):  # noqa: B024
 
 
 class Changing(Small):
-    """Does something else from the eighth batch on, for a reason that dynamo does not guard."""
+    """Does something else from the eighth batch on, for a reason that dynamo itself does not guard."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -81,5 +81,4 @@ def test_a_change_that_dynamo_does_not_guard(make_trainer: Callable[..., Any], u
     report = trainer.strategy.report
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert report.ort_runs > 0
-    assert len(report.graphs) == (2 if kind in ("registered", "builtin", "zero") else 1)
-    assert any("names" in note.reason.text for note in report.notes) == (kind == "module")
+    assert len(report.graphs) == (1 if kind == "nothing" else 2)
