@@ -264,15 +264,15 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
     Where the guards of what dynamo has compiled hold, it calls that at once: dynamo's wrapper around each call takes
     30 microseconds, the guards of a small module 3. Elsewhere, or if there were graph breaks, it calls ``compiled``.
     """
-    function = getattr(method, "__func__", None)
-    if not HAS_REGIONS or not isinstance(function, FunctionType):
+    function, region = getattr(method, "__func__", None), getattr(compiled, "_isolate_recompiles_id", None)
+    if region is None or not isinstance(function, FunctionType):
         return compiled
     code = function.__code__
     # its arguments are all that guards look up
     if code.co_flags & _NO_PLAIN_CALL or code.co_freevars or code.co_cellvars or code.co_kwonlyargcount:
         return compiled
     found = []
-    for entry in c_eval_frame._get_cache_entries_for_region(code, compiled._isolate_recompiles_id):  # type: ignore[attr-defined]
+    for entry in c_eval_frame._get_cache_entries_for_region(code, region):
         own = entry.code
         if own.co_freevars or any(name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX) for name in own.co_names):
             return compiled

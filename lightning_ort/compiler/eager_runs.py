@@ -88,8 +88,8 @@ def needs_gradient(arg: Any) -> bool:
 
 
 def versions_of(args: Sequence[Any]) -> list[int]:
-    """How often each tensor was written to; 0 for what is none."""
-    return [version_of(arg) if isinstance(arg, torch.Tensor) else 0 for arg in args]
+    """How often each tensor was written to; 0 for what is none, and for those of inference mode, which do not count."""
+    return [version_of(arg) if isinstance(arg, torch.Tensor) and not arg.is_inference() else 0 for arg in args]
 
 
 def leaves(args: Sequence[Any]) -> list[Any]:
