@@ -262,7 +262,8 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
     """Return a function that does what a :func:`compile_isolated` method does, now that it is compiled (torch 2.13).
 
     Where the guards of what dynamo has compiled hold, it calls that at once: dynamo's wrapper around each call takes
-    30 microseconds, the guards of a small module 3. Elsewhere, or if there were graph breaks, it calls ``compiled``.
+    30 microseconds, the guards of a small module 3. Elsewhere, or after a graph break, it calls ``compiled``: without
+    dynamo's wrapper the functions that go on after a break, and what they call, would run uncompiled.
     """
     function, region = getattr(method, "__func__", None), getattr(compiled, "_isolate_recompiles_id", None)
     if region is None or not isinstance(function, FunctionType):
@@ -274,7 +275,7 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
     found = []
     for entry in c_eval_frame._get_cache_entries_for_region(code, region):
         own = entry.code
-        if own.co_freevars or any(name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX) for name in own.co_names):
+        if own.co_freevars or any(name.startswith("__resume_at") for name in own.co_names):
             return compiled
         run = FunctionType(own, function.__globals__, function.__name__, function.__defaults__)
         found.append((entry.guard_manager, run))

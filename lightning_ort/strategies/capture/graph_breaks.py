@@ -15,6 +15,9 @@ class GraphBreakNotes:
         self._step = step
         self._counts: Counter[tuple[str, str]] = Counter()
 
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
     def add(self, report: CompileReport, breaks: Iterable[tuple[str, str]]) -> None:
         """Enter graph breaks, each a place (file and line, may be empty) and a reason."""
         found = list(breaks)

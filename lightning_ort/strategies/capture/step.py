@@ -320,7 +320,8 @@ class CapturedStep(AbstractContextManager[None]):
         if way.part == "modules":
             return self._user.call, self._module.module_shims(way.engine)
         compiled = self._compiled.get(way, lambda: self._module.compile(self._user.call, way.engine))
-        call = dynamo.without_wrapper(compiled, self._user.call) if way.engine == "ort" else compiled
+        is_whole = way.engine == "ort" and not self._breaks
+        call = dynamo.without_wrapper(compiled, self._user.call) if is_whole else compiled
         return call, self._module.shims
 
     def _stance(self, way: Way) -> AbstractContextManager[Any]:
