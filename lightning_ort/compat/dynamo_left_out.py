@@ -143,7 +143,9 @@ def _suppresses(manager: Any) -> bool:
     if isinstance(manager, contextlib.suppress):
         return _is_of_values(getattr(manager, "_exceptions", Exception))
     if isinstance(manager, contextlib._GeneratorContextManager):
-        return any(inst.opname in _MATCHES for inst in dis.get_instructions(manager.func))
+        # the function is forgotten when the block is entered; dynamo's stand-in for one that it makes has neither
+        made = getattr(manager, "func", None) or getattr(manager, "gen", None)
+        return made is not None and any(inst.opname in _MATCHES for inst in dis.get_instructions(made))
     code = getattr(getattr(type(manager), "__exit__", None), "__code__", None)
     if code is None or is_installed(code.co_filename):
         return False

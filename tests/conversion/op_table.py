@@ -223,7 +223,7 @@ op(
     "empty_products",
     lambda x, y: (x @ y, torch.addmm(x.new_ones(3), x, y), x.t() @ x),
     *(normal(4, 0), normal(0, 3)),
-    in_torch=dict.fromkeys((F32, F64), frozenset({"aten.mm.default", "aten.addmm.default"})),
+    in_torch=dict.fromkeys((F32, F64), frozenset({"aten.mm.default", "aten.addmm.default", "aten.any.default"})),
 )
 op("dot_mv", lambda x, y, w: (torch.dot(x, y), torch.mv(w, x)), normal(6), normal(6), X)
 op("einsum", lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y), normal(2, 3, 4, 5), normal(2, 3, 6, 5))

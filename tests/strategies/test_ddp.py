@@ -142,7 +142,7 @@ def test_two_trainers_in_one_process_group(make_trainer: Callable[..., Any], tmp
     def train(folder: Path) -> None:
         for name in ("first", "second"):
             ms = next(times)
-            medians = property(lambda self, ms=ms: dict(zip(self.samples, (ms / 1000, 3 * ms / 1000), strict=True)))
+            medians = property(lambda self, ms=ms: dict(zip(self.steps, (ms / 1000, 3 * ms / 1000), strict=True)))
             Duel.medians = medians  # type: ignore[method-assign]
             strategy = ORTDDPStrategy(config={"placement": "measured", "start": "now"})
             trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0)

@@ -468,7 +468,10 @@ def test_inductor_gets_what_was_configured(
     stock, module = SlowModule(), SlowModule()
     fit(make_trainer, stock, "auto")
     strategy = ORTStrategy(
-        config={"engine": "auto", "dropout_masks": masks, "start": "now", "debug": {"capture": capture}}
+        config={
+            **{"engine": "auto", "dropout_masks": masks, "start": "now", "audit": "off"},
+            "debug": {"capture": capture},
+        }
     )
     report = fit(make_trainer, module, strategy)[1]
     (step,) = report.steps
@@ -482,7 +485,7 @@ def test_inductor_gets_what_was_configured(
 
 
 def test_engine_auto_tries_nothing_in_deterministic_mode(make_trainer: Callable[..., Any]) -> None:
-    strategy = ORTStrategy(config={"engine": "auto"})
+    strategy = ORTStrategy(config={"engine": "auto", "audit": "off"})
     make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0, deterministic=True).fit(Long())
     assert strategy.report.ort_runs > 0
     assert strategy.report.steps == []

@@ -70,7 +70,7 @@ def test_two_trainers_in_two_threads(kinds: tuple[type[Twin], type[Twin]], make_
     before = process_state()
     together = threading.Barrier(2)
     modules = [kind(together) for kind in kinds]
-    strategies = [ORTStrategy(config={"placement": "always", "fallback": "raise"}) for _ in kinds]
+    strategies = [ORTStrategy(config={"placement": "always", "fallback": "raise", "audit": "off"}) for _ in kinds]
     trainers = [make_trainer(max_epochs=3, strategy=strategy, limit_val_batches=0) for strategy in strategies]
     threads = [
         threading.Thread(target=trainer.fit, args=(module,)) for trainer, module in zip(trainers, modules, strict=True)
