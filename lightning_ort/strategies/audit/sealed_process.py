@@ -6,7 +6,7 @@ filter of system calls (``seccomp(2)``) ends it at whatever is not among a few: 
 
 The process itself is not touched. The system call that makes the copy runs no handlers for forks, and a copy ends
 without a signal, so that no handler runs then either, and no ``wait`` sees it (``clone(2)``). It ends with the thread
-thread that made it, or at its limit of time. What it has become is looked up before anything is asked of it.
+that made it, or at its limit of time. What it has become is looked up before anything is asked of it.
 
 All until the filter is there are calls of C, made by :func:`any`: the first instruction of Python might wait for a
 thread that waited for the interpreter when the copy was made, and which is not in it.
