@@ -15,20 +15,24 @@ else:
     _EvaluationLoop = _PredictionLoop = object
 
 
-class LeanEvaluation(LeanObject, _EvaluationLoop):
-    """Does of Lightning's loop what somebody asked for."""
+class _LeanRun(LeanObject):
+    """What both of Lightning's loops without an optimizer have in common."""
 
-    @override
+    _data_fetcher: Any
+
     def run(self) -> Any:
         try:
-            return super().run()
+            return super().run()  # type: ignore[misc]
         finally:
             self._lean.bars.catch_up()
 
-    @override
     def on_run_start(self) -> None:
-        super().on_run_start()
+        super().on_run_start()  # type: ignore[misc]
         self._lean.begin_evaluation(self._data_fetcher)
+
+
+class LeanEvaluation(_LeanRun, _EvaluationLoop):
+    """Does of Lightning's loop what somebody asked for."""
 
     @override
     def _store_dataloader_outputs(self) -> None:
@@ -72,20 +76,8 @@ class LeanEvaluation(LeanObject, _EvaluationLoop):
         return None
 
 
-class LeanPrediction(LeanObject, _PredictionLoop):
+class LeanPrediction(_LeanRun, _PredictionLoop):
     """Does of Lightning's loop what somebody asked for."""
-
-    @override
-    def run(self) -> Any:
-        try:
-            return super().run()
-        finally:
-            self._lean.bars.catch_up()
-
-    @override
-    def on_run_start(self) -> None:
-        super().on_run_start()
-        self._lean.begin_evaluation(self._data_fetcher)
 
     @override
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
@@ -108,7 +100,7 @@ class LeanPrediction(LeanObject, _PredictionLoop):
             self._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
         total.processed += 1
         current.processed += 1
-        lean.bars.must_draw = batch_idx + 1 == self.max_batches[dataloader_idx] or bool(self._data_fetcher.done)  # type: ignore[union-attr]
+        lean.bars.must_draw = batch_idx + 1 == self.max_batches[dataloader_idx] or bool(self._data_fetcher.done)
         lean.run_hook(trainer, module, "on_predict_batch_end", predictions, *args)
         total.completed += 1
         current.completed += 1
