@@ -314,7 +314,7 @@ def test_an_audit_counts_with_the_step_that_it_slows_down(make_trainer: Callable
         time.sleep(0.2)
 
     run = fit(make_trainer, Slow(), max_epochs=1, limit_val_batches=0).run
-    assert run.audit_seconds > 0.2 * run.audits > 0
+    assert run.audit_seconds > 0.2 * (run.audits - 1) > 0  # but for the step that compiles
 
 
 def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
@@ -542,6 +542,45 @@ def test_a_tensor_of_any_dtype_is_compared(dtype: torch.dtype) -> None:
 def test_different_values_are_different(one: Any, other: Any) -> None:
     assert differences(numbers(x=one), numbers(x=other), 1e-3).names
     assert not differences(numbers(x=one), numbers(x=one), 1e-3).names
+
+
+class Touchy(dict[str, float]):
+    """A mapping all of whose methods and attributes are the user's code, which fails."""
+
+    def fail(self, *args: Any) -> Any:
+        raise RuntimeError("not to be called")
+
+    items = keys = values = fail
+    __iter__ = __len__ = __getitem__ = __getattribute__ = __repr__ = __eq__ = __hash__ = __bool__ = fail
+
+
+class TouchyText(str):
+    """A text that cannot be shown."""
+
+    __repr__ = __str__ = Touchy.fail
+
+
+def test_no_code_of_the_user_runs_for_a_snapshot() -> None:
+    one, same, other = (snapshot({"x": [Touchy(a=value), TouchyText("b")]}) for value in (1.0, 1.0, 2.0))
+    assert differences(one, same, 0.0).names == set()
+    assert differences(one, other, 0.0).names == {"x[0]['a']"}
+
+
+def test_what_cannot_be_read_ends_the_audit_and_not_the_run(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("cannot be read\nat all")
+
+    monkeypatch.setattr(step_audit, "left_behind", fail)
+    report = fit(make_trainer, Faulty(), max_epochs=4)
+    assert report.ort_runs
+    assert not report.fallbacks
+    assert not report.run.audits
+    notes = [note.reason.text for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
+    assert len(notes) == 1
+    assert "ValueError: cannot be read" in notes[0]
+    assert "at all" not in notes[0]
 
 
 def test_what_is_missing_on_either_side_is_a_difference() -> None:

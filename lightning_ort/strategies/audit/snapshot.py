@@ -3,6 +3,9 @@
 A tensor is its dtype, its shape, the sum of its elements and the sum of their magnitudes; a container its type and its
 items; an object its type and its attributes. Something that was met before is the place where that was, so that an
 attribute which refers to another object than it did is another value.
+
+Only what is stored is looked at, and no code of the user's runs for it: a mapping that loads what is asked for, a
+property or a ``__repr__`` may do anything.
 """
 
 import enum
@@ -33,6 +36,7 @@ _MACHINERY = {
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (int, float, str, list, dict, set, deque, torch.Tensor, type(None))
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 
@@ -169,7 +173,7 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
             value = known[name]
             if isinstance(value, type):
                 kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
-            elif not isinstance(value, (*_CODE, nn.Module)):
+            elif not _is(value, *_CODE, nn.Module):
                 variables[f"{known.get('__name__')}.{name}"] = value
     return {"self": module, "globals": dict(sorted(variables.items())), "class": _attributes_of(kinds)}
 
@@ -179,39 +183,54 @@ def _attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
         f"{kind.__qualname__}.{name}": value
         for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
         for name, value in vars(kind).items()
-        if not name.startswith("__") and isinstance(value, _PLAIN)
+        if not name.startswith("__") and _is(value, *_PLAIN)
     }
 
 
 def _may_be_met_again(value: Any) -> bool:
-    return not isinstance(value, (int, float, complex, str, bytes, enum.Enum, *_CODE, type(None)))
+    return not _is(value, int, float, complex, str, bytes, enum.Enum, *_CODE, type(None))
 
 
 def _value_of(value: Any) -> Value:
     """Return an object itself as a plain value, without its parts."""
-    kind = type(value).__qualname__
-    if isinstance(value, torch.Tensor):
+    name = type(value).__qualname__
+    if _is(value, torch.Tensor):
         return _of_tensor(value)
-    if isinstance(value, (bool, np.bool_, enum.Enum, str, bytes, type(None))):
-        return f"{kind} {value!r}"[:200]
-    if isinstance(value, (int, float, np.number)):
-        return Numbers(kind, *_finite(value))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if _is(value, enum.Enum):
+        return f"{name}.{value._name_}"
+    if _is(value, str, bytes):
+        return f"{name} {(str if _is(value, str) else bytes).__repr__(value)}"[:200]
+    if _is(value, bool, np.bool_, type(None)):
+        return f"{name} {value}"
+    if _is(value, int, float, np.number):
+        return Numbers(name, *_finite(value))
+    if _is(value, np.ndarray) and value.dtype.kind in "biuf":
         wide = value.astype(np.float64)
         return Numbers(f"{value.dtype} {value.shape}", float(wide.sum()), float(np.abs(wide).sum()), value.size)
-    if isinstance(value, (np.random.Generator, np.random.RandomState, torch.Generator)):
-        return f"{kind} {_digest(value)}"
-    if isinstance(value, _CODE):
+    if _is(value, np.random.Generator, np.random.RandomState, torch.Generator):
+        return f"{name} {_digest(value)}"
+    if _is(value, *_CODE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
-    if isinstance(value, (set, frozenset)):
-        plain = sorted(repr(item) for item in value if isinstance(item, (int, float, str, bytes)))
-        return f"{kind} of {len(value)} items, {_digest(plain)}"
-    if isinstance(value, Mapping):
-        names = [key if isinstance(key, (int, float, str, bytes)) else type(key).__name__ for key in value]
-        return f"{kind} of {len(value)} items, keys {_digest(names)}"
-    if isinstance(value, (list, tuple, deque)):
-        return f"{kind} of {len(value)} items"
-    return kind
+    if (container := next((one for one in _CONTAINERS if _is(value, one)), None)) is None:
+        return name
+    items = list(container.__iter__(value))
+    if container in (set, frozenset):
+        return f"{name} of {len(items)} items, {_digest(sorted(repr(item) for item in items if _is_plain(item)))}"
+    if container is dict:
+        names = [key if _is_plain(key) else type(key).__name__ for key in items]
+        return f"{name} of {len(items)} items, keys {_digest(names)}"
+    return f"{name} of {len(items)} items"
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """As ``isinstance``, which asks objects for their ``__class__``."""
+    return issubclass(type(value), kinds)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float, bool, str, bytes, type(None)) or (
+        type(value) is tuple and all(_is_plain(item) for item in value)
+    )
 
 
 def _of_tensor(tensor: torch.Tensor) -> Value:
@@ -239,34 +258,44 @@ def _finite(value: Any) -> tuple[float, float]:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of an object that are to be looked at, and what their names begin with."""
-    if isinstance(value, (torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE)):
+    if _is(value, torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE):
         return []
-    if isinstance(value, nn.Module):
-        attributes = [(name, item) for name, item in vars(value).items() if name not in _OF_MODULES]
-        registered = [pair for items in map(vars(value).get, _PARTS_OF_MODULES) for pair in (items or {}).items()]
+    if _is(value, nn.Module):
+        attributes = [(name, item) for name, item in _attributes(value).items() if name not in _OF_MODULES]
+        parts = [_attributes(value).get(name) or {} for name in _PARTS_OF_MODULES]
+        registered = [pair for items in parts for pair in items.items()]
         return [(f".{name}", item) for name, item in registered + attributes]
     found: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        for index, (key, item) in enumerate(value.items()):
-            plain = isinstance(key, (int, float, str, bytes, tuple, type(None)))
-            found.append((f"[{key!r}]"[:80] if plain else f"[item {index}]", item))
-    elif isinstance(value, (list, tuple, deque)):
-        found = [(f"[{index}]", item) for index, item in enumerate(value)]
+    if _is(value, dict):
+        for index, (key, item) in enumerate(dict.items(value)):
+            found.append((f"[{key!r}]"[:80] if _is_plain(key) else f"[item {index}]", item))
+    elif (container := next((one for one in (list, tuple, deque) if _is(value, one)), None)) is not None:
+        found = [(f"[{index}]", item) for index, item in enumerate(container.__iter__(value))]
     if not _is_machinery(type(value)):
-        found += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-        slots = [(name, getattr(value, name, None)) for name in _slots(type(value))]
-        found += [(f".{name}", item) for name, item in slots if not inspect.ismethod(item)]
+        found += [(f".{name}", item) for name, item in (*_attributes(value).items(), *_slots(value))]
     return found
 
 
-def _slots(kind: type) -> list[str]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _slots(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object has in slots, ``None`` in empty ones."""
+    found: list[tuple[str, Any]] = []
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    item = slot.__get__(value)
+                except AttributeError:
+                    item = None
+                found.append((name, item))
+    return [(name, item) for name, item in found if not inspect.ismethod(item)]
 
 
 def _is_machinery(kind: Any) -> bool:

@@ -209,21 +209,31 @@ class StepAudit:
         """After the captured step, before what it logged is handed on; return in what it differs from eager."""
         if (audit := self.audit) is None:
             return ""
-        audit.after_step(output)
+        if not self._look(audit.after_step, output):
+            return ""
         return "" if audit.has_backward else self._finish(audit)
 
     def after_backward(self) -> str:
         """After the backward pass of a training step; return in what it differs from eager."""
         if (audit := self.audit) is None or not audit.waits_for_backward:
             return ""
-        audit.after_backward()
-        return self._finish(audit)
+        return self._finish(audit) if self._look(audit.after_backward) else ""
 
     def close(self) -> None:
         """Give up an audit that runs: the step has failed, or has no backward pass."""
         if self.audit is not None:
             self.audit.close()
             self.audit = None
+
+    def _look(self, look: Callable[..., None], *args: Any) -> bool:
+        """Look at what the step has done; return whether that was possible: an audit never ends a run."""
+        try:
+            look(*args)
+        except Exception as error:  # such as an object that cannot be read
+            self.close()
+            self._count_unknown(f"{type(error).__name__}: {error}".partition("\n")[0])
+            return False
+        return True
 
     def _finish(self, audit: "_Audit") -> str:
         try:
