@@ -23,26 +23,14 @@ from types import ModuleType
 from typing import Any
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace
+from lightning_ort._strategies import SHORT_NAMES, STRATEGIES
 
 log = logging.getLogger(__name__)
 
-_PARALLEL = [
-    f"{start}{unused}"
-    for start in ("", "_spawn", "_fork", "_notebook")
-    for unused in ("", "_find_unused_parameters_true")
-]
-# what `register_strategies` of each class registers
-NAMES = {
-    "ORTStrategy": ["ort"],
-    "ORTDDPStrategy": [f"ort_ddp{suffix}" for suffix in _PARALLEL],
-    "ORTNativeZeRO1Strategy": [f"ort_zero1_native{suffix}" for suffix in _PARALLEL],
-    "ORTZeRO1Strategy": ["ort_zero1", "ort_zero1_offload"],
-}
 # what people write -> the name that they mean
-_MEANT = {each: each for names in NAMES.values() for each in names}
-_MEANT |= {kind.lower(): names[0] for kind, names in NAMES.items()}
+_MEANT = {each: each for names in STRATEGIES.values() for each in names.arguments}
+_MEANT |= {kind.lower(): names.name for kind, names in STRATEGIES.items()}
 _MEANT |= dict.fromkeys(("onnxruntime", "onnx", "lightning_ort"), "ort")
-_SHORT = ("ort", "ort_ddp", "ort_zero1", "ort_zero1_native", "ort_zero1_offload")  # without the variants of a name
 
 
 def register_strategies() -> None:
@@ -58,8 +46,8 @@ def _register(namespace: LightningNamespace) -> None:
     """Add the missing names to a registry; the import of Lightning belongs to the user, so raise nothing."""
     try:
         registry = namespace.submodule("strategies").StrategyRegistry
-        for kind, names in NAMES.items():
-            for name in names:
+        for kind, names in STRATEGIES.items():
+            for name in names.arguments:
                 if name not in registry:
                     registry[name] = RegistryEntry(name, namespace.module, kind, type(registry))
         _explain_misspelt(registry)
@@ -82,7 +70,7 @@ class StrategyNames(list[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        if isinstance(name, type) and name.__name__ in NAMES:
+        if isinstance(name, type) and name.__name__ in STRATEGIES:
             raise ValueError(f"Trainer(strategy={name.__name__}): pass an object and not the class, {name.__name__}().")
         # those of Lightning too, so that `fdsp` is no question about ours
         meant = {**dict.fromkeys(self), **_MEANT}
@@ -90,7 +78,7 @@ class StrategyNames(list[str]):
         if close and (ours := meant[close[0]]) is not None:
             raise ValueError(
                 f"Trainer(strategy={name!r}): there is no such strategy; did you mean {ours!r}? The strategies of"
-                f" lightning-ort are {', '.join(_SHORT)}."
+                f" lightning-ort are {', '.join(SHORT_NAMES)}."
             )
         return False
 

@@ -1,4 +1,8 @@
-"""The settings: one frozen dataclass, checked when it is created."""
+"""The settings: one frozen dataclass, checked when it is created.
+
+A field says all that there is to know of a setting: its annotation which values are allowed, its default, and, by
+:func:`_setting`, what of an earlier run it makes useless.
+"""
 
 import dataclasses
 import difflib
@@ -6,7 +10,8 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_ort._arguments import (
     check_choice,
@@ -34,6 +39,15 @@ Capture = Literal["auto", "step", "modules"]
 Audit = Literal["auto", "off"]
 TrainerLoop = Literal["lean", "stock"]
 MAX_THREADS = 1024  # per session; onnxruntime starts all of them at once
+
+# What a run finds and later ones use: times and models of regions, what is decided of a graph, and how long a step
+# takes on each engine. A setting changes one of them, those after it, and none before it.
+Found = Literal["regions", "graphs", "steps"]
+
+
+def _setting(default: Any, changes: Found | None = "steps") -> Any:
+    """Return a field that changes what runs find; ``None`` for one that changes nothing, such as a path."""
+    return field(default=default, metadata={"changes": changes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +79,19 @@ class DebugSettings:
 
     """
 
-    capture: Capture = "auto"
-    step_graph: StepGraph = "auto"
-    kernels: Kernels = "auto"
-    providers: tuple[str, ...] | None = None
-    torch_ops: tuple[str, ...] = ()
-    min_region_nodes: int = 2
-    intra_op_threads: int | None = None
-    check_against_eager: bool = False
-    trainer_loop: TrainerLoop = "lean"
-    save_onnx_dir: str | None = None
+    capture: Capture = _setting("auto")
+    step_graph: StepGraph = _setting("auto")
+    kernels: Kernels = _setting("auto", changes="regions")
+    providers: tuple[str, ...] | None = _setting(None, changes="graphs")
+    torch_ops: tuple[str, ...] = _setting((), changes="graphs")
+    min_region_nodes: int = _setting(2, changes="graphs")
+    intra_op_threads: int | None = _setting(None, changes="regions")
+    check_against_eager: bool = _setting(False)
+    trainer_loop: TrainerLoop = _setting("lean", changes=None)
+    save_onnx_dir: str | None = _setting(None, changes=None)
 
     def __post_init__(self) -> None:
-        for name, choices in _DEBUG_CHOICES.items():
-            check_choice(name, getattr(self, name), choices, _DEBUG)
+        _check_choices(self)
         for name in ("torch_ops", "providers"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):  # from YAML, JSON or OmegaConf
@@ -145,25 +158,24 @@ class ORTConfig:
 
     """
 
-    engine: EngineSetting | None = None
-    placement: Placement = "measured"
-    start: Start | None = None
-    compile_budget: float | None = None
-    fallback: Fallback = "warn"
-    dynamic: bool | None = None
-    recompute: Recompute = 0
-    audit: Audit | Literal[False] = "auto"  # False is what YAML makes of `off`
-    dropout_masks: DropoutMasks = "exact"
-    cache_dir: str | None = "auto"
-    report: str | None = None
+    engine: EngineSetting | None = _setting(None)
+    placement: Placement = _setting("measured", changes="graphs")
+    start: Start | None = _setting(None, changes=None)
+    compile_budget: float | None = _setting(None, changes=None)
+    fallback: Fallback = _setting("warn", changes=None)
+    dynamic: bool | None = _setting(None)
+    recompute: Recompute = _setting(0, changes="graphs")
+    audit: Audit | Literal[False] = _setting("auto", changes=None)  # False is what YAML makes of `off`
+    dropout_masks: DropoutMasks = _setting("exact")
+    cache_dir: str | None = _setting("auto", changes=None)
+    report: str | None = _setting(None, changes=None)
     debug: DebugSettings = field(default_factory=DebugSettings)
 
     def __post_init__(self) -> None:
         owner = "ORTConfig"
         if self.audit is False:
             object.__setattr__(self, "audit", "off")
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices, owner)
+        _check_choices(self)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
         if self.dropout_masks == "fast" and (self.engine in ("ort", "torch") or self.placement == "always"):
@@ -184,6 +196,19 @@ class ORTConfig:
             debug = check_mapping("debug", self.debug, "a mapping with fields of DebugSettings", owner)
             object.__setattr__(self, "debug", DebugSettings(**debug))
         check_type("debug", self.debug, DebugSettings, "a mapping with fields of DebugSettings", owner)
+
+    def key(self, found: Found, **resolved: Any) -> tuple[str, ...]:
+        """Return a text for each setting on which what runs find depends; runs with equal ones share it.
+
+        ``resolved`` are values that a run has found for settings that leave the choice to it.
+        """
+        order = get_args(Found)
+        return tuple(
+            f"{each.name}={resolved.get(each.name, getattr(settings, each.name))!r}"
+            for settings in (self, self.debug)
+            for each in dataclasses.fields(settings)
+            if (changes := each.metadata.get("changes")) and order.index(changes) <= order.index(found)
+        )
 
     @classmethod
     def parse(cls, value: Union["ORTConfig", Mapping[str, Any], None]) -> "ORTConfig":
@@ -211,23 +236,25 @@ class ORTConfig:
 
 
 _DEBUG = "DebugSettings"
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "engine": (*get_args(EngineSetting), None),
-    "dropout_masks": get_args(DropoutMasks),
-    "placement": get_args(Placement),
-    "start": (*get_args(Start), None),
-    "fallback": get_args(Fallback),
-    "recompute": get_args(Recompute),
-    "audit": get_args(Audit),
-    "dynamic": (None, True, False),
-}
-_DEBUG_CHOICES: dict[str, tuple[Any, ...]] = {
-    "capture": get_args(Capture),
-    "step_graph": get_args(StepGraph),
-    "kernels": get_args(Kernels),
-    "check_against_eager": (True, False),
-    "trainer_loop": get_args(TrainerLoop),
-}
+
+
+def _check_choices(settings: Any) -> None:
+    """Check the fields that only a few values are allowed for."""
+    for name, annotation in get_type_hints(type(settings)).items():
+        if choices := _choices(annotation):
+            check_choice(name, getattr(settings, name), choices, type(settings).__name__)
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Return the values that an annotation allows; nothing if there are more than can be listed."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if annotation is bool:
+        return (True, False)
+    if annotation is type(None):
+        return (None,)
+    parts = [_choices(each) for each in get_args(annotation)] if get_origin(annotation) in (Union, UnionType) else []
+    return tuple(value for part in parts for value in part) if all(parts) else ()
 
 
 def _hint(name: object, value: Any, fields: list[str]) -> str:

@@ -36,8 +36,6 @@ class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
 
     """
 
-    strategy_name = "ort"
-
 
 class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     """Trains on ONNX Runtime in several processes that average their gradients: ``Trainer(strategy="ort_ddp")``.
@@ -48,8 +46,6 @@ class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
 
     """
 
-    strategy_name = "ort_ddp"
-
 
 class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
     """``ort_ddp`` with ZeRO stage 1: each process keeps a share of the optimizer states. ``"ort_zero1_native"``.
@@ -58,8 +54,6 @@ class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
     those of ``ort_ddp`` and of a stock Trainer: whole, in one file, for any number of processes. ``optim`` must be one
     of torch's own implementations.
     """
-
-    strategy_name = "ort_zero1_native"
 
 
 class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy):
@@ -74,8 +68,6 @@ class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy)
         trainer = Trainer(strategy="ort_zero1", accelerator="cpu", devices=2)
 
     """
-
-    strategy_name = "ort_zero1"
 
 
 class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):

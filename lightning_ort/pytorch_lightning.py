@@ -23,25 +23,17 @@ from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
 class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
     """See :class:`lightning_ort.lightning.ORTStrategy`."""
 
-    strategy_name = "ort"
-
 
 class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     """See :class:`lightning_ort.lightning.ORTDDPStrategy`."""
-
-    strategy_name = "ort_ddp"
 
 
 class ORTNativeZeRO1Strategy(ShardOptimizersMixin, ORTDDPStrategy):
     """See :class:`lightning_ort.lightning.ORTNativeZeRO1Strategy`."""
 
-    strategy_name = "ort_zero1_native"
-
 
 class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy):
     """See :class:`lightning_ort.lightning.ORTZeRO1Strategy`."""
-
-    strategy_name = "ort_zero1"
 
 
 class AtomicCheckpointIO(AtomicSaveMixin, TorchCheckpointIO):

@@ -44,7 +44,7 @@ CHOICES = {
     "placement": "'measured', 'always'",
     "fallback": "'warn', 'raise'",
     "recompute": "0, 1, 2",
-    "dynamic": "None, True, False",
+    "dynamic": "True, False, None",
 }
 DEBUG_CHOICES = {
     "kernels": "'auto', 'training', 'standard'",
@@ -73,7 +73,7 @@ CONFIG: list[Case] = [
     *[(ORTConfig, {"capture": value}, TypeError, ("'capture'", "engine='torch'")) for value in ("off", False)],
     (ORTConfig.parse, {"value": {"torch_ops": ["aten.mm"]}}, ValueError, ("debug={'torch_ops': ['aten.mm']}",)),
     (ORTConfig, {"recompute": True}, ValueError, ("recompute=True", "0, 1, 2")),
-    (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "None, True, False")),
+    (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "True, False, None")),
     (ORTConfig, {"placement": None}, ValueError, ("placement=None", "'measured', 'always'")),
     (ORTConfig, {"placment": "always"}, TypeError, ("'placment'", "did you mean 'placement'?")),
     (ORTConfig, {"xyzzy": 1}, TypeError, ("'xyzzy'", "the fields are engine, placement")),

@@ -42,6 +42,45 @@ def test_users_have_few_settings_to_choose_from():
     assert len(dataclasses.fields(ORTConfig)) <= 12
 
 
+PATHS = ({"cache_dir": "a"}, {"report": "report.json"}, {"debug": {"save_onnx_dir": "a"}})
+# what decides whether and when something is compiled or said, not what it comes to
+OTHERS = (
+    *({"start": "now"}, {"compile_budget": 0.5}, {"fallback": "raise"}, {"audit": "off"}),
+    {"debug": {"trainer_loop": "stock"}},
+)
+# what changes the time of a step; of them, what changes what is decided of a graph; of them, a region alone
+OF_REGIONS = ({"debug": {"kernels": "standard"}}, {"debug": {"intra_op_threads": 3}})
+OF_GRAPHS = (
+    *({"placement": "always"}, {"recompute": 1}, {"debug": {"torch_ops": ["aten.gelu"]}}),
+    *({"debug": {"min_region_nodes": 5}}, {"debug": {"providers": ["CPUExecutionProvider"]}}),
+)
+OF_STEPS = (
+    *({"engine": "ort"}, {"dynamic": True}, {"dropout_masks": "fast"}, {"debug": {"capture": "modules"}}),
+    *({"debug": {"step_graph": "split"}}, {"debug": {"check_against_eager": True}}),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "apart"),
+    [
+        *[(each, []) for each in (*PATHS, *OTHERS)],
+        *[(each, ["steps"]) for each in OF_STEPS],
+        *[(each, ["graphs", "steps"]) for each in OF_GRAPHS],
+        *[(each, ["regions", "graphs", "steps"]) for each in OF_REGIONS],
+    ],
+)
+def test_runs_share_what_they_found_unless_a_setting_changes_it(settings, apart, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, other = ORTConfig(), ORTConfig(**settings)
+    assert [found for found in ("regions", "graphs", "steps") if one.key(found) != other.key(found)] == apart
+
+
+def test_each_setting_says_what_it_changes():
+    cases = (*PATHS, *OTHERS, *OF_REGIONS, *OF_GRAPHS, *OF_STEPS)
+    tried = {name for case in cases for name in {**case, **case.get("debug", {})}}
+    assert tried == {each.name for kind in (ORTConfig, type(ORTConfig().debug)) for each in dataclasses.fields(kind)}
+
+
 def test_unknown_key_names_the_closest_field():
     with pytest.raises(ValueError, match=re.escape("no field 'placment': did you mean 'placement'?")):
         ORTConfig.parse({"placment": "always"})
@@ -75,7 +114,7 @@ def test_parse_refuses_what_is_no_mapping():
         ("compile_budget", True, TypeError, "pass a number above 0 and at most 1"),
         ("compile_budget", "5%", TypeError, "pass a number above 0 and at most 1"),
         ("fallback", "ignore", ValueError, "choose one of 'warn', 'raise'"),
-        ("dynamic", 1, ValueError, "choose one of None, True, False"),
+        ("dynamic", 1, ValueError, "choose one of True, False, None"),
         ("cache_dir", 3, TypeError, "pass a path or None"),
     ],
 )

@@ -20,6 +20,7 @@ import lightning_ort.lightning
 from lightning_ort import _registration
 from lightning_ort._imports import LIGHTNING, NAMESPACES, LightningNamespace
 from lightning_ort._registration import register_strategies
+from lightning_ort._strategies import STRATEGIES
 
 # Runs each piece of code in a fresh interpreter: one that has imported what takes long, but no Lightning, forks.
 FRESH = """
@@ -222,8 +223,9 @@ def test_lightning_that_is_forbidden(fake: LightningNamespace, monkeypatch: pyte
 def test_names_are_those_that_the_classes_register() -> None:
     from lightning.fabric.strategies.registry import _StrategyRegistry
 
-    assert set(_registration.NAMES) == {name for name in lightning_ort.__all__ if name.endswith("Strategy")}
-    for kind, names in _registration.NAMES.items():
+    assert set(STRATEGIES) == {name for name in lightning_ort.__all__ if name.endswith("Strategy")}
+    for kind, of_kind in STRATEGIES.items():
+        names = list(of_kind.arguments)
         registry = _StrategyRegistry()
         getattr(lightning_ort.lightning, kind).register_strategies(registry)
         assert list(registry) == names
@@ -242,7 +244,7 @@ def test_each_namespace_has_each_name(namespace: LightningNamespace) -> None:
         pytest.skip(str(namespace.available))
     theirs = importlib.import_module(f"{namespace.package}.strategies")
     ours = importlib.import_module(namespace.module)
-    classes = [getattr(ours, name) for name in _registration.NAMES]
+    classes = [getattr(ours, name) for name in STRATEGIES]
     assert {kind.strategy_name for kind in classes} == {kind.strategy_name for kind in strategies()}
     for kind in classes:
         assert theirs.StrategyRegistry[kind.strategy_name]["strategy"] is kind
@@ -256,7 +258,7 @@ def test_each_namespace_has_each_name(namespace: LightningNamespace) -> None:
 
 
 def strategies() -> list[type]:
-    return [getattr(lightning_ort, name) for name in _registration.NAMES]
+    return [getattr(lightning_ort, name) for name in STRATEGIES]
 
 
 def test_registering_twice_changes_nothing() -> None:

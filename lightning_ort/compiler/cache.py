@@ -8,9 +8,9 @@
 - ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.mask_kernel`)
 
 The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
-of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the config's ``kernels``; for
-the nodes of a graph its ``torch_ops``; for ``graphs`` what else decides where they run; for all but the nodes of a
-graph the processor, the GPUs with their driver and TF32, torch's thread count and ``intra_op_threads``.
+of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the settings on which it
+depends (:meth:`~lightning_ort.config.ORTConfig.key`); for all but the nodes of a graph the processor, the GPUs with
+their driver and TF32, and torch's thread count.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
@@ -99,7 +99,7 @@ class Cache:
         """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
         if self._folder is None:
             return check()
-        options = (self._config.debug.kernels, *sorted(self._config.debug.torch_ops))
+        options = self._config.key("graphs")
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
@@ -135,9 +135,8 @@ class Cache:
 
     def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""
-        config = self._config
         machine = (processor(), str(torch.get_num_threads()), float32_matmul_precision(), *graphics())
-        options = (config.debug.kernels, str(config.debug.intra_op_threads))
+        options = self._config.key("regions")
         return f"{kind}-{digest(fingerprint, *software(), *executor_key, *options, *machine)}"
 
     def load(self, name: str) -> Entry | None:
@@ -175,15 +174,7 @@ class Cache:
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
         if text is None:
             return None
-        options = (
-            config.placement,
-            config.debug.torch_ops,
-            config.debug.min_region_nodes,
-            config.recompute,
-            config.debug.providers,
-            one_graph,
-        )
-        return self.name(text, tuple(map(repr, options)), "graphs")
+        return self.name(text, (*config.key("graphs"), str(one_graph)), "graphs")
 
     def load_graphs(self, name: str) -> list[GraphReport] | None:
         """Return the reports of a captured graph of which torch runs everything, and of its gradient, or ``None``."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from lightning_ort._text import duration
 
-UNCOMPILED_GAIN = 1.20  # of stock, the mean over the models of docs/results.md, on a CPU
-
 
 @dataclass(frozen=True)
 class OptimizerReport:
@@ -133,17 +131,9 @@ class RunReport:
     def uncompiled_text(self) -> str:
         """What is in use that makes steps faster without compiling them, in one line."""
         used = [each.runs_as for each in self.optimizers if each.runs_as != each.configured]
-        retained = self.host_memory.startswith("retained")
-        draws = self.draws_masks_faster
-        fused = [each.runs_as == f"{each.configured} (fused)" for each in self.optimizers]
-        used += ["retained memory"] * retained
-        used += ["faster dropout masks"] * draws
-        if not used:
-            return ""
-        text = ", ".join(dict.fromkeys(used))
-        if retained and draws and fused and all(fused):  # all that was in use in the benchmark
-            text += f"; together {UNCOMPILED_GAIN:.2f}x as fast as stock in the benchmark"
-        return text
+        used += ["retained memory"] * self.host_memory.startswith("retained")
+        used += ["faster dropout masks"] * self.draws_masks_faster
+        return ", ".join(dict.fromkeys(used))
 
     @property
     def peak_text(self) -> str:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
+from lightning_ort._strategies import STRATEGIES, StrategyNames
 from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler import gpu_memory
 from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
@@ -81,6 +82,8 @@ class ORTMixin(_Strategy):
     """
 
     namespace: ClassVar[LightningNamespace]
+    strategy_name: ClassVar[str]
+    _names: ClassVar[StrategyNames]
     # takes the keyword arguments that Lightning's strategy passes on, such as torch's DistributedDataParallel
     wrapper: ClassVar[type | None] = None
 
@@ -121,6 +124,15 @@ class ORTMixin(_Strategy):
             read = super().precision_plugin.fget  # type: ignore[attr-defined]
             # Lightning reads it seven times a step, which a property that calls the other would double
             cls.precision_plugin = property(read, ORTMixin._set_precision_plugin)  # type: ignore[assignment]
+        if cls.__name__ in STRATEGIES:
+            cls.strategy_name, cls._names = STRATEGIES[cls.__name__].name, STRATEGIES[cls.__name__]
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for suffix, arguments in {"": {}, **cls._names.variants}.items():  # of a subclass with a name of its own, too
+            name, description = f"{cls.strategy_name}{suffix}", cls._names.description
+            strategy_registry.register(name, cls, description=description, **arguments)
 
     @property
     def report(self) -> CompileReport:

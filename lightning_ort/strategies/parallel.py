@@ -130,9 +130,8 @@ def _starting(launcher: Any) -> Iterator[None]:
 
 
 class ORTDDPMixin(ORTParallelMixin):
-    """Registers the names of a strategy on Lightning's ``DDPStrategy``."""
+    """Checks the arguments of a strategy on Lightning's ``DDPStrategy``."""
 
-    strategy_name: ClassVar[str]
     wrapper: ClassVar[type | None] = DistributedDataParallel
 
     @classmethod
@@ -144,16 +143,3 @@ class ORTDDPMixin(ORTParallelMixin):
         for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items():
             if name in given and isinstance(parameter.default, bool):  # the others it checks itself
                 check_type(name, given[name], bool, "True or False", cls.__name__)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            for unused, find in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
-                strategy_registry.register(
-                    f"{cls.strategy_name}{suffix}{unused}",
-                    cls,
-                    description=f"DDP on ONNX Runtime with `start_method` '{start_method}'",
-                    start_method=start_method,
-                    **find,
-                )

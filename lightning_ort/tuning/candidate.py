@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_ort import _strategies
 from lightning_ort._imports import LIGHTNING, LightningNamespace
 from lightning_ort.optim.registry import check_name
 
@@ -34,9 +35,11 @@ STRATEGIES = {
     "auto": StrategyChoice("ORTStrategy", True, {"engine": "auto"}),
     "off": StrategyChoice("ORTStrategy", True, {"engine": "torch"}),
     "ddp": StrategyChoice("ddp", has_several_processes=True),
-    "ort_ddp": StrategyChoice("ORTDDPStrategy", True, has_several_processes=True),
-    "ort_zero1": StrategyChoice("ORTZeRO1Strategy", True, has_several_processes=True),
-    "ort_zero1_native": StrategyChoice("ORTNativeZeRO1Strategy", True, has_several_processes=True),
+    **{
+        names.name: StrategyChoice(kind, True, has_several_processes=True)
+        for kind, names in _strategies.STRATEGIES.items()
+        if names.several_processes
+    },
 }
 # fields of a candidate: where they are among the strategy's arguments
 _OF_STRATEGY = {"recompute": ("config", "recompute"), "host_memory": ("host_memory",), "optim": ("optim",)}

@@ -290,7 +290,7 @@ def test_later_runs_know_what_earlier_ones_found(
     assert first.run.verdict.startswith("not worth it: ")
     (file,) = names()
     monkeypatch.setattr(engines, "COST", 1e6)
-    second = fit(Dropped(), amortized(), make_trainer).strategy.report
+    second = fit(Dropped(), amortized(report=str(tmp_path / "elsewhere.json")), make_trainer).strategy.report
     assert second.graphs == []  # nothing is tried that was slower
     assert "in an earlier run the unchanged step was the fastest" in second.run.verdict
     # another structure is another matter, and so is a damaged file

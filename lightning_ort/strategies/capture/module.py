@@ -149,11 +149,9 @@ class CapturedModule:
     @property
     def settings(self) -> tuple[str, ...]:
         """What else than the module and its batches decides how long a step takes."""
-        trainer, others = self.module.trainer, ("start", "compile_budget", "cache_dir", "fallback", "audit")
-        fields = {key: value for key, value in vars(self.config).items() if key not in others}
-        fields["engine"] = self.setting
-        strategy = type(self.strategy).__name__
-        return tuple(map(str, (fields, trainer.precision, trainer.world_size, strategy, torch.get_num_threads())))
+        trainer, strategy = self.module.trainer, type(self.strategy).__name__
+        config = self.config.key("steps", engine=self.setting)
+        return (*config, str(trainer.precision), str(trainer.world_size), strategy)
 
     @property
     def agree(self) -> Callable[[str, dict[str, Any]], dict[str, Any]] | None:

@@ -129,14 +129,6 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self.config = settings.stage_one(self.config, offload_optimizer)
         self._given_config = copy.deepcopy(self.config)
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        name, description = cls.strategy_name, "DeepSpeed's ZeRO stage 1 on ONNX Runtime"
-        strategy_registry.register(name, cls, description=description)
-        description += ", optimizer states on the CPU"
-        strategy_registry.register(f"{name}_offload", cls, description=description, offload_optimizer=True)
-
     @property
     def _ddp(self) -> "DDPStrategy":
         """The methods that Lightning's ``DeepSpeedStrategy`` overrides in ways that do not fit here."""
