@@ -135,7 +135,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -c "import lightning_ort as ort; assert 'wheel' in ort.__file__"
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -m lightning_ort doctor
-	test -f build/wheel/lightning_ort/py.typed && test -f build/wheel/lightning_ort/compiler/pages/report.html.jinja && test -f build/wheel/lightning_ort/compiler/mask_kernel.c
+	test -f build/wheel/lightning_ort/py.typed && test -f build/wheel/lightning_ort/compiler/report/pages/report.html.jinja && test -f build/wheel/lightning_ort/compiler/executors/mask_kernel.c
 
 clean:
 	rm -rf build dist site *.egg-info .coverage.* .pytest_cache .mypy_cache .ruff_cache lightning_logs

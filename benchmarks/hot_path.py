@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.guarded_region import GuardedRegion
+from lightning_ort.compiler.running.guarded_region import GuardedRegion
 
 
 def record_regions() -> list[tuple[BoundSession, tuple[object, ...]]]:

@@ -78,8 +78,11 @@ class Parts:
 def measure_package(parts: Parts) -> None:
     """Measure the parts of a compilation."""
     from lightning_ort.compat import dynamo
-    from lightning_ort.compiler import autotune, backend, cache, lowering, placer, region_module, timing
+    from lightning_ort.compiler import backend, lowering
+    from lightning_ort.compiler.cache import cache
     from lightning_ort.compiler.executors.ort import executor, kernels, session
+    from lightning_ort.compiler.placement import autotune, placer, timing
+    from lightning_ort.compiler.regions import region_module
 
     starts, ends = dynamo.compile_callbacks()
     starts.append(lambda args: parts.enter("dynamo"))

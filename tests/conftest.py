@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule,
 
 from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.openmp import pause_openmp
+from lightning_ort.compiler.machine.openmp import pause_openmp
 
 # pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
 logging.getLogger("torch.__trace").propagate = True
@@ -132,7 +132,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions go to ONNX Runtime, however small, where it is steps that are timed."""
-    from lightning_ort.compiler import timing
+    from lightning_ort.compiler.placement import timing
 
     measure = timing.measure
 

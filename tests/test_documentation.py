@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ort
 from lightning_ort.cli import main
-from lightning_ort.compiler.report import CompileReport, ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.report import CompileReport
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_ort import ORTPredictor, ORTStrategy, export_onnx
-from lightning_ort.compiler.reproducer_script import largest_difference
+from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

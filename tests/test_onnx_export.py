@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import OnnxExport, ORTPredictor, ORTStrategy, export_onnx
-from lightning_ort.compiler.reproducer_script import largest_difference
+from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.onnx_export import export as export_module
 from lightning_ort.onnx_export.failure import ExportFailed
 

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from rich.filesize import decimal
 
 from lightning_ort._text import say
-from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.cache_folder import default_folder
+from lightning_ort.compiler.cache import cache_folder
+from lightning_ort.compiler.cache.cache_folder import default_folder
 
 Action = Literal["info", "clear"]
 

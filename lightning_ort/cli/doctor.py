@@ -28,12 +28,12 @@ from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache_folder import default_folder, untrusted_reason
+from lightning_ort.compiler.cache.cache_folder import default_folder, untrusted_reason
 from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
+from lightning_ort.compiler.executors.mask_kernel import unsupported_reason as mask_unsupported_reason
+from lightning_ort.compiler.executors.masks import matches_torch
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
-from lightning_ort.compiler.mask_kernel import unsupported_reason as mask_unsupported_reason
-from lightning_ort.compiler.masks import matches_torch
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lightning_ort._text import say
 from lightning_ort.compiler.report import CompileReport
-from lightning_ort.compiler.report_page import render, render_comparison
-from lightning_ort.compiler.report_view import rank_file
+from lightning_ort.compiler.report.page import render, render_comparison
+from lightning_ort.compiler.report.view import rank_file
 
 __all__ = ["render", "report"]
 

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
-from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.fallbacks import ORTFallbackError
-from lightning_ort.compiler.fingerprint import digest
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.report.report import CompileReport, FallbackReport
 from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.placer import Placer
+    from lightning_ort.compiler.placement.placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class ORTBackend:
     def placer(self) -> "Placer":
         """What places the regions of all graphs."""
         # not at the top: it loads onnx and the converters, and short runs compile nothing
-        from lightning_ort.compiler.placer import Placer
+        from lightning_ort.compiler.placement.placer import Placer
 
         return Placer(self.config, self.cache, self.fall_back, self.record_choice, self._agree)
 

@@ -20,17 +20,18 @@ from lightning_ort.compat.torch import (
     without_fake_tensors,
 )
 from lightning_ort.compiler import lowering
-from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
-from lightning_ort.compiler.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
-from lightning_ort.compiler.graph_check import GraphCheck
-from lightning_ort.compiler.linking import assemble
+from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
+from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty
+from lightning_ort.compiler.graphs.writes import InputWrites
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.nodes import device_of, has_separate_gradients, is_empty
-from lightning_ort.compiler.regions import TORCH, Region, RegionRejected
-from lightning_ort.compiler.report import GraphReport, Reason, ReasonType, RegionReport
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.linking import assemble
+from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
+from lightning_ort.compiler.report.report import GraphReport, RegionReport
 from lightning_ort.compiler.request import CompileRequest, Stopped
-from lightning_ort.compiler.step_graph import GraphSource, StepGraph
-from lightning_ort.compiler.writes import InputWrites
+from lightning_ort.compiler.running.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
+from lightning_ort.compiler.running.graph_check import GraphCheck
+from lightning_ort.compiler.running.step_graph import GraphSource, StepGraph
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.backend import ORTBackend

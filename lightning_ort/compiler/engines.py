@@ -6,10 +6,10 @@ console read this table, and ask for no engine by name but ONNX Runtime and the 
 ends no fit: the engine is not used then, and the report says why.
 
 A backend is ``GuardedBackend(compile, *told)`` (:mod:`~lightning_ort.compiler.executors.inductor`), which leaves to
-eager what is on the list of :mod:`~lightning_ort.compiler.conflicts`, and graphs that fail. ``compile(gm, inputs)``
-gets a graph as dynamo captured it, with parameters among its inputs, and returns a function of the inputs that returns
-a sequence of the results. Gradients are its own matter: a compiler of forward and backward graphs of ATen operations
-gets both from ``compat.dynamo.aot_backend``. Where the setting ``dropout_masks`` is ``"exact"``, its random numbers
+eager what is on the list of :mod:`.conflicts`, and graphs that fail. ``compile(gm, inputs)`` gets a graph as dynamo
+captured it, with parameters among its inputs, and returns a function of the inputs that returns a sequence of the
+results. Gradients are its own matter: a compiler of forward and backward graphs of ATen operations gets both from
+``compat.dynamo.aot_backend``. Where the setting ``dropout_masks`` is ``"exact"``, its random numbers
 have to be those of eager: it calls torch's own random operations, in the order of the graph.
 """
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from lightning_ort.compiler.graph_check import GraphCheck
-from lightning_ort.compiler.report import Reason
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.running.graph_check import GraphCheck
 
 
 class Stopped(BaseException):
@@ -50,7 +50,7 @@ class CompileRequest:
             engine.
         drop_gradients: Drops the gradients of the last step, where that is possible, before large new ones are made.
         leave_gradients: Takes a function that returns the gradients of a run
-            (:class:`~lightning_ort.compiler.step_graph.WaitingGradients`); calls it, and returns True, if they are
+            (:class:`.WaitingGradients`); calls it, and returns True, if they are
             handed over in place of ``loss.backward()``.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
         refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.

@@ -1,4 +1,4 @@
-"""The part of a report that a Trainer's run adds; :mod:`~lightning_ort.compiler.report` has the whole."""
+"""The part of a report that a Trainer's run adds; :mod:`~lightning_ort.compiler.report.report` has the whole."""
 
 from dataclasses import dataclass, field
 

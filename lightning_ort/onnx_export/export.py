@@ -21,7 +21,7 @@ from lightning_ort._arguments import check_choice, check_number, check_path, che
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__
 from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
-from lightning_ort.compiler.reproducer_script import largest_difference
+from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
 from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession

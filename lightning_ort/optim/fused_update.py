@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, optim
 
 from lightning_ort.compat.torch_optimizers import FUSED_KERNELS, note_step, only_step_hooks
-from lightning_ort.compiler.openmp import one_thread
+from lightning_ort.compiler.machine.openmp import one_thread
 
 # elements of a tensor that one thread updates in less time than it takes to wake another
 SMALL = 2**15

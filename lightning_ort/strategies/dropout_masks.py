@@ -2,7 +2,7 @@
 
 While a run lasts, torch's CPU kernel of ``aten::bernoulli_.float(Tensor(a!) self, float p, *, Generator? generator)``
 is replaced, which all of torch's dropouts call, by one that leaves large tensors to
-:class:`~lightning_ort.compiler.mask_kernel.MaskKernel`.
+:class:`~lightning_ort.compiler.executors.mask_kernel.MaskKernel`.
 """
 
 import functools
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.torch import replace_kernel
-from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.mask_kernel import MIN_ELEMENTS, mask_kernel
-from lightning_ort.compiler.masks import draw_by_kernel, matches_torch
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel
+from lightning_ort.compiler.executors.masks import draw_by_kernel, matches_torch
 from lightning_ort.strategies.while_running import WhileRunning
 
 _OP = "aten::bernoulli_.float"

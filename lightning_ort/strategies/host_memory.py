@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_ort.compiler import malloc
+from lightning_ort.compiler.machine import malloc
 
 HostMemory = Literal["retain", "default"]
 

@@ -26,8 +26,9 @@ from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
 from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
-from lightning_ort.compiler import gpu_memory
-from lightning_ort.compiler.report import CompileReport, Reason, ReasonType
+from lightning_ort.compiler.machine import gpu_memory
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.fused_update import may_update, update
 from lightning_ort.optim.registry import OptimName

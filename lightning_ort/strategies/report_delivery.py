@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ort.compat.lightning import log_to_loggers
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.report_view import counted, rank_file
+from lightning_ort.compiler.report.view import counted, rank_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace
 from lightning_ort._memory import peak_bytes
-from lightning_ort.compiler.openmp import pause_openmp
+from lightning_ort.compiler.machine.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.tuning.candidate import TuneError
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_ort.cli import main
-from lightning_ort.compiler.cache import Cache, Entry
-from lightning_ort.compiler.cache_folder import default_folder
-from lightning_ort.compiler.regions import Timing, Variant
+from lightning_ort.compiler.cache.cache import Cache, Entry
+from lightning_ort.compiler.cache.cache_folder import default_folder
+from lightning_ort.compiler.regions.region import Timing, Variant
 from lightning_ort.config import ORTConfig
 
 

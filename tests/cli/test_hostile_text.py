@@ -13,15 +13,14 @@ from torch import nn
 from lightning_ort import param_groups
 from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
-from lightning_ort.compiler import regions
-from lightning_ort.compiler.cache import Cache, Entry
-from lightning_ort.compiler.report import (
+from lightning_ort.compiler.cache.cache import Cache, Entry
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Timing, Variant
+from lightning_ort.compiler.report.report import (
     CompileReport,
     FallbackReport,
     GraphReport,
     OptimizerReport,
-    Reason,
-    ReasonType,
     RegionReport,
     RunReport,
     StepReport,
@@ -90,9 +89,7 @@ def test_report(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 def test_cache(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / NAME
-    Cache(ORTConfig(cache_dir=str(folder))).store(
-        f"region-{0:064x}", Entry(b"", regions.Timing({}, regions.Variant(1)))
-    )
+    Cache(ORTConfig(cache_dir=str(folder))).store(f"region-{0:064x}", Entry(b"", Timing({}, Variant(1))))
     command("cache", "info", "--folder", folder)
     shown = command("cache", "clear", "--folder", folder)
     assert shown.count(f"{plain(folder)}: ") == 2

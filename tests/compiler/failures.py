@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import compilation, timing
+from lightning_ort.compiler import compilation
+from lightning_ort.compiler.placement import timing
 
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from ort_settings import config_of
 from torch import Tensor
 
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, VARIANTS
 from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.regions import TORCH
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import TORCH
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.config import ORTConfig
 

@@ -16,14 +16,14 @@ from ort_settings import config_of
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS
-from lightning_ort.compiler.regions import RegionRejected
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import RegionRejected
 
 aten = torch.ops.aten
 
@@ -569,7 +569,7 @@ def test_log_records_hold_no_session(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "lightning_ort"):
         torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
     assert backend.report.ort_runs > 0
-    graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.linking"]
+    graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.regions.linking"]
     assert len(graphs) == 2
     assert all(type(arg) is str for record in graphs for arg in record.args)
 

@@ -16,13 +16,14 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import cache, cache_folder, timing
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache import Cache, Entry
+from lightning_ort.compiler.cache import cache, cache_folder
+from lightning_ort.compiler.cache.cache import Cache, Entry
+from lightning_ort.compiler.cache.fingerprint import fingerprint
 from lightning_ort.compiler.executors.ort import session, support
-from lightning_ort.compiler.fingerprint import fingerprint
-from lightning_ort.compiler.regions import Timing, Variant
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import Timing, Variant
 
 MS = {"ort": 1.0, "torch": 2.0}
 TIMING = Timing(MS, Variant(1))
@@ -174,11 +175,11 @@ def test_threads_and_shapes_have_their_own_entries(tmp_path, monkeypatch):
 
 
 MACHINES: list[tuple[str, Any]] = [
-    ("lightning_ort.compiler.cache.torch.get_num_threads", lambda: 77),
-    ("lightning_ort.compiler.cache.processor", lambda: "another processor"),
-    ("lightning_ort.compiler.cache.float32_matmul_precision", lambda: "another precision"),
-    ("lightning_ort.compiler.cache.graphics", lambda: ("a GPU", "a driver")),
-    ("lightning_ort.compiler.cache.software", lambda: ("other versions",)),
+    ("lightning_ort.compiler.cache.cache.torch.get_num_threads", lambda: 77),
+    ("lightning_ort.compiler.cache.cache.processor", lambda: "another processor"),
+    ("lightning_ort.compiler.cache.cache.float32_matmul_precision", lambda: "another precision"),
+    ("lightning_ort.compiler.cache.cache.graphics", lambda: ("a GPU", "a driver")),
+    ("lightning_ort.compiler.cache.cache.software", lambda: ("other versions",)),
 ]
 
 

@@ -13,14 +13,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import fingerprint, gpu_memory, timing
-from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.cache.cache import Cache, fingerprint
 from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
-from lightning_ort.compiler.regions import Region
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.machine import gpu_memory
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import Region
 from lightning_ort.onnx_export.session import OnnxSession, Value
 from tests.compiler.fake_cuda import CUDA, FakeCuda, Session, Stream, run_op
 

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import kernels, providers
 from lightning_ort.compiler.executors.ort.conversion import GraphBuilder
 from lightning_ort.compiler.executors.ort.providers import Provider
-from lightning_ort.compiler.regions import Region, RegionRejected, Support, Variant
-from lightning_ort.compiler.report import CompileReport, Reason, ReasonType, RegionReport
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Region, RegionRejected, Support, Variant
+from lightning_ort.compiler.report import CompileReport, RegionReport
 
 aten = torch.ops.aten
 FUNCTIONS: dict[Any, Callable[..., Any]] = {aten.sin.default: np.sin, aten.neg.default: np.negative}

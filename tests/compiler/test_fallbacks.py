@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import compilation as backend_module
-from lightning_ort.compiler import fallbacks
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.running import fallbacks
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
 
 

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.cache.fingerprint import captured_fingerprint, node_fingerprint, program, software
 from lightning_ort.compiler.executors.ort import support
-from lightning_ort.compiler.fingerprint import captured_fingerprint, node_fingerprint, program, software
 
 X, Y = torch.randn(3, 4), torch.randn(4, 4)
 

@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 from lightning_ort.compat.dynamo import input_name
-from lightning_ort.compiler.eager_runs import RunState
-from lightning_ort.compiler.graph_check import GraphCheck, GraphDiffers, distances_of, least_exact, rounded, unexplained
+from lightning_ort.compiler.running.eager_runs import RunState
+from lightning_ort.compiler.running.graph_check import (
+    GraphCheck,
+    GraphDiffers,
+    distances_of,
+    least_exact,
+    rounded,
+    unexplained,
+)
 
 
 def distance(one: Any, two: Any) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 
 class Precision(nn.Module):

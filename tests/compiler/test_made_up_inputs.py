@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
-from lightning_ort.compiler.regions import Timing
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import Timing
 from tests.compiler.fake_cuda import CudaBackend, FakeCuda
 
 aten = torch.ops.aten

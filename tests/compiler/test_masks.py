@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler import masks
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.mask_kernel import MaskKernel
+from lightning_ort.compiler.executors import masks
+from lightning_ort.compiler.executors.mask_kernel import MaskKernel
 from lightning_ort.config import ORTConfig
 
 

@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from lightning_ort.compiler import openmp
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import binding as runtime
 from lightning_ort.compiler.executors.ort import session
+from lightning_ort.compiler.machine import openmp
 from lightning_ort.config import ORTConfig
 
 pytestmark = [

@@ -5,19 +5,18 @@ from pathlib import Path
 import pytest
 
 from lightning_ort._text import duration
-from lightning_ort.compiler.report import (
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report.report import (
     CompileReport,
     FallbackReport,
     GraphReport,
     OptimizerReport,
-    Reason,
-    ReasonType,
     RegionReport,
     RunReport,
     StepReport,
     StepTimeReport,
 )
-from lightning_ort.compiler.report_view import (
+from lightning_ort.compiler.report.view import (
     ReportView,
     counted,
     folded,

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lightning_ort import CompileReport
-from lightning_ort.compiler import reproducer
 from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compiler.regions import reproducer
+from lightning_ort.compiler.regions.reproducer import Reproducer
 from lightning_ort.compiler.report import RegionReport
-from lightning_ort.compiler.reproducer import Reproducer
 
 
 def regions_of(module: nn.Module, x: torch.Tensor, **options: bool) -> tuple[list[RegionReport], ORTBackend, object]:

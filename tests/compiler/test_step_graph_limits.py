@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import placer, timing
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.fallbacks import PassMonitor
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.placement import placer, timing
 from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.running.fallbacks import PassMonitor
 
 OPTIONS: dict[str, Any] = {"placement": "always", "cache_dir": None, "debug": {"step_graph": "joint"}}
 MISFITS: list[str] = []

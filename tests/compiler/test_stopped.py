@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
+from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.request import CompileRequest, Stopped
 from lightning_ort.config import ORTConfig
 

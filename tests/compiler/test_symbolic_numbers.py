@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler import timing
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.regions import Timing, Variant
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.regions.region import Timing, Variant
 from lightning_ort.config import ORTConfig
 
 WEIGHT, BIAS = torch.randn(4, 4), torch.randn(4)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import timing
+from lightning_ort.compiler.placement import timing
 
 
 class Clock:

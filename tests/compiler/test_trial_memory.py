@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import malloc, timing
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
-from lightning_ort.compiler.out_of_memory import is_out_of_memory
-from lightning_ort.compiler.regions import RegionRejected
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.machine import malloc
+from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import RegionRejected
 
 MB = 1 << 20
 
@@ -64,7 +65,7 @@ SESSION_MEMORY = """
 import ctypes, sys
 import torch
 from lightning_ort import ORTConfig
-from lightning_ort.compiler import malloc
+from lightning_ort.compiler.machine import malloc
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import session
 

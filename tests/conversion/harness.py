@@ -12,7 +12,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.report import CompileReport, Reason
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.report import CompileReport
 from tests.ort_settings import config_of
 
 # rtol, atol: against float64, so these are errors, not differences of two errors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from tests.compiler.fake_cuda import CudaBackend, FakeCuda
 from tests.conversion.harness import as_graph
 from tests.conversion.op_table import TABLE, Op

@@ -8,7 +8,7 @@ from ort_settings import config_of
 from torch import Tensor
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 
 def mean_of_squares(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ort.compiler.reproducer_script import largest_difference
+from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from tests.conversion.changing_sizes import changes, compile_for
 from tests.conversion.harness import Run, as_tuple, compile_function, copies, run
 from tests.conversion.op_table import TABLE, Op

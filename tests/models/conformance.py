@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.report import CompileReport, Reason
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.report import CompileReport
 from tests.models.zoo import MODELS, Batch, Made, Model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "test_reports" / "supported_models.md"

@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import CompileReport, ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.report import CompileReport
 
 How = Literal["step", "modules", "torch"]
 

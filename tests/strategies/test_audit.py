@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTConfig, ORTStrategy
-from lightning_ort.compiler.fallbacks import ORTFallbackError
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
 from lightning_ort.strategies.audit import snapshot as snapshots
 from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot

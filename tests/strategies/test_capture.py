@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.backend import ORTFallbackError
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report import CompileReport, FallbackReport
 
 
 def always(**config: Any) -> ORTStrategy:

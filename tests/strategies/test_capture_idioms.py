@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Accuracy, MeanMetric, MetricCollection
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 IDIOMS: dict[str, tuple[type[Small], str]] = {}
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torchmetrics import MeanSquaredError
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 Fit = Callable[..., tuple[Any, Any]]
 

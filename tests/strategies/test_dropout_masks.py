@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compat import dynamo
-from lightning_ort.compiler import mask_kernel
-from lightning_ort.compiler import masks as compiled_masks
-from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.mask_kernel import MaskKernel
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.executors import mask_kernel
+from lightning_ort.compiler.executors import masks as compiled_masks
+from lightning_ort.compiler.executors.mask_kernel import MaskKernel
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import dropout_masks
 

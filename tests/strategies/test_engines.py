@@ -17,10 +17,10 @@ from torch._dynamo.backends.common import aot_autograd
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compat.inductor import inductor_repairs
 from lightning_ort.compiler import engines
-from lightning_ort.compiler.cache import Startup
+from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture import step as captured_step
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.environment import read_environment

@@ -19,7 +19,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.executors.ort import kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.strategies.race import duel, race
 
 STEPS = 120  # more than two duels take

@@ -11,7 +11,7 @@ from small_modules import Small
 
 from lightning_ort import ORTConfig, ORTOptimizer, ORTStrategy
 from lightning_ort.cli.doctor import examine
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.environment import CONFIG, OPTIM
 
 

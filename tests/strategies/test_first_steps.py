@@ -11,7 +11,7 @@ from torch import Tensor, autograd
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compat.autograd import GradientCalls
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture.module import CapturedModule
 
 

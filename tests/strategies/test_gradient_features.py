@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler import compilation
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 
 def _checkpointed(reentrant: bool) -> None:

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.executors import inductor
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture.module import CapturedModule
 
 
@@ -119,7 +119,7 @@ def test_roundings_are_no_difference(
 def test_there_is_not_enough_memory_to_compare(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
 ) -> None:
-    from lightning_ort.compiler import graph_check
+    from lightning_ort.compiler.running import graph_check
 
     def fails(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -1,6 +1,7 @@
 """Where graphs end early: notes with place, reason and count, each place once and not without end."""
 
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report import CompileReport, FallbackReport
 from lightning_ort.strategies.capture.graph_breaks import MAX_PLACES, GraphBreakNotes
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from small_modules import Small
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
-from lightning_ort.compiler import malloc
+from lightning_ort.compiler.machine import malloc
 from lightning_ort.strategies import host_memory
 from lightning_ort.strategies.mixin import ORTMixin
 

@@ -14,7 +14,7 @@ from small_modules import Small, loader
 from torch import Tensor, nn
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture.capture import STEPS
 
 HOOKS = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]

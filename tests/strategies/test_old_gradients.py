@@ -10,8 +10,8 @@ from small_modules import Small
 from torch import Tensor
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import step_graph
 from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.compiler.running import step_graph
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.fallbacks import GuardedGraph
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.running.fallbacks import GuardedGraph
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),

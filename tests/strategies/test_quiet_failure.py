@@ -15,7 +15,8 @@ from small_modules import Small, batches
 from torch import Tensor
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import CompileReport, ReasonType
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy, _busy
-from lightning_ort.compiler.report_view import speedup
+from lightning_ort.compiler.report.view import speedup
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport
 from lightning_ort.strategies.race import view as race_view
 from lightning_ort.strategies.race.race import Race

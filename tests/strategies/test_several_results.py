@@ -9,7 +9,7 @@ from small_modules import Small
 from torch import Tensor, nn
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 
 class Several(Small):

@@ -16,7 +16,7 @@ from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
 from lightning_ort.strategies.race import ways
 from lightning_ort.strategies.race.outlook import Outlook, at_window_start, outlook_of

@@ -13,7 +13,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.callback import callback_handler
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compiler import malloc
+from lightning_ort.compiler.machine import malloc
 
 
 class Twin(Small):

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload
-from lightning_ort.compiler.regions import Region, Support, Variant
-from lightning_ort.compiler.report import Reason
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.regions.region import Region, Support, Variant
 from lightning_ort.config import ORTConfig
 
 
@@ -21,7 +21,7 @@ class Executor(ABC):
 
     A region is a graph of ATen ops, ``region.module``, of which ``region.inputs`` and ``region.outputs`` are the nodes
     that it reads and returns; their ``meta["val"]`` has shapes, strides and dtypes as traced, and a size may be
-    symbolic. Whoever cannot build a region raises :class:`~lightning_ort.compiler.regions.RegionRejected`, and the next
+    symbolic. Whoever cannot build a region raises :class:`.RegionRejected`, and the next
     executor gets it, or torch. The same happens if it fails in a run, or is slower than torch: timing, cache and report
     are not its business.
     """
@@ -52,7 +52,7 @@ class Executor(ABC):
         """Return whether it can run a ``call_function`` node that is neither random nor in ``torch_ops``."""
 
     def op_variants(self, node: fx.Node) -> Sequence[str]:
-        """Return the ways of running a node alone, of which :mod:`~lightning_ort.compiler.autotune` chooses one."""
+        """Return the ways of running a node alone, of which :mod:`.autotune` chooses one."""
         return ()
 
     def variants(self, region: Region) -> Sequence[Variant]:

@@ -22,13 +22,13 @@ from lightning_ort.compat.inductor import (
     joint_pass,
 )
 from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
-from lightning_ort.compiler.conflicts import Captured, conflict_of, in_eager
-from lightning_ort.compiler.fallbacks import GuardedGraph, PassMonitor
-from lightning_ort.compiler.graph_check import GraphCheck
-from lightning_ort.compiler.out_of_memory import is_out_of_memory
-from lightning_ort.compiler.report import Reason
+from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
+from lightning_ort.compiler.graphs.writes import InputWrites
+from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
+from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.request import CompileRequest, Stopped
-from lightning_ort.compiler.writes import InputWrites
+from lightning_ort.compiler.running.fallbacks import GuardedGraph, PassMonitor
+from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.config import DropoutMasks
 
 

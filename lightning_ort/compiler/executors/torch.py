@@ -6,9 +6,9 @@ from typing import Any
 from torch import fx, ops
 from typing_extensions import override
 
-from lightning_ort.compiler import masks
+from lightning_ort.compiler.executors import masks
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.regions import TORCH, Region, Support, Variant
+from lightning_ort.compiler.regions.region import TORCH, Region, Support, Variant
 
 aten = ops.aten
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.torch import OpOverload, suggest_memory_format, without_tracing
-from lightning_ort.compiler.layouts import IN_ORDER, int_hint, memory_order, was_in_order
+from lightning_ort.compiler.graphs.layouts import IN_ORDER, int_hint, memory_order, was_in_order
 
 aten = torch.ops.aten
 

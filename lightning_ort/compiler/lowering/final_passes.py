@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import expression_of, fake_mode_of, is_graph_argument
-from lightning_ort.compiler.layouts import memory_order
-from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, insert_call, is_view
+from lightning_ort.compiler.graphs.layouts import memory_order
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, insert_call, is_view
 
 aten = torch.ops.aten
 

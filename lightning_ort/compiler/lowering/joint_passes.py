@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, assign_to_backward, half_of
-from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import insert_call, is_static, is_view, results_of
+from lightning_ort.compiler.graphs.layouts import IN_ORDER, memory_order
+from lightning_ort.compiler.graphs.nodes import insert_call, is_static, is_view, results_of
 
 aten = torch.ops.aten
 

@@ -8,8 +8,16 @@ from torch import fx
 
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
 from lightning_ort.compat.torch import half_of, is_contiguous_or_false
-from lightning_ort.compiler.layouts import IN_ORDER, memory_order
-from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, insert_call, is_static, is_view, reached, results_of
+from lightning_ort.compiler.graphs.layouts import IN_ORDER, memory_order
+from lightning_ort.compiler.graphs.nodes import (
+    GRADIENTS_FROM,
+    base_of,
+    insert_call,
+    is_static,
+    is_view,
+    reached,
+    results_of,
+)
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, assign_to_backward, half_of
-from lightning_ort.compiler.nodes import insert_call
+from lightning_ort.compiler.graphs.nodes import insert_call
 
 aten = torch.ops.aten
 

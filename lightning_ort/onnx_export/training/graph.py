@@ -14,7 +14,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, 
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Converter, Unsupported
 from lightning_ort.compiler.executors.ort.kernels import CPU, Kernels
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 OPSET, IR_VERSION = 18, 9  # onnxruntime 1.17 reads them
 _UNARY = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos", "tanh": "Tanh"}  # of sizes

@@ -12,8 +12,8 @@ from lightning_ort.compat.torch import expression_of
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
-from lightning_ort.compiler.nodes import is_random, values_of
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.graphs.nodes import is_random, values_of
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
 from lightning_ort.onnx_export.training.optimizers import Clock, Optimizer

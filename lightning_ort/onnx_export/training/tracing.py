@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort.compat.step_trace import fake_fields, functional, note_module, recorded, symbols_of
 from lightning_ort.compat.torch import expression_of, without_checkpoints, without_validation
+from lightning_ort.compiler.graphs.nodes import is_random
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
-from lightning_ort.compiler.nodes import is_random
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms import DECOMPOSED, taken_apart
 from lightning_ort.onnx_export.training.forms.random import drawn

@@ -1,14 +1,14 @@
 """Audits of the graphs of a step where no copy of the process can repeat it, as on a GPU: :class:`GraphAudit`.
 
-Each compiled graph is compared with eager in its first runs (:mod:`~lightning_ort.compiler.graph_check`). That finds
+Each compiled graph is compared with eager in its first runs (:mod:`.graph_check`). That finds
 what a compiler computes wrong, not what dynamo has captured otherwise than Python does.
 """
 
 from typing import TYPE_CHECKING
 
-from lightning_ort.compiler.graph_check import GraphCheck
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import weakly
+from lightning_ort.compiler.running.graph_check import GraphCheck
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule

@@ -21,7 +21,7 @@ from lightning_ort._busy import slowdown
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.strategies.audit import forked_copy, schedule
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from lightning_ort.strategies.audit.snapshot import (

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort.compat import dynamo
-from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report.report import CompileReport, FallbackReport
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule

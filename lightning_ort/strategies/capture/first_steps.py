@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_ort.compat.autograd import GradientCalls, next_number
-from lightning_ort.compiler.fallbacks import SECOND_GRADIENT
+from lightning_ort.compiler.running.fallbacks import SECOND_GRADIENT
 from lightning_ort.strategies.race.failures import OWN_GRADIENT
 
 WATCHED = 16  # steps: what happens in later ones only is found out when it is captured

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from lightning_ort.compiler.report import CompileReport, FallbackReport, Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.report.report import CompileReport, FallbackReport
 
 MAX_PLACES = 10  # of each step; a package with many is to be looked at place by place
 

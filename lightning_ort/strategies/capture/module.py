@@ -16,7 +16,7 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.executors.inductor import RecordedGradients
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit import sealed_process
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
-    from lightning_ort.compiler.step_graph import WaitingGradients
+    from lightning_ort.compiler.running.step_graph import WaitingGradients
     from lightning_ort.strategies.capture.step import CapturedStep
 
 Part = Literal["step", "modules"]

@@ -30,11 +30,11 @@ from lightning_ort.compat.dynamo_messages import is_about_numbers
 from lightning_ort.compat.lightning import backward_with, lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES
-from lightning_ort.compiler.graph_check import GraphDiffers
-from lightning_ort.compiler.nodes import num_operations
-from lightning_ort.compiler.out_of_memory import free_memory_of, give_back_memory, is_out_of_memory
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.graphs.nodes import num_operations
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, give_back_memory, is_out_of_memory
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
+from lightning_ort.compiler.running.graph_check import GraphDiffers
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.compiled_ways import CompiledWays

@@ -1,7 +1,7 @@
 """What happens when a step cannot be captured as it is: :func:`after_compiling`, the one place that decides it.
 
 Others only say what has failed: the backend, for a graph that differs from eager when it is captured
-(:mod:`lightning_ort.compiler.conflicts`), and the audits.
+(:mod:`lightning_ort.compiler.graphs.conflicts`), and the audits.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.dynamo_left_out import Unsound
 from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.engines import ENGINES, label_of
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.strategies.race.terms import Failure, Way
 
 if TYPE_CHECKING:

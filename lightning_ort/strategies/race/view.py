@@ -14,7 +14,8 @@ from lightning_ort._busy import differ, is_busy
 from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
 from lightning_ort.compiler.engines import ENGINES, label_of
-from lightning_ort.compiler.report import ReasonType, StepReport
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.report.report import StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way

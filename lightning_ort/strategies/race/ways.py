@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_ort._text import duration
 from lightning_ort.compiler import engines
-from lightning_ort.compiler.cache import Startup
+from lightning_ort.compiler.cache.cache import Startup
+from lightning_ort.compiler.cache.fingerprint import digest, program
 from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
-from lightning_ort.compiler.fingerprint import digest, program
 from lightning_ort.config import DEFAULT_BUDGET, DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import NO_LIMIT, STOP

@@ -15,15 +15,15 @@ from torch import fx, nn
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
-from lightning_ort.compiler import openmp
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.executors.ort.kept_outputs import KeptOutputs, Spec, kept_outputs_of
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun
-from lightning_ort.compiler.layouts import in_order, memory_order
-from lightning_ort.compiler.nodes import is_static
-from lightning_ort.compiler.output_shapes import output_shapes_fn
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.graphs.layouts import in_order, memory_order
+from lightning_ort.compiler.graphs.nodes import is_static
+from lightning_ort.compiler.machine import openmp
+from lightning_ort.compiler.regions.output_shapes import output_shapes_fn
+from lightning_ort.compiler.regions.region import Region
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -15,8 +15,8 @@ from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
 from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
 from lightning_ort.compiler.executors.ort.providers import provider_of
-from lightning_ort.compiler.regions import Region, Support, Variant, count_flops
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Region, Support, Variant, count_flops
 from lightning_ort.config import ORTConfig
 
 # below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import empty_strided_cpu, storage_address, storage_use_count
-from lightning_ort.compiler.nodes import GRADIENTS_FROM, base_of, is_static
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.graphs.nodes import GRADIENTS_FROM, base_of, is_static
+from lightning_ort.compiler.regions.region import Region
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides and dtype of a tensor
 

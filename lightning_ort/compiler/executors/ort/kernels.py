@@ -18,9 +18,9 @@ from lightning_ort.compat.onnxruntime import (
 )
 from lightning_ort.compiler.executors.ort.providers import CPU, CUDA, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
-from lightning_ort.compiler.regions import Region
-from lightning_ort.compiler.report import Reason, ReasonType
-from lightning_ort.compiler.reproducer_script import DISABLED_OPTIMIZERS
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Region
+from lightning_ort.compiler.regions.reproducer_script import DISABLED_OPTIMIZERS
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 
 from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compiler.executors.ort.streams import handle_of
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.regions.region import Region
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 

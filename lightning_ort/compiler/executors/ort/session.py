@@ -15,16 +15,16 @@ import onnx_ir as ir
 import torch
 
 from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_memory
-from lightning_ort.compiler import malloc
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.kernels import new_session
 from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
-from lightning_ort.compiler.gpu_memory import note_first_session
-from lightning_ort.compiler.nodes import values_of
-from lightning_ort.compiler.regions import Region, RegionRejected
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.graphs.nodes import values_of
+from lightning_ort.compiler.machine import malloc
+from lightning_ort.compiler.machine.gpu_memory import note_first_session
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import Region, RegionRejected
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -14,9 +14,9 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import TAKES_EMPTY, Unsupported
 from lightning_ort.compiler.executors.ort.kernels import Kernels
-from lightning_ort.compiler.nodes import is_empty, values_of
-from lightning_ort.compiler.regions import Support
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.graphs.nodes import is_empty, values_of
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Support
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -72,7 +72,7 @@ def _is_emptied(node: fx.Node, op: OpOverload) -> bool:
 
     For it, kernels of onnxruntime have no result, a wrong one, or end the process (TopK, SoftmaxGrad_13 in 1.19), and
     there is nothing to compute. For a symbolic size that turns out to be 0, see
-    :func:`~lightning_ort.compiler.output_shapes.is_emptied_fn`.
+    :func:`~lightning_ort.compiler.regions.output_shapes.is_emptied_fn`.
     """
     if torch.Tag.pointwise in op.tags:
         return False

@@ -9,7 +9,7 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 Dims = int | Sequence[int] | None
 

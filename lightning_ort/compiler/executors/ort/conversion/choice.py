@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.graph import Operand, Value
-from lightning_ort.compiler.nodes import MIXED
+from lightning_ort.compiler.graphs.nodes import MIXED
 
 
 def where(condition: Value, x: Operand, y: Operand, dtype: torch.dtype | None = None) -> Value:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 # at opset 18. They compute in float32 between two casts, as torch's own kernels of these dtypes do inside
 _BFLOAT16 = """

@@ -21,8 +21,8 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
 from lightning_ort.compiler.executors.ort.providers import provider_of
-from lightning_ort.compiler.nodes import ANY_BYTE, VARIANT, reached
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, VARIANT, reached
+from lightning_ort.compiler.reason import ReasonType
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.executors.ort.kernels import Kernels

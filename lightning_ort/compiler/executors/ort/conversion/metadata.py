@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import expression_of
-from lightning_ort.compiler.nodes import ANY_BYTE
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE
 
 Scalar = bool | int | float
 Arg = fx.Node | Scalar

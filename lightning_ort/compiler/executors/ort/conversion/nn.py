@@ -16,7 +16,7 @@ from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_ne
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 aten = torch.ops.aten
 

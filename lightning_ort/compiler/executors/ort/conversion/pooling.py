@@ -13,7 +13,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, 
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.reason import ReasonType
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_ort.compat.torch import OpOverload, schema_of
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 
 Converter = Callable[..., Any]
 

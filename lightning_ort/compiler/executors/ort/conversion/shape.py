@@ -19,8 +19,8 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported, converts
-from lightning_ort.compiler.layouts import IN_ORDER
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.graphs.layouts import IN_ORDER
+from lightning_ort.compiler.reason import ReasonType
 
 aten = torch.ops.aten
 

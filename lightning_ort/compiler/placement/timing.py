@@ -10,9 +10,9 @@ import torch
 
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import hint_of
-from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.regions import TORCH, Region, Timing, Variant
-from lightning_ort.compiler.reproducer_script import extent, make_input
+from lightning_ort.compiler.graphs.layouts import int_hint
+from lightning_ort.compiler.regions.region import TORCH, Region, Timing, Variant
+from lightning_ort.compiler.regions.reproducer_script import extent, make_input
 
 _LARGE = 1 << 18  # elements of an input whose memory is shared
 _SHARED_ELEMENTS = 1 << 24  # more than the processor's caches hold: no input may be in one because another was read

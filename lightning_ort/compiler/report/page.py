@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.engines import ENGINES, label_of
-from lightning_ort.compiler.report_view import (
+from lightning_ort.compiler.report.view import (
     ReportView,
     engines,
     in_use,
@@ -17,7 +17,7 @@ from lightning_ort.compiler.report_view import (
 )
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.report import CompileReport, FallbackReport, GraphReport, RegionReport
+    from lightning_ort.compiler.report.report import CompileReport, FallbackReport, GraphReport, RegionReport
 
 _SUMMARY = 3  # operations that a closed row names
 
@@ -86,7 +86,7 @@ def in_frame(report: "CompileReport") -> str:
 def _template(name: str) -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("lightning_ort", "compiler/pages")
+    loader = PackageLoader("lightning_ort", "compiler/report/pages")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(name)
 
 

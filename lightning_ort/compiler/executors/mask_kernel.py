@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compiler.cache import Cache
-from lightning_ort.compiler.fingerprint import digest
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)

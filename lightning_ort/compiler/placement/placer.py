@@ -21,18 +21,18 @@ from torch import fx
 from lightning_ort._busy import is_busy
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import OpOverload
-from lightning_ort.compiler import timing
-from lightning_ort.compiler.autotune import OpAutotuner
-from lightning_ort.compiler.cache import Cache, Entry
+from lightning_ort.compiler.cache.cache import Cache, Entry
+from lightning_ort.compiler.cache.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.torch import TorchExecutor
-from lightning_ort.compiler.fingerprint import fingerprint, node_fingerprint
-from lightning_ort.compiler.guarded_region import GuardedRegion
-from lightning_ort.compiler.made_up_inputs import may_go_out_of_bounds
-from lightning_ort.compiler.nodes import is_compute, is_known, is_random, values_of
-from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
-from lightning_ort.compiler.regions import (
+from lightning_ort.compiler.graphs.nodes import is_compute, is_known, is_random, values_of
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.placement.autotune import OpAutotuner
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.made_up_inputs import may_go_out_of_bounds
+from lightning_ort.compiler.regions.region import (
     TORCH,
     Candidates,
     Region,
@@ -43,8 +43,9 @@ from lightning_ort.compiler.regions import (
     count_flops,
     partition,
 )
-from lightning_ort.compiler.report import Reason, ReasonType, RegionReport
-from lightning_ort.compiler.reproducer import Reproducer
+from lightning_ort.compiler.regions.reproducer import Reproducer
+from lightning_ort.compiler.report.report import RegionReport
+from lightning_ort.compiler.running.guarded_region import GuardedRegion
 from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)

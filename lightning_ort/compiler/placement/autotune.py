@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler import openmp, timing
-from lightning_ort.compiler.cache import Cache
+from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.cache.fingerprint import fingerprint
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.fingerprint import fingerprint
-from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import VARIANT, is_view, values_of
-from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
-from lightning_ort.compiler.regions import TORCH, Candidates, Region, RegionRejected, finalize_region
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.graphs.layouts import int_hint
+from lightning_ort.compiler.graphs.nodes import VARIANT, is_view, values_of
+from lightning_ort.compiler.machine import openmp
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import TORCH, Candidates, Region, RegionRejected, finalize_region
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.dynamo import input_name
-from lightning_ort.compiler.eager_runs import RunState, gradients_by_eager, leaf_like
-from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.running.eager_runs import RunState, gradients_by_eager, leaf_like
 
 Tensors = Mapping[str, Any]
 Written = Mapping[int, torch.Tensor]

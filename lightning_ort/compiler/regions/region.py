@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import expression_of, flop_formula
-from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import is_compute, is_known, is_random, is_view, sizes_of, values_of
-from lightning_ort.compiler.region_module import RegionModule
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.graphs.layouts import int_hint
+from lightning_ort.compiler.graphs.nodes import is_compute, is_known, is_random, is_view, sizes_of, values_of
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region_module import RegionModule
 
 TORCH = "torch"  # the executor that can run everything
 

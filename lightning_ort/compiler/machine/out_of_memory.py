@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_ort.compiler import malloc
+from lightning_ort.compiler.machine import malloc
 
 # the words of torch's allocators (2.13), of onnxruntime's (1.19 to 1.31), of CUDA's libraries, of C++
 _WORDS = re.compile(

@@ -1,6 +1,5 @@
 """What ran where, why not, and how fast: dataclasses first; text and JSON are made from them."""
 
-import enum
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._arguments import check_integer
-from lightning_ort.compiler.plain_types import from_plain, to_plain
-from lightning_ort.compiler.report_text import render_text
-from lightning_ort.compiler.report_view import in_column, in_use, share
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.report.plain_types import from_plain, to_plain
+from lightning_ort.compiler.report.text import render_text
+from lightning_ort.compiler.report.view import in_column, in_use, share
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport, StepTimeReport
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "FallbackReport",
     "GraphReport",
     "OptimizerReport",
-    "Reason",
-    "ReasonType",
     "RegionReport",
     "RunReport",
     "StepReport",
@@ -28,101 +26,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.regions import Region
-    from lightning_ort.compiler.reproducer import Reproducer
+    from lightning_ort.compiler.regions.region import Region
+    from lightning_ort.compiler.regions.reproducer import Reproducer
 
 
 _NARROWEST = 60  # characters; a terminal that says that it has fewer wraps the lines itself
-
-
-class ReasonType(enum.Enum):
-    """Why something runs in torch and not on ONNX Runtime."""
-
-    NO_CONVERTER = "no converter"
-    BETTER_IN_TORCH = "better in torch"
-    UNSUPPORTED_ARGUMENTS = "unsupported arguments"
-    DTYPE = "dtype"
-    NO_KERNEL = "no kernel in this onnxruntime"
-    DYNAMIC_SHAPE = "dynamic shape"
-    RANDOM = "random op stays with torch's generator"
-    DEVICE = "device without a provider"
-    USER = "listed in torch_ops"
-    TOO_SMALL = "region too small"
-    SLOWER = "slower than torch"
-    STATIC_RULE = "static rule of deterministic mode"
-    GIVEN_ITERATOR = "is given an iterator"
-    NO_EFFECT = "has no effect"
-    CONVERSION_FAILED = "conversion failed"
-    CHECKER_FAILED = "ONNX checker failed"
-    SESSION_FAILED = "session could not be built"
-    RUN_FAILED = "run failed"
-    MISMATCH = "differs from eager"
-    RUNTIME_UNAVAILABLE = "onnxruntime unavailable"
-    CAPTURE_FAILED = "capture failed"
-    INDUCTOR_FAILED = "torch.compile failed"
-    RECOMPILING = "kept recompiling"
-    GRAPH_BREAK = "graph ends early"
-    ALREADY_COMPILED = "compiled by the user"
-    CAPTURE_OFF = "capture is off"
-    ENVIRONMENT = "set by the environment"
-    BUDGET = "compile budget used up"
-    NOT_COMPILED = "not compiled"
-    NOT_TRIED = "not tried"
-    NOT_AUDITED = "not audited"
-    INDUCTOR_WON = "compiled by torch.compile"
-    SPLIT = "not one graph"
-    SECOND_GRADIENT = "takes gradients itself"
-    HOOKED_RESULT = "a result has a hook of its gradient"
-    SEPARATE_GRADIENTS = "its results may be differentiated one after the other"
-    EARLIER_STEP = "a value with gradients was kept from an earlier step"
-    PYTHON_STATE = "a graph would do it too late or otherwise"
-    WRITES_TO_INPUT = "it writes to an input as only eager does"
-    NOT_TIMED = "could not be timed"
-    ADVICE = "unused"
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether this is a failure (counted as a fallback) and not a choice or a known limit."""
-        return self in _FAILURES
-
-
-_FAILURES = {
-    ReasonType.CONVERSION_FAILED,
-    ReasonType.CHECKER_FAILED,
-    ReasonType.SESSION_FAILED,
-    ReasonType.RUN_FAILED,
-    ReasonType.MISMATCH,
-    ReasonType.RUNTIME_UNAVAILABLE,
-    ReasonType.CAPTURE_FAILED,
-    ReasonType.RECOMPILING,
-}
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a node, a region or a step runs in torch.
-
-    Args:
-        type: The kind of reason.
-        text: Details for the reader.
-
-    """
-
-    type: ReasonType
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", " ".join(self.text.split()))  # one line
-
-    def __str__(self) -> str:
-        return f"{self.type.value}: {self.text}" if self.text else self.type.value
 
 
 @dataclass
 class RegionReport:
     """One region of a graph.
 
-    A field with :func:`~lightning_ort.compiler.report_view.in_column` is a column of the report, in text and page.
+    A field with :func:`~lightning_ort.compiler.report.view.in_column` is a column of the report, in text and page.
 
     Args:
         name: Executor and number, such as ``ort_1``, as in the printed graph.
@@ -359,7 +274,7 @@ class CompileReport:
             The path.
 
         """
-        from lightning_ort.compiler.report_page import render
+        from lightning_ort.compiler.report.page import render
 
         output = Path(path)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -368,6 +283,6 @@ class CompileReport:
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, in a frame of its own, so that neither changes the other's style."""
-        from lightning_ort.compiler.report_page import in_frame
+        from lightning_ort.compiler.report.page import in_frame
 
         return in_frame(self)

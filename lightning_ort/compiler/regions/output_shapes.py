@@ -8,9 +8,9 @@ import sympy
 import torch
 
 from lightning_ort.compat.torch import expression_of, is_positive, size_printer
-from lightning_ort.compiler.nodes import sizes_of, values_of
-from lightning_ort.compiler.regions import Region, RegionRejected
-from lightning_ort.compiler.report import ReasonType
+from lightning_ort.compiler.graphs.nodes import sizes_of, values_of
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.regions.region import Region, RegionRejected
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -27,11 +27,11 @@ from lightning_ort.compat.autograd import (
     keeps_graph,
     without_autocast,
 )
-from lightning_ort.compiler.eager_runs import GradientsOnce, RunState, gradients_by_eager, versions_of
-from lightning_ort.compiler.fallbacks import CHANGED
-from lightning_ort.compiler.layouts import int_hint
+from lightning_ort.compiler.graphs.layouts import int_hint
+from lightning_ort.compiler.graphs.nodes import is_random, results_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
-from lightning_ort.compiler.nodes import is_random, results_of
+from lightning_ort.compiler.running.eager_runs import GradientsOnce, RunState, gradients_by_eager, versions_of
+from lightning_ort.compiler.running.fallbacks import CHANGED
 
 
 class GraphSource:

@@ -2,7 +2,7 @@
 
 On processors other than Intel's, torch's ``bernoulli`` takes two 32-bit numbers from its generator (mt19937) for each
 element, one element at a time: a sixth of a GPT's step (torch 2.13). Where it has been compiled, a function in C
-(:mod:`~lightning_ort.compiler.mask_kernel`) draws them instead. Until then this module compares the numbers of many at
+(:mod:`.mask_kernel`) draws them instead. Until then this module compares the numbers of many at
 once.
 """
 
@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from lightning_ort.compiler.mask_kernel import BITS, MIN_ELEMENTS, mask_kernel
+from lightning_ort.compiler.executors.mask_kernel import BITS, MIN_ELEMENTS, mask_kernel
 
 # elements drawn at a time: their 64-bit numbers fit into the second-level cache, and torch uses only one thread
 _CHUNK = 32768

@@ -18,7 +18,7 @@ from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.engines import ENGINES
-from lightning_ort.compiler.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
 
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
@@ -153,7 +153,7 @@ def software() -> tuple[str, ...]:
     from lightning_ort.compiler.executors.ort.kernels import installed  # which imports more than a hash needs
 
     sources = hashlib.sha256()
-    own = Path(__file__).parents[1]
+    own = Path(__file__).parents[2]
     for path in sorted([*own.glob("compat/*.py"), *own.glob("compiler/**/*.py")]):
         sources.update(path.read_bytes())
     # the training build has the plain one's version number

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.layouts import IN_ORDER, in_order, is_in_order, traced_order
-from lightning_ort.compiler.nodes import is_view
+from lightning_ort.compiler.graphs.layouts import IN_ORDER, in_order, is_in_order, traced_order
+from lightning_ort.compiler.graphs.nodes import is_view
 
 
 class RegionModule:

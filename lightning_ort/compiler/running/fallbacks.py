@@ -1,7 +1,7 @@
 """Replaces a compiled graph by eager if it fails while it runs: :class:`GuardedGraph`, and :class:`Aftermath`.
 
 What else can fail ends elsewhere. A region fails alone, with what its session raises, and goes on in torch
-(:mod:`~lightning_ort.compiler.guarded_region`); a graph that cannot be compiled does too
+(:mod:`~lightning_ort.compiler.running.guarded_region`); a graph that cannot be compiled does too
 (``Compilation.compile_graph``). Graphs of other engines are guarded here too; of these, of a step that cannot be
 captured as it is, and of all that is for eager alone, :mod:`~lightning_ort.strategies.race.failures` says what is tried
 instead.
@@ -32,7 +32,12 @@ from torch import fx
 
 from lightning_ort.compat.autograd import joint_facts, keeps_graph
 from lightning_ort.compat.torch import GraphFacts, half_of, mark_boxed, traced_graph_facts
-from lightning_ort.compiler.eager_runs import (
+from lightning_ort.compiler.graphs.nodes import reached, results_of
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import TORCH, RegionRejected
+from lightning_ort.compiler.report.report import GraphReport
+from lightning_ort.compiler.running.eager_runs import (
     GradientsOnce,
     RunState,
     gradients_by_eager,
@@ -41,11 +46,7 @@ from lightning_ort.compiler.eager_runs import (
     needs_gradient,
     versions_of,
 )
-from lightning_ort.compiler.graph_check import GraphCheck
-from lightning_ort.compiler.nodes import reached, results_of
-from lightning_ort.compiler.out_of_memory import free_memory_of, is_out_of_memory
-from lightning_ort.compiler.regions import TORCH, RegionRejected
-from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
+from lightning_ort.compiler.running.graph_check import GraphCheck
 
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SECOND_PASS = (

@@ -5,16 +5,16 @@
 - ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
 - ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
-- ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.mask_kernel`)
+- ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.executors.mask_kernel`)
 
-The hash covers the graph (:mod:`~lightning_ort.compiler.fingerprint`), or the module and its first batch; the versions
+The hash covers the graph (:mod:`.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the settings on which it
 depends (:meth:`~lightning_ort.config.ORTConfig.key`); for all but the nodes of a graph the processor, the GPUs with
 their driver and TF32, and torch's thread count.
 
 Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
 copied from another, or has values out of range, counts as absent. Files appear only when they are complete
-(:mod:`~lightning_ort.compiler.cache_folder`), so several processes may share a folder, and any of them may be killed.
+(:mod:`.cache_folder`), so several processes may share a folder, and any of them may be killed.
 """
 
 import dataclasses
@@ -33,12 +33,20 @@ from torch import fx
 from lightning_ort._busy import is_busy
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import float32_matmul_precision
-from lightning_ort.compiler import cache_folder
-from lightning_ort.compiler.cache_folder import default_folder
-from lightning_ort.compiler.fingerprint import captured_fingerprint, digest, fingerprint, graphics, processor, software
-from lightning_ort.compiler.plain_types import from_plain, to_plain
-from lightning_ort.compiler.regions import Support, Timing
-from lightning_ort.compiler.report import GraphReport, Reason, ReasonType
+from lightning_ort.compiler.cache import cache_folder
+from lightning_ort.compiler.cache.cache_folder import default_folder
+from lightning_ort.compiler.cache.fingerprint import (
+    captured_fingerprint,
+    digest,
+    fingerprint,
+    graphics,
+    processor,
+    software,
+)
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.regions.region import Support, Timing
+from lightning_ort.compiler.report.plain_types import from_plain, to_plain
+from lightning_ort.compiler.report.report import GraphReport
 from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort._busy import differ
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.report import CompileReport, GraphReport, Reason, RegionReport
+    from lightning_ort.compiler.reason import Reason
+    from lightning_ort.compiler.report.report import CompileReport, GraphReport, RegionReport
 
 _OVERLOAD = re.compile(r"aten\.(\w+)\.\w+")
 
@@ -139,7 +140,7 @@ class ReportView:
     @classmethod
     def of(cls, report: "CompileReport") -> "ReportView":
         """Return what is shown of a report."""
-        from lightning_ort.compiler.report import RegionReport
+        from lightning_ort.compiler.report.report import RegionReport
 
         graphs = [(graph, folded(graph)) for graph in report.graphs]
         timed = dict.fromkeys(executor for _, rows in graphs for entry in rows for executor in entry.ms)

@@ -15,10 +15,10 @@ from torch import fx
 from lightning_ort.compat.autograd import casts_within, is_recorded_before
 from lightning_ort.compat.dynamo import hooks_a_result
 from lightning_ort.compat.torch import without_torch_function
-from lightning_ort.compiler.nodes import has_separate_gradients, tensor_class_of
-from lightning_ort.compiler.report import Reason, ReasonType
+from lightning_ort.compiler.graphs.nodes import has_separate_gradients, tensor_class_of
+from lightning_ort.compiler.graphs.writes import InputWrites
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest
-from lightning_ort.compiler.writes import InputWrites
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from lightning_ort.compat.torch import generate_boxed_code
-from lightning_ort.compiler.regions import copy_with_views
+from lightning_ort.compiler.regions.region import copy_with_views
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.placer import PlacedGraph
+    from lightning_ort.compiler.placement.placer import PlacedGraph
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, arguments_of
-from lightning_ort.compiler.layouts import int_hint
-from lightning_ort.compiler.nodes import is_view, values_of
-from lightning_ort.compiler.regions import Region
+from lightning_ort.compiler.graphs.layouts import int_hint
+from lightning_ort.compiler.graphs.nodes import is_view, values_of
+from lightning_ort.compiler.regions.region import Region
 
 aten = torch.ops.aten
 

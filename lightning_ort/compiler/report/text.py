@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_ort._text import PlainTable, plain, rendered
-from lightning_ort.compiler.report_view import EqualRegions, ReportView, counted, named_ops, share_text
+from lightning_ort.compiler.report.view import EqualRegions, ReportView, counted, named_ops, share_text
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.report import CompileReport
+    from lightning_ort.compiler.report.report import CompileReport
 
 _MOST_OPS = 4
 _NARROWEST = 20  # the column of operations, in characters

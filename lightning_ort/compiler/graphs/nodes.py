@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, fake_mode_of, hint_of
-from lightning_ort.compiler.layouts import IN_ORDER
+from lightning_ort.compiler.graphs.layouts import IN_ORDER
 
 aten = torch.ops.aten
 _Node = TypeVar("_Node")

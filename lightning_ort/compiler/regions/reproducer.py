@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from lightning_ort.compat.torch import hint_of
-from lightning_ort.compiler import reproducer_script
+from lightning_ort.compiler.regions import reproducer_script
 
 _DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace knows
 
@@ -53,7 +53,7 @@ class Reproducer:
         used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
         imports = [_import(name, value) for name, value in used]
         if "torch.ops.lightning_ort" in code.src:
-            imports.append("import lightning_ort.compiler.layouts  # defines torch.ops.lightning_ort")
+            imports.append("import lightning_ort.compiler.graphs.layouts  # defines torch.ops.lightning_ort")
         specs = [f"    {_text(spec)},  # {name}" for name, spec in self.inputs.items()]
         inputs = ["# sizes, strides, dtype, device; or a number", "INPUTS = [", *specs, "]\n"]
         return "\n".join([*imports, "\n", code.src.strip(), "\n", *inputs])

@@ -1,0 +1,1 @@
+"""Facts about graphs, their nodes and their tensors, and what a graph is not captured for."""

@@ -1,0 +1,1 @@
+"""The process and its devices: memory and threads."""

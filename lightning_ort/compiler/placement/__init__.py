@@ -1,0 +1,1 @@
+"""Which executor runs a region: who supports it, and who is fastest."""
