@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
 
 from lightning_ort.compat.lightning import log_to_loggers
 from lightning_ort.compiler.executors.ort import kernels
@@ -118,9 +119,8 @@ def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
 
 
 def _batch_size(trainer: "pl.Trainer") -> int | None:
-    loaders = trainer.train_dataloader
-    size = getattr(loaders, "batch_size", None)
-    return size if isinstance(size, int) else None
+    loader = trainer.train_dataloader
+    return loader.batch_size if isinstance(loader, DataLoader) else None
 
 
 def _batches(trainer: "pl.Trainer") -> int:

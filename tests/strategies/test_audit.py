@@ -25,7 +25,7 @@ from lightning_ort.strategies.audit import snapshot as snapshots
 from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot
 from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
-from tests.strategies.small_modules import Small, loader
+from tests.strategies.small_modules import Small, batches, loader
 
 pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
 
@@ -234,6 +234,45 @@ def test_a_step_that_does_the_same_stays_captured(
     assert report.run.audit_difference < (1e-5 if "precision" not in settings else 0.1)
     assert not [note for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
     assert 0 < report.run.audit_seconds < 60
+
+
+class Learned(Small):
+    """Its loss is 1e-7, the rounding of what it is a difference of; logs what Lightning refuses, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.refused = nn.Linear(8, 3), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch)
+        classes = logits.argmax(1)
+        if self.refuses:
+            try:
+                self.log("loss/dataloader_idx_0", 0.0)
+            except Exception:
+                self.refused += 1
+        return F.cross_entropy(logits + 14 * F.one_hot(classes, 3), classes)
+
+    refuses = False
+
+    def train_dataloader(self) -> Any:
+        return batches(*[(3, 8)] * 12)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_small_difference_of_large_numbers_and_a_refused_log_are_no_faults(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    monkeypatch.setattr(schedule.Schedule, "is_due", lambda *args: True)
+    module = type("Learned", (Learned,), {"refuses": refuses})()
+    report = fit(make_trainer, module, max_epochs=1, limit_val_batches=0)
+    assert report.fallbacks == []
+    assert report.run.audits > 1
+    assert module.refused == 12 * refuses
+    assert refuses or report.run.audit_difference > step_audit.TOLERANCE[torch.float32]
 
 
 def test_manual_optimization_is_audited(make_trainer: Callable[..., Any]) -> None:

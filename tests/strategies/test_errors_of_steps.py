@@ -49,6 +49,11 @@ def checks_value(m: Any, p: Tensor, y: Tensor) -> None:
     torch._check_value(y.max().item() <= 1, lambda: "a label is too large")
 
 
+def logs_again(m: Any, p: Tensor) -> None:
+    m.log("q", p.mean(), prog_bar=True)
+    m.log("q", p.mean())
+
+
 RAISE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "assert": asserts,
     "assert without a text": asserts_in_silence,
@@ -59,6 +64,10 @@ RAISE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "a class": lambda m, p, y: F.cross_entropy(p.expand(-1, 2), y.long()[:, 0]),
     "log of a text": lambda m, p, y: m.log("text", "text" if m.after == 3 else 1.0),
     "log of several values": lambda m, p, y: m.log("values", p[: 4 if m.after == 3 else 1]),
+    "log with other arguments": lambda m, p, y: m.log("p", p.mean(), on_epoch=m.after == 3),
+    "log with other arguments than before": lambda m, p, y: logs_again(m, p) if m.after == 3 else m.log("p", p.mean()),
+    "log of an unknown reduction": lambda m, p, y: m.log("p", p.mean(), reduce_fx="mean" if m.after < 3 else "median"),
+    "log of a reserved name": lambda m, p, y: m.log_dict({"p" if m.after < 3 else "p/dataloader_idx_0": p.mean()}),
 }
 
 

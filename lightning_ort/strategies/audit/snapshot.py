@@ -10,12 +10,12 @@ property or a ``__repr__`` may do anything.
 
 import enum
 import hashlib
-import inspect
+import itertools
 import math
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,21 +127,38 @@ def _text(value: Value) -> str:
 
 def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
     """Return the values below named objects, by where they are, such as ``self.net.weight``."""
-    found: dict[str, Value] = {}
+    found = itertools.islice(_stored(roots), MAX_VALUES)
+    return {path: _value_of(value) if before == path else f"the same as {before}" for path, value, before in found}
+
+
+def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a batch, with the places where they are."""
+    found = itertools.islice(_stored({"": value}), MAX_VALUES)
+    return [(path, one) for path, one, before in found if before == path and _is(one, torch.Tensor)]
+
+
+def _stored(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Find what is below named objects: where, what, and where it was met first."""
     seen: dict[int, str] = {}  # objects that may be met twice
     keep: list[Any] = []  # a new object would get the id of one that is gone
     todo = deque((name, value, 0) for name, value in roots.items())
-    while todo and len(found) < MAX_VALUES:
+    while todo:
         path, value, depth = todo.popleft()
+        before = path
         if _may_be_met_again(value):
-            if (before := seen.setdefault(id(value), path)) != path:
-                found[path] = f"the same as {before}"
-                continue
+            before = seen.setdefault(id(value), path)
             keep.append(value)
-        found[path] = _value_of(value)
-        if depth < _MAX_DEPTH:
+        yield path, value, before
+        if before == path and depth < _MAX_DEPTH:
             todo += [(f"{path}{name}", item, depth + 1) for name, item in _parts(value)]
-    return found
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a container of Python's, or of a class derived from one."""
+    if _is(value, dict):
+        return [*dict.values(value)]
+    container = next((one for one in _CONTAINERS if _is(value, one)), None)
+    return [] if container is None else [*container.__iter__(value)]
 
 
 def gradients(module: nn.Module) -> dict[str, Value]:
@@ -205,7 +222,7 @@ def _value_of(value: Any) -> Value:
     if _is(value, int, float, np.number):
         return Numbers(name, *_finite(value))
     if _is(value, np.ndarray) and value.dtype.kind in "biuf":
-        wide = value.astype(np.float64)
+        wide = np.ndarray.view(value, np.ndarray).astype(np.float64)
         return Numbers(f"{value.dtype} {value.shape}", float(wide.sum()), float(np.abs(wide).sum()), value.size)
     if _is(value, np.random.Generator, np.random.RandomState, torch.Generator):
         return f"{name} {_digest(value)}"
@@ -250,7 +267,8 @@ def _of_tensor(tensor: torch.Tensor) -> Value:
 
 def _finite(value: Any) -> tuple[float, float]:
     try:
-        number = float(value)
+        # a class derived from these may convert itself in its own way
+        number = (int if _is(value, int) else float if _is(value, float) else type(value)).__float__(value)
     except OverflowError:
         number = math.copysign(math.inf, value)
     return number, abs(number)
@@ -295,7 +313,7 @@ def _slots(value: Any) -> list[tuple[str, Any]]:
                 except AttributeError:
                     item = None
                 found.append((name, item))
-    return [(name, item) for name, item in found if not inspect.ismethod(item)]
+    return [(name, item) for name, item in found if not _is(item, types.MethodType)]
 
 
 def _is_machinery(kind: Any) -> bool:

@@ -12,6 +12,7 @@ is repeated with parameters and inputs that differ by roundings, to see how much
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from lightning_ort._busy import slowdown
 from lightning_ort._stopwatch import Stopwatch
+from lightning_ort.compat.in_double import InDouble
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -33,6 +35,7 @@ from lightning_ort.strategies.audit.snapshot import (
     left_behind,
     random_numbers,
     snapshot,
+    tensors_in,
 )
 from lightning_ort.strategies.race.outlook import TRAINING
 
@@ -44,6 +47,9 @@ MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no mor
 FEW = 10  # captured steps of a run, of which too few audits are nothing to tell
 
 _PLAIN, _ROUNDED = 0, (1, 2)  # commands: the step as it is; with other roundings
+_EXACT = (
+    2  # the one of them whose operations are exact: a loss near 0 may be the rounding of what it is a difference of
+)
 # relative differences that no audit looks into, and which need no second audit
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 _LARGE = 0.1
@@ -302,7 +308,8 @@ class _Audit:
         def compute(command: int) -> dict[str, Value]:
             if command in _ROUNDED:
                 _round(module.module, (args, kwargs), command)
-            with torch.compiler.set_stance("force_eager"), without_collectives():
+            exact = InDouble() if command == _EXACT else nullcontext()
+            with torch.compiler.set_stance("force_eager"), without_collectives(), exact:
                 return self._repeat(call, args, kwargs)
 
         self._copy = ForkedCopy(compute, seconds)
@@ -409,17 +416,10 @@ def _round(module: nn.Module, batch: Any, seed: int) -> None:
     """Change parameters and inputs by about as much as roundings do."""
     generator = torch.Generator().manual_seed(seed)
     halves = _dtypes(module) & {torch.float16, torch.bfloat16}
-    tensors = [*module.parameters(), *_tensors_in(batch)]
+    tensors = [*module.parameters(), *(tensor for _, tensor in tensors_in(batch))]
     with torch.no_grad():
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.layout is torch.strided:
                 size = 4 * torch.finfo(next(iter(halves), tensor.dtype)).eps
                 noise = torch.empty(tensor.shape, dtype=torch.float64).uniform_(-size, size, generator=generator)
                 tensor.data.mul_((1 + noise).to(tensor.dtype))
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors_in(item)]

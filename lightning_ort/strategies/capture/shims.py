@@ -28,8 +28,10 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ort.compat.dynamo import is_compiled_module, only_within
 from lightning_ort.compat.dynamo_left_out import late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
+from lightning_ort.strategies.audit.snapshot import items_of
 from lightning_ort.strategies.lean.log import is_lean
 
 _HELPERS = (
@@ -44,6 +46,7 @@ _HELPERS = (
 )
 _OF_TORCH = vars(nn.Module())  # attributes that every module has
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
+_REDUCTIONS = ("mean", "min", "max", "sum")
 _METRICS = (Metric, MetricCollection)
 MISSING = object()
 
@@ -66,6 +69,7 @@ class DeferredLogger:
     def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._module = module
         self._log_now = outside(self._call)
+        self._accepts = _accepts(vars(module))
         late_readers.add(self)
         self.calls: list[_Call] = []
         self.made: list[_Call] = []  # calls of this step that were made before its end
@@ -95,7 +99,10 @@ class DeferredLogger:
     def _defer(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
         is_dict = isinstance(value, Mapping)
         allowed = all(map(_can_be_logged, value.values() if is_dict else (value,)))
-        if not allowed or (not torch.compiler.is_compiling() and self.loggers_too):
+        if torch.compiler.is_compiling() and owner is self._module:
+            plain = tuple((key, given) for key, given in (*enumerate(args), *kwargs.items()) if _is_plain(given))
+            allowed = allowed and self._accepts(tuple(value) if is_dict else names, plain)
+        if not allowed or (not torch.compiler.is_compiling() and (self.loggers_too or owner is self._module)):
             self._log_now(owner, method, names, value, args, kwargs)
             return
         metrics: list[tuple[Any, Any]] = []  # Lightning reads their values for this batch, which may not be the last
@@ -147,6 +154,26 @@ def _can_be_logged(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float, Metric, MetricCollection))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) is bool or type(value) is str
+
+
+def _accepts(attributes: dict[str, Any]) -> Callable[[_Args, _Args], bool]:
+    """Return what a graph asks, while it is traced, of names and plain arguments: whether Lightning may refuse them."""
+    known: dict[tuple[str, str], _Args] = {}  # arguments of each name in each hook
+
+    def accepts(names: _Args, arguments: _Args) -> bool:
+        hook = attributes[CURRENT_HOOK]
+        return dict(arguments).get("reduce_fx", "mean") in _REDUCTIONS and all(
+            isinstance(name, str)
+            and "/dataloader_idx_" not in name
+            and known.setdefault((hook, name), arguments) == arguments
+            for name in names
+        )
+
+    return torch.compiler.assume_constant_result(accepts)
 
 
 def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
@@ -322,11 +349,11 @@ def _metrics_in_containers(module: nn.Module) -> Iterator[nn.Module]:
     seen: dict[int, Any] = {}
     while todo:
         value = todo.pop()
-        if isinstance(value, _METRICS):
+        if issubclass(type(value), _METRICS):  # `isinstance` may ask an object for its `__class__`
             yield value
-        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
+        elif id(value) not in seen:
             seen[id(value)] = value
-            todo += value.values() if isinstance(value, Mapping) else value
+            todo += items_of(value)
 
 
 def compiled_by_user(module: nn.Module) -> str | None:

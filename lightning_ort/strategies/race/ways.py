@@ -5,7 +5,7 @@ earlier runs on this machine found of a step of the same module, on batches of t
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.cache.fingerprint import digest, program
 from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
 from lightning_ort.config import DEFAULT_BUDGET, DEFAULT_START, EngineSetting, ORTConfig
+from lightning_ort.strategies.audit.snapshot import snapshot, tensors_in
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import NO_LIMIT, STOP
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Verdict, Way
@@ -84,8 +85,8 @@ class Ways:
 
     def __init__(self, module: "CapturedModule", name: str, batch: Any) -> None:
         self._module, self._name = module, name
-        self._program = digest(program(), *(f"{key}={value!r}" for key, value in module.module.hparams.items()))
-        about = f"{name}\n{_describe(module.module)}\n{_shapes(batch)}"
+        self._program = digest(program(), repr(snapshot({"hparams": module.module.hparams})))
+        about = f"{name}\n{_describe(module.module)}\n{_sizes(batch)}"
         cache, settings = module.backend.cache, module.settings
         self._files = {
             engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ENGINES if engine != TORCH
@@ -203,12 +204,6 @@ def _describe(module: nn.Module) -> str:
     return "\n".join(classes + tensors)
 
 
-def _shapes(value: Any) -> str:
+def _sizes(batch: Any) -> str:
     """Return a text that is equal for batches of the same sizes."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.device.type}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_shapes(item)}' for key, item in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shapes, value))}]"
-    return type(value).__name__
+    return ", ".join(f"{place} {one.dtype}{tuple(one.shape)}{one.device.type}" for place, one in tensors_in(batch))
