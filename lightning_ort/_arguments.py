@@ -66,12 +66,13 @@ def check_number(name: str, value: Any, owner: str = "") -> None:
         raise ValueError(f"{passed(name, value, owner)}: must be finite, and not negative.")
 
 
-def check_share(name: str, value: Any, owner: str = "") -> None:
-    """Raise TypeError or ValueError unless a value is a number above 0 and at most 1."""
+def check_share(name: str, value: Any, owner: str = "", may_be_0: bool = False) -> None:
+    """Raise TypeError or ValueError unless a value is a number above 0, or from 0, and at most 1."""
+    allowed = "from 0 to 1" if may_be_0 else "above 0 and at most 1"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{passed(name, value, owner)}: pass a number above 0 and at most 1.")
-    if not 0 < value <= 1:
-        raise ValueError(f"{passed(name, value, owner)}: must be above 0 and at most 1.")
+        raise TypeError(f"{passed(name, value, owner)}: pass a number {allowed}.")
+    if not (0 < value <= 1 or (may_be_0 and value == 0)):
+        raise ValueError(f"{passed(name, value, owner)}: must be {allowed}.")
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], allowed: str, owner: str = "") -> None:

@@ -33,7 +33,6 @@ DEFAULT_BUDGET = 0.05  # of the time of a run's steps, on a CPU
 DEFAULT_START: Start = "amortized"  # under a strategy, where nothing that the user asks for needs compiled graphs
 Kernels = Literal["auto", "training", "standard"]
 Fallback = Literal["warn", "raise"]
-Recompute = Literal[0, 1, 2]
 StepGraph = Literal["auto", "joint", "split"]
 Capture = Literal["auto", "step", "modules"]
 Audit = Literal["auto", "off"]
@@ -138,8 +137,12 @@ class ORTConfig:
             names the reason; ``"raise"`` makes it an error.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``
             from the start, ``False`` never.
-        recompute: What the backward pass recomputes to save memory: ``0`` only views, ``1`` elementwise ops too, ``2``
-            everything except matrix products, convolutions, reductions and random numbers.
+        activation_memory_budget: Makes memory the aim. The training step is compiled before it first runs, by inductor
+            where that can compile, and stays so; times are not compared. A loss over many classes is computed in
+            pieces. Of what inductor would keep for the backward pass, at most this share is kept and the rest computed
+            again, in graphs that draw no random numbers. On ONNX Runtime a share below 1 recomputes elementwise ops,
+            below 0.5 everything except matrix products, convolutions, reductions and random numbers. 0 to 1; ``None``
+            makes time the aim.
         audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
             log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. Where no
             process can be copied, as on a GPU, the first runs of each graph of another compiler are compared with
@@ -164,7 +167,7 @@ class ORTConfig:
     compile_budget: float | None = _setting(None, changes=None)
     fallback: Fallback = _setting("warn", changes=None)
     dynamic: bool | None = _setting(None)
-    recompute: Recompute = _setting(0, changes="graphs")
+    activation_memory_budget: float | None = _setting(None, changes="graphs")
     audit: Audit | Literal[False] = _setting("auto", changes=None)  # False is what YAML makes of `off`
     dropout_masks: DropoutMasks = _setting("exact")
     cache_dir: str | None = _setting("auto", changes=None)
@@ -185,6 +188,11 @@ class ORTConfig:
             )
         if self.compile_budget is not None:
             check_share("compile_budget", self.compile_budget, owner)
+        if self.activation_memory_budget is not None:
+            check_share("activation_memory_budget", self.activation_memory_budget, owner, may_be_0=True)
+            if self.engine == "torch":
+                given = passed("activation_memory_budget", self.activation_memory_budget, owner)
+                raise ValueError(f"{given}: engine='torch' compiles nothing; leave one of them out.")
         for name, word in (("cache_dir", "auto"), ("report", "log")):
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):
@@ -261,6 +269,8 @@ def _hint(name: object, value: Any, fields: list[str]) -> str:
     """Return what to do instead of passing a field that does not exist, or no longer."""
     if name == "cuda_graphs":
         return "it is gone; on a GPU each step is tried as recordings of inductor by default, so leave it out."
+    if name == "recompute":
+        return "it is gone; activation_memory_budget says how much of the activations may be kept, such as 0.5."
     if name == "capture" and value in ("off", False):
         return "pass engine='torch', which compiles nothing."
     if name in [each.name for each in dataclasses.fields(DebugSettings)]:

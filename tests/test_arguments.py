@@ -43,7 +43,6 @@ CHOICES = {
     "dropout_masks": "'exact', 'fast'",
     "placement": "'measured', 'always'",
     "fallback": "'warn', 'raise'",
-    "recompute": "0, 1, 2",
     "dynamic": "True, False, None",
 }
 DEBUG_CHOICES = {
@@ -72,7 +71,18 @@ CONFIG: list[Case] = [
     (ORTConfig, {"capture": "modules"}, TypeError, ("'capture'", "debug={'capture': 'modules'}")),
     *[(ORTConfig, {"capture": value}, TypeError, ("'capture'", "engine='torch'")) for value in ("off", False)],
     (ORTConfig.parse, {"value": {"torch_ops": ["aten.mm"]}}, ValueError, ("debug={'torch_ops': ['aten.mm']}",)),
-    (ORTConfig, {"recompute": True}, ValueError, ("recompute=True", "0, 1, 2")),
+    (ORTConfig, {"recompute": 1}, TypeError, ("'recompute'", "it is gone; activation_memory_budget says")),
+    *[
+        (ORTConfig, {"activation_memory_budget": value}, kind, ("ORTConfig(activation_memory_budget=", "from 0 to 1"))
+        for value, kind in (
+            (-0.1, ValueError),
+            (1.5, ValueError),
+            (math.nan, ValueError),
+            (True, TypeError),
+            ("x", TypeError),
+        )
+    ],
+    (ORTConfig, {"activation_memory_budget": 0.5, "engine": "torch"}, ValueError, ("compiles nothing; leave one",)),
     (ORTConfig, {"dynamic": 1}, ValueError, ("dynamic=1", "True, False, None")),
     (ORTConfig, {"placement": None}, ValueError, ("placement=None", "'measured', 'always'")),
     (ORTConfig, {"placment": "always"}, TypeError, ("'placment'", "did you mean 'placement'?")),

@@ -51,7 +51,7 @@ OTHERS = (
 # what changes the time of a step; of them, what changes what is decided of a graph; of them, a region alone
 OF_REGIONS = ({"debug": {"kernels": "standard"}}, {"debug": {"intra_op_threads": 3}})
 OF_GRAPHS = (
-    *({"placement": "always"}, {"recompute": 1}, {"debug": {"torch_ops": ["aten.gelu"]}}),
+    *({"placement": "always"}, {"activation_memory_budget": 0.5}, {"debug": {"torch_ops": ["aten.gelu"]}}),
     *({"debug": {"min_region_nodes": 5}}, {"debug": {"providers": ["CPUExecutionProvider"]}}),
 )
 OF_STEPS = (

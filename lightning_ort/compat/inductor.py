@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,19 +58,47 @@ def inductor_backend(
     return compile
 
 
-def joint_pass(edit: Callable[[fx.GraphModule], None]) -> Any:
-    """What edits joint graphs first, as the option ``joint_custom_pre_pass`` (torch 2.13)."""
+def joint_pass(
+    edits: Sequence[Callable[[fx.GraphModule], None]],
+    budget: float | None = None,
+    may_recompute: Callable[[fx.GraphModule], bool] = lambda joint: False,
+) -> Any:
+    """What edits joint graphs first, as the option ``joint_custom_pre_pass`` (torch 2.13).
+
+    ``budget``: what the partitioner, which comes next, may keep of the activations of graphs that ``may_recompute``
+    takes; whoever compiles is within :func:`keeping_budget`.
+    """
+    from torch._functorch import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # not loaded with torch
 
     class JointPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            assert graph.owning_module is not None
-            edit(graph.owning_module)
+            joint = graph.owning_module
+            assert joint is not None
+            for edit in edits:
+                edit(joint)
+            if budget is not None and may_recompute(joint):
+                config.activation_memory_budget = budget
 
-        def uuid(self) -> Any:  # for inductor's cache
-            return get_hash_for_files((inspect.getfile(edit),))
+        def uuid(self) -> Any:  # for the caches of inductor and AOTAutograd
+            return get_hash_for_files(tuple(map(inspect.getfile, (*edits, may_recompute))), str(budget))
 
     return JointPass()
+
+
+def keeping_budget() -> AbstractContextManager[None]:
+    """After the block, the partitioner's budget is as it was (torch 2.13)."""
+    from torch._functorch import config
+
+    kept: AbstractContextManager[None] = config.patch(activation_memory_budget=config.activation_memory_budget)
+    return kept
+
+
+def chunking() -> dict[str, Any]:
+    """The option that computes a loss over many classes in pieces, where this version has it (torch 2.13)."""
+    from torch._inductor import config  # not loaded with torch: 0.2 s
+
+    return {"auto_chunker.enable": True} if "auto_chunker.enable" in config.get_config_copy() else {}
 
 
 def has_triton() -> bool:

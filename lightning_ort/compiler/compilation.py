@@ -115,7 +115,7 @@ class Compilation:
         config, gm = self._config, self._gm
         wanted = config.debug.step_graph == "joint" or (config.debug.step_graph == "auto" and self._request.one_graph)
         # after a graph break another result than the loss is differentiated
-        if not wanted or config.recompute or not is_last_graph(gm):
+        if not wanted or config.activation_memory_budget not in (None, 1) or not is_last_graph(gm):
             return None
         if has_separate_gradients(gm):  # two graphs can be kept until each result has had its backward pass
             text = "a result beside the loss has gradients of its own; `detach()` it unless they are wanted"
@@ -158,7 +158,11 @@ class Compilation:
                 source.keep_joint(joint, num_fwd_outputs)
 
         whole = self._backend.placer.whole_ops()
-        options: dict[str, Any] = {"recompute": self._config.recompute, "converted": whole, "see_joint": see_joint}
+        options: dict[str, Any] = {
+            "budget": self._config.activation_memory_budget,
+            "converted": whole,
+            "see_joint": see_joint,
+        }
         return aot_backend(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,

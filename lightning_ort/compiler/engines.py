@@ -155,6 +155,7 @@ ENGINES: Mapping[str, Engine] = {
 # steps without a backward pass are tried.
 ON_CPU: Sequence[str] = (ORT, "inductor")
 ON_GPU: Sequence[str] = ("inductor-graphs", ORT)
+SAVES_MEMORY = "inductor"  # where memory is the aim; a recording keeps memory of its own
 
 
 def order(on_gpu: bool, trains: bool, may_record: bool) -> list[str]:

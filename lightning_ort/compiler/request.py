@@ -56,6 +56,7 @@ class CompileRequest:
         refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
         split: Takes why a step that was run as one graph needs separate passes.
         keep: Gets what runs each compiled graph: whoever calls its ``leave()`` frees what was compiled.
+        activation_memory_budget: As in ``ORTConfig``.
         check: Takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything.
 
     """
@@ -74,4 +75,5 @@ class CompileRequest:
     refuse: Callable[[Reason], None] | None = None
     split: Callable[[str], None] = lambda why: None
     keep: Callable[[Any], None] = lambda graph: None
+    activation_memory_budget: float | None = None
     check: Callable[[bool], GraphCheck | None] = lambda draws: None

@@ -42,7 +42,11 @@ STRATEGIES = {
     },
 }
 # fields of a candidate: where they are among the strategy's arguments
-_OF_STRATEGY = {"recompute": ("config", "recompute"), "host_memory": ("host_memory",), "optim": ("optim",)}
+_OF_STRATEGY = {
+    "activation_memory_budget": ("config", "activation_memory_budget"),
+    "host_memory": ("host_memory",),
+    "optim": ("optim",),
+}
 # compiling is what is measured, and the Trainer does not know how many steps it will be asked for
 MEASURED = {"start": "now"}
 NAMED = MEASURED | {"engine": "ort"}  # for candidates that somebody names: inductor is one of its own, "auto"
@@ -64,7 +68,7 @@ class Candidate:
         optim: An implementation of the optimizer.
         batch_size: Examples in a batch of one process.
         accumulate: Batches whose gradients are added up.
-        recompute: As in ``ORTConfig``.
+        activation_memory_budget: As in ``ORTConfig``.
         host_memory: As in ``ORTStrategy``.
         num_workers: This and the others as in ``ORTTrainingSettings``.
         pin_memory: Have the data in memory from which a GPU copies faster.
@@ -81,7 +85,7 @@ class Candidate:
     optim: str | None = None
     batch_size: int | None = None
     accumulate: int | None = None
-    recompute: int | None = None
+    activation_memory_budget: float | None = None
     host_memory: str | None = None
     num_workers: int | None = None
     pin_memory: bool | None = None

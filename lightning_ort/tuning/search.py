@@ -204,7 +204,7 @@ class Search:
         memory, own = self._facts.memory, getattr(self, "_own", None)
         if memory is None or own is None or own.peak is None:
             return None
-        kept = 0.5 if trial.candidate.checkpoint_blocks or trial.candidate.recompute else 1.0
+        kept = 0.5 if trial.candidate.checkpoint_blocks or trial.candidate.activation_memory_budget is not None else 1.0
         change = memory.peak(trial.batch_size, trial.candidate.optim, kept) - memory.step.peak
         return max(0, own.peak + change)
 

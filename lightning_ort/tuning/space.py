@@ -128,7 +128,7 @@ def _processes(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option
     if limits.keep_numerics and facts.batch_norm:
         return
     # each with its share of the batch, so that a step sees as many examples as before
-    each = best.but(batch_size=size // limits.devices, recompute=None, host_memory=None)
+    each = best.but(batch_size=size // limits.devices, activation_memory_budget=None, host_memory=None)
     yield Option(each.but(engine="ddp"), f"{limits.devices} processes that average their gradients")
     each = each.but(optim=None)
     yield Option(each.but(engine="ort_ddp"), f"{limits.devices} processes that average their gradients, each on ort")
@@ -196,8 +196,8 @@ def _savings(best: Candidate, facts: Facts, limits: Limits) -> Iterator[Option]:
         yield Option(best.but(checkpoint_blocks=True), "repeated blocks are computed again in the backward pass")
         if len(smaller) > 1:
             yield Option(smaller[-1].but(checkpoint_blocks=True), "both")
-    for level in (1, 2):
-        yield Option(best.but(engine="ort", recompute=level), "cheap operations are computed again")
+    for budget in (0.5, 0.1):
+        yield Option(best.but(engine="ort", activation_memory_budget=budget), "cheap operations are computed again")
     if not limits.keep_numerics and "AdamW" in facts.optimizers:
         for name in ("adamw_anyprecision", "adamw_bnb_8bit"):
             yield Option(smaller[-1].but(optim=name), "smaller states of the optimizer")

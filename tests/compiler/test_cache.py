@@ -103,7 +103,7 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
         {"placement": "always"},
         {"debug": {"min_region_nodes": 1}},
         {"debug": {"torch_ops": ["aten.gelu"]}},
-        {"recompute": 1},
+        {"activation_memory_budget": 0.5},
         {"debug": {"intra_op_threads": 3}},
         {"debug": {"kernels": "standard"}},
     ],

@@ -452,7 +452,11 @@ def test_steps_that_need_two_graphs(step, module):
 
 
 def test_the_setting():
-    for options in ({"debug": {"step_graph": "split"}}, {"debug": {"step_graph": "auto"}}, {"recompute": 1}):
+    for options in (
+        {"debug": {"step_graph": "split"}},
+        {"debug": {"step_graph": "auto"}},
+        {"activation_memory_budget": 0.5},
+    ):
         Pair(one_graph=False, **options).run()
     with pytest.raises(ValueError, match="step_graph='whole'"):
         ORTConfig(debug={"step_graph": "whole"})

@@ -79,6 +79,7 @@ def module_on(device: torch.device = CPU, operations: int = 100, records: bool =
         is_measured=config.placement == "measured",
         is_amortized=ways.is_amortized(config),
         may_record=lambda step: records,
+        saves_memory=lambda step: step == "training_step" and config.activation_memory_budget is not None,
         operations={"training_step": operations},
         races={"training_step": Race([ORT], 0.05, lambda way: None)},  # type: ignore[arg-type,return-value]
         backend=SimpleNamespace(cache=Cache(), compiled_in_process=lambda: True, available=True),
@@ -93,6 +94,16 @@ def test_on_a_cpu_onnxruntime_comes_first() -> None:
     for step in ("training_step", "predict_step"):
         assert tried_on(CPU, step, start="now") == ["ort"]
         assert tried_on(CPU, step, engine="auto") == ["ort", "inductor"]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_where_memory_is_the_aim_one_way_trains(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "cpp_compiler", lambda: "/usr/bin/g++")
+    assert tried_on(device, activation_memory_budget=0.5) == ["inductor"]
+    assert tried_on(device, activation_memory_budget=0.5, engine="ort") == ["ort"]
+    assert tried_on(device, "predict_step", activation_memory_budget=0.5) == tried_on(
+        device, "predict_step", engine="auto"
+    )
 
 
 def test_on_a_gpu_inductor_compiles_once_and_onnxruntime_trains_if_asked_for() -> None:

@@ -39,9 +39,11 @@ def test_what_is_passed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         debug={"capture": "step", "min_region_nodes": 5}
     )
     # a default counts as passed in a mapping, and not in an ORTConfig
-    monkeypatch.setenv(CONFIG, json.dumps({"placement": "always", "recompute": 1}))
-    assert ORTStrategy(config={"placement": "measured"}).ort_config == ORTConfig(recompute=1)
-    assert ORTStrategy(config=ORTConfig(placement="measured")).ort_config == ORTConfig(placement="always", recompute=1)
+    monkeypatch.setenv(CONFIG, json.dumps({"placement": "always", "activation_memory_budget": 0.5}))
+    assert ORTStrategy(config={"placement": "measured"}).ort_config == ORTConfig(activation_memory_budget=0.5)
+    assert ORTStrategy(config=ORTConfig(placement="measured")).ort_config == ORTConfig(
+        placement="always", activation_memory_budget=0.5
+    )
 
 
 @pytest.mark.parametrize(

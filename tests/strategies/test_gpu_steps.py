@@ -9,6 +9,7 @@ from small_modules import Small, loader
 from torch import Tensor, nn
 
 from lightning_ort import ORTStrategy
+from lightning_ort.strategies.lean import bars
 
 pytestmark = pytest.mark.gpu
 STEPS = 80  # more than its duels take
@@ -23,14 +24,24 @@ class Watched(Small):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode("error" if STEPS - 4 <= batch_idx < STEPS - 1 else "default")
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
     def on_train_batch_end(self, *args: Any) -> None:
         """Look at no loss, which would wait."""
 
 
-def test_a_settled_step_waits_for_nothing(make_trainer: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_settled_step_waits_for_nothing(
+    bar: bool, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "PICTURES", 0.0)
     strategy = ORTStrategy(config={"start": "now"})
+    settings: Any = {"accelerator": "gpu", "max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": bar}
     try:
-        make_trainer(strategy=strategy, accelerator="gpu", max_epochs=1, limit_val_batches=0).fit(Watched())
+        make_trainer(strategy=strategy, **settings).fit(Watched())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert strategy.report.steps

@@ -46,8 +46,10 @@ def test_settings_of_ort_config() -> None:
     mine = {"class_path": "lightning_ort.ORTStrategy", "init_args": {"optim": "keep", "config": {"engine": "ort"}}}
     user = {"trainer": {"strategy": mine}}
     for_all = {"engine": "ort", "start": "now"}
-    made = trainer(Candidate(engine="auto", recompute=2), user, ort_config=for_all)["strategy"]["init_args"]
-    assert made == {"optim": "keep", "config": {"engine": "auto", "start": "now", "recompute": 2}}
+    made = trainer(Candidate(engine="auto", activation_memory_budget=0.1), user, ort_config=for_all)["strategy"][
+        "init_args"
+    ]
+    assert made == {"optim": "keep", "config": {"engine": "auto", "start": "now", "activation_memory_budget": 0.1}}
     assert trainer(Candidate(engine="off"))["strategy"]["init_args"] == {"config": {"engine": "torch"}}
     assert trainer(Candidate(engine="compile"), ort_config=for_all)["strategy"] == "auto"
     assert trainer(Candidate(engine="ort"), {"trainer": {"strategy": "ddp"}})["strategy"].keys() == {"class_path"}
@@ -55,10 +57,16 @@ def test_settings_of_ort_config() -> None:
 
 
 def test_strategies() -> None:
-    auto = trainer(Candidate(engine="auto", recompute=1, host_memory="default", optim="keep"))["strategy"]
+    auto = trainer(Candidate(engine="auto", activation_memory_budget=0.5, host_memory="default", optim="keep"))[
+        "strategy"
+    ]
     assert auto == {
         "class_path": "lightning_ort.ORTStrategy",
-        "init_args": {"config": {"engine": "auto", "recompute": 1}, "host_memory": "default", "optim": "keep"},
+        "init_args": {
+            "config": {"engine": "auto", "activation_memory_budget": 0.5},
+            "host_memory": "default",
+            "optim": "keep",
+        },
     }
     assert trainer(Candidate(engine="stock"))["strategy"] == "auto"
     several = trainer(Candidate(engine="ort_ddp"), devices=2)
@@ -148,14 +156,19 @@ def commented_lines(config: Any, candidate: Candidate, **more: Any) -> dict[str,
 def test_comments_are_beside_values_in_lists_and_arguments() -> None:
     config = {"trainer": {"plugins": ["mine.Plugin"], "callbacks": ["mine.Callback"]}}
     candidate = Candidate(
-        engine="auto", precision="medium", optim="keep", recompute=1, host_memory="default", channels_last=True
+        engine="auto",
+        precision="medium",
+        optim="keep",
+        activation_memory_budget=0.5,
+        host_memory="default",
+        channels_last=True,
     )
     assert commented_lines(config, candidate) == {
         "class_path: lightning_ort.ORTStrategy": "engine",
         "engine: auto": "engine",
         "level: medium": "precision",
         "optim: keep": "optim",
-        "recompute: 1": "recompute",
+        "activation_memory_budget: 0.5": "activation_memory_budget",
         "host_memory: default": "host_memory",
         "channels_last: true": "channels_last",
     }

@@ -15,11 +15,13 @@ import torch
 from torch import fx, nn
 
 from lightning_ort.compat.inductor import (
+    chunking,
     has_triton,
     inductor_backend,
     inductor_cache_folder,
     inductor_repairs,
     joint_pass,
+    keeping_budget,
 )
 from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
 from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
@@ -70,16 +72,26 @@ def backend_for(
 
     With ``"exact"`` masks random numbers are the same as in eager.
     """
-    from lightning_ort.compiler.lowering.separate_results import (
-        separate_results,  # which a fit that compiles nothing need not load
-    )
+    # which a fit that compiles nothing need not load
+    from lightning_ort.compiler.lowering import memory
+    from lightning_ort.compiler.lowering.separate_results import separate_results
 
     exact = masks == "exact"
     # a recording is what torch.compile's mode "reduce-overhead" sets
     options: dict[str, Any] = {"fallback_random": exact, **inductor_repairs(exact)}
-    options["joint_custom_pre_pass"] = joint_pass(separate_results)
     options |= {"triton.cudagraphs": True} if records else {}
-    compile = inductor_backend(options, lambda: request().check_budget())
+
+    def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        asked = request()
+        if (budget := asked.activation_memory_budget) is None:
+            edit, more = joint_pass([separate_results]), {}
+        else:
+            edit = joint_pass([separate_results, memory.views_before_casts], budget, memory.draws_nothing)
+            more = chunking()
+        compile_graph = inductor_backend({**options, **more, "joint_custom_pre_pass": edit}, asked.check_budget)
+        with keeping_budget():
+            return compile_graph(gm, inputs)
+
     return GuardedBackend(RecordingBackend(compile) if records else compile, on_failure, request)
 
 

@@ -18,7 +18,6 @@ from lightning_ort.compat.torch import OpOverload, split_joint_graph
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions, traced_as_eager
 from lightning_ort.compiler.lowering.separate_results import separate_results
-from lightning_ort.config import Recompute
 
 __all__ = ["decompositions", "lower", "split_joint", "traced_as_eager"]
 
@@ -35,19 +34,20 @@ FINAL_PASSES = (
     final_passes.mark_mixed_gradients,
 )
 
-# Settings of torch's min-cut partitioner. Not its `activation_memory_budget`, which draws dropout masks anew (2.13).
-_MIN_CUT: dict[Recompute, dict[str, bool] | None] = {
-    0: None,
-    1: {"ban_recompute_materialized_backward": False},
-    2: {"aggressive_recomputation": True},
-}
+# Settings of torch's min-cut partitioner, and the budget from which they hold. Not its `activation_memory_budget`,
+# which may draw random numbers anew (2.13).
+_MIN_CUT: tuple[tuple[float, dict[str, bool] | None], ...] = (
+    (1.0, None),
+    (0.5, {"ban_recompute_materialized_backward": False}),
+    (0.0, {"aggressive_recomputation": True}),
+)
 
 
 def split_joint(
     joint: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    recompute: Recompute,
+    budget: float | None,
     converted: Collection[OpOverload],
     see_joint: Callable[[fx.GraphModule, int], None],
     num_fwd_outputs: int,
@@ -55,7 +55,8 @@ def split_joint(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's ``partition_fn``: prepare the joint graph, then split it with one of torch's partitioners.
 
-    ``see_joint`` gets it before it is split, and the number of its outputs that are not gradients.
+    ``budget`` is ``ORTConfig.activation_memory_budget``. ``see_joint`` gets the graph before it is split, and the
+    number of its outputs that are not gradients.
     """
     for joint_pass in JOINT_PASSES:
         joint_pass(joint)
@@ -64,7 +65,8 @@ def split_joint(
     joint_passes.recompute_views(joint)
     joint.graph.lint()
     joint.recompile()
-    halves = split_joint_graph(joint, inputs, _MIN_CUT[recompute], num_fwd_outputs=num_fwd_outputs, **kwargs)
+    min_cut = next(settings for least, settings in _MIN_CUT if (1.0 if budget is None else budget) >= least)
+    halves = split_joint_graph(joint, inputs, min_cut, num_fwd_outputs=num_fwd_outputs, **kwargs)
     joint_passes.save_contiguous(*halves, num_fwd_outputs, converted)
     return halves
 

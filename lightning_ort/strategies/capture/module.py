@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
-from lightning_ort.compiler.engines import ENGINES
+from lightning_ort.compiler.engines import ENGINES, SAVES_MEMORY
 from lightning_ort.compiler.executors.inductor import RecordedGradients
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
@@ -104,7 +104,10 @@ class CapturedModule:
         if self.config.dropout_masks == "fast" and self.setting == "ort":
             text = f"no other compiler than ONNX Runtime is tried in this run, on {self.device}"
             self.record_choice("dropout_masks", ReasonType.NO_EFFECT, text)
-        if self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
+        if self.saves_memory(TRAINING) and self.setting == "auto":
+            if obstacle := ENGINES[SAVES_MEMORY].obstacle(self.device.type == "cuda"):
+                self.record_choice("activation_memory_budget", ReasonType.NO_EFFECT, obstacle)
+        elif self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
             self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so only ONNX Runtime is tried")
         self.monitor.by_hand = not self.module.automatic_optimization
         self.monitor.install()
@@ -140,6 +143,10 @@ class CapturedModule:
     def is_measured(self) -> bool:
         """Whether times decide how a step runs."""
         return self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
+
+    def saves_memory(self, name: str) -> bool:
+        """Return whether memory is the aim of a step, and not time."""
+        return name == TRAINING and self.config.activation_memory_budget is not None
 
     @property
     def setting(self) -> str:
@@ -260,7 +267,10 @@ class CapturedModule:
         if (make := ENGINES[engine].backend) is not None:
             on_failure = functools.partial(weakly(self._on_failure), engine)
             backend = make(self.config.dropout_masks, on_failure, weakly(self.request, CompileRequest()))
-        compiled = dynamo.compile_isolated(function, backend=backend, dynamic=self.config.dynamic)
+        dynamic = self.config.dynamic
+        if dynamic is None and self.config.activation_memory_budget is not None:
+            dynamic = False  # torch computes a loss in pieces only where sizes are fixed (2.13)
+        compiled = dynamo.compile_isolated(function, backend=backend, dynamic=dynamic)
         dynamo.release_backend(backend)
         self._regions.append(dynamo.region_of(compiled))
         return compiled

@@ -46,7 +46,7 @@ from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import FIRST, Race
+from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.turn import Turn
 from lightning_ort.strategies.race.view import STAYS, RaceView, is_announced
@@ -211,11 +211,15 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _race_settings(self) -> tuple[float, bool]:
         module = self._module
+        if module.saves_memory(self._name):
+            return NO_LIMIT, False
         return share_for(module.config, module.device), module.is_measured
 
     def _unchanged_steps(self) -> int:
         """How many steps run unchanged in any case: one of several shows the user's errors before anything compiles."""
         module = self._module
+        if module.saves_memory(self._name):
+            return 0  # which may be all that there is no memory for
         if module.is_amortized:
             return FIRST
         if self._user.first.seen:
@@ -330,7 +334,8 @@ class CapturedStep(AbstractContextManager[None]):
         These are the last batches of epochs, which are smaller: they are few, and compiling for them takes as long as
         the first time.
         """
-        keeps = self._race is not None and way == self._race.champion
+        saves_memory = self._module.saves_memory(self._name)
+        keeps = self._race is not None and way == self._race.champion and not saves_memory
         return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
 
     def request(self) -> CompileRequest:
@@ -351,6 +356,9 @@ class CapturedStep(AbstractContextManager[None]):
             refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
             split=lambda why: fail(way, failures.without_one_graph(way, why)),
             keep=functools.partial(weakly(self._compiled.keep), way),
+            activation_memory_budget=module.config.activation_memory_budget
+            if module.saves_memory(self._name)
+            else None,
             check=weakly(self._graph_audit.check),
         )
 

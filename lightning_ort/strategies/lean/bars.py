@@ -1,10 +1,16 @@
-"""Progress bars that are drawn when somebody can see it: :class:`Bars`."""
+"""Progress bars that are drawn when somebody can see it, and wait for no GPU: :class:`Bars`."""
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning_loops import shown, step_values
+
+if TYPE_CHECKING:
+    from lightning_ort.strategies.lean.run import LeanRun
 
 PICTURES = 0.1  # seconds between two of them
 _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -13,10 +19,15 @@ _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"
 class Bars:
     """Lets a bar of Lightning draw ten times a second, and when a loop ends, where it shows what stock does.
 
-    A bar with methods of its own is called as always.
+    A bar with methods of its own is called as always. Values on a GPU are copied when a picture is due, and drawn with
+    one of the next batches, when they are there: to read them at once would wait for all steps that are queued.
     """
 
-    def __init__(self, namespace: LightningNamespace) -> None:
+    def __init__(self, namespace: LightningNamespace, lean: "LeanRun") -> None:
+        self._lean = lean
+        self.on_cpu = lean.device.type == "cpu"
+        self._copied: tuple[Any, Any] | None = None  # values for the next picture, and the event of their copies
+        self.late: dict[str, Any] | None = None  # what is drawn now in place of the batch's own values
         progress = namespace.submodule("callbacks.progress")
         kinds = [progress.TQDMProgressBar, progress.RichProgressBar]
         self.draws = {vars(kind)[name] for kind in kinds for name in _DRAWING}
@@ -34,14 +45,47 @@ class Bars:
             return False  # it is drawn rarely, in batches that it chooses itself
         now = time.monotonic()
         if self.must_draw or now - self._drawn_at >= PICTURES:
-            self._drawn_at = now
-            self._waiting.pop(draw, None)
-            return False
+            if self.must_draw or not self._copies():
+                self._drawn_at, self._copied = now, None
+                self._waiting.pop(draw, None)
+                return False
+            if self.late is not None:
+                self._drawn_at = now
+                self._waiting.pop(draw, None)
+                try:
+                    draw(trainer, trainer.lightning_module, *args)
+                finally:
+                    self.late = None
+                return True
         self._waiting[draw] = lambda: draw(trainer, trainer.lightning_module, *args)
+        return True
+
+    def _copies(self) -> bool:
+        """Copy what the batch shows from a GPU, or find :attr:`late` in copies; return whether there is a GPU."""
+        if self.on_cpu:
+            return False
+        if self._copied is None:
+            if self._lean.results is None or (found := step_values(self._lean.results)) is None:
+                return False
+            metas, values, *rest = found
+            copies = [
+                copy_to_host(value) if meta.prog_bar else value for meta, value in zip(metas, values, strict=True)
+            ]
+            event = torch.Event(self._lean.device)
+            event.record()
+            self._copied = (metas, copies, *rest), event
+        elif self._copied[1].query():
+            (kept, _), self._copied = self._copied, None
+            self.late = shown(kept)["pbar"]
         return True
 
     def catch_up(self) -> None:
         """Draw what waits."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self._copied = self._waiting, {}, None
         for draw in waiting.values():
             draw()
+
+
+def copy_to_host(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory, which is there when the device has come to it."""
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)

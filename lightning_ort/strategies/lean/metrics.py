@@ -85,6 +85,8 @@ class LeanConnector(LeanObject, _LoggerConnector):
     @property
     @override
     def progress_bar_metrics(self) -> Any:
+        if (late := self._lean.bars.late) is not None:
+            return {**self._progress_bar_metrics, **late}
         self.make()
         return super().progress_bar_metrics
 

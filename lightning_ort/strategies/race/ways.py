@@ -46,7 +46,8 @@ def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
         return config.engine
     if config.placement != "measured":
         return "ort"
-    tries_others = device.type == "cuda" or (is_amortized(config) and engines.others_on_cpu())
+    waits = is_amortized(config) or config.activation_memory_budget is not None
+    tries_others = device.type == "cuda" or (waits and engines.others_on_cpu())
     return "auto" if tries_others else "ort"
 
 
@@ -61,6 +62,8 @@ def share_for(config: ORTConfig, device: torch.device) -> float:
 
 def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
     """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
+    if module.saves_memory(step):
+        return [first if module.setting == "ort" else Way(engines.SAVES_MEMORY, first.part)]
     if module.setting == "ort" or not module.is_measured:
         return [first]
     # a recording is of fixed sizes
