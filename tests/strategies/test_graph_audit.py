@@ -8,7 +8,7 @@ import torch
 import torch._inductor.compile_fx
 from functorch.compile import make_boxed_func
 from small_modules import Small, loader
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_ort import ORTStrategy
@@ -32,7 +32,9 @@ class Compiler:
     """Stands in for inductor: from a call of a pass on, one of its tensors is wrong."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str = "", call: int = 1, factor: float = 0.5) -> None:
-        self.where, self.call, self.factor = where, call, factor
+        self.where, self.call = where, call
+        self.spoil: Callable[[Tensor], Tensor] | None = None  # all gradients; else the first one
+        self.factor = factor
         self.calls = {"forward": 0, "backward": 0}
         monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", self.compile)
         monkeypatch.setattr(CapturedModule, "may_copy_process", False)
@@ -46,7 +48,11 @@ class Compiler:
             def run(*args: Any) -> Any:
                 self.calls[kind] += 1
                 results = list(gm(*args))
-                if kind == self.where and self.calls[kind] >= self.call:
+                if kind != self.where or self.calls[kind] < self.call:
+                    return results
+                if self.spoil is not None:
+                    results = [one if one is None else self.spoil(one) for one in results]
+                else:
                     index = next(i for i, one in enumerate(results) if one is not None and one.is_floating_point())
                     results[index] = results[index] * self.factor
                 return results
@@ -81,6 +87,41 @@ def test_a_wrong_graph_is_found_before_anything_is_made_of_it(
     assert ("what is written to self.net.1." if where == "forward" else "the gradient of ") in fallback.reason.text
     assert "differs from eager's by 50%" in fallback.reason.text
     assert report.run.audits > 0
+
+
+class Modulated(Small):
+    """Two layer norms in a chain, modulated by parts of one parameter (pytorch #193061)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        self.table = nn.Parameter(torch.randn(4, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, more_shift, more_scale = self.table.chunk(4)
+        x = self.norm(self.net(x)) * (1 + scale) + shift
+        return (self.norm(x) * (1 + more_scale) + more_shift)[:, :3]
+
+    def train_dataloader(self) -> Any:
+        return loader(8 * 40)
+
+
+@pytest.mark.usefixtures("captured_at_once")
+def test_a_part_of_a_gradient_that_is_never_written_is_found(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None]
+) -> None:
+    paces(torch=1.0, ort=1.2, inductor=0.5)
+    stock, ours = Modulated(), Modulated()
+    fit(stock, make_trainer, "auto")
+    compiler = Compiler(monkeypatch, "backward")
+    compiler.spoil = lambda one: one.index_fill(0, torch.tensor([1]), 0.0) if one.shape == (4, 16) else one
+    report = fit(ours, make_trainer, ORTStrategy(config={"engine": "auto"}))
+    (fallback,) = report.fallbacks
+    assert fallback.reason.type is ReasonType.MISMATCH
+    assert "the gradient of self.table differs" in fallback.reason.text
+    assert compiler.calls["backward"] == 1
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
 @pytest.mark.usefixtures("captured_at_once")
