@@ -110,7 +110,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/check.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# the chart and the tables of speeds in README.md and docs, from the newest result files
+# the tables of speeds in README.md and docs, from the newest result files
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/front_page.py
 

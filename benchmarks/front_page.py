@@ -1,4 +1,4 @@
-"""The chart and the tables of speeds in README.md and docs, from the newest result files: ``make figures``.
+"""The tables of speeds in README.md and docs, from the newest result files: ``make figures``.
 
 ``read`` has the figures, which ``tests/test_figures.py`` compares with those on the pages.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-IMAGES = ROOT / "docs" / "images"
 TITLE = re.compile(r"^ *(\w+): median of \d+ rounds of \d+ steps *$")
 ROW = re.compile(
     r"^│ (\S+)(?: \*)? +│ +([\d.,]+) │ +([\d.]+) │ +([\d.]+)x │ +([\d.]+)-([\d.]+) │ +(-?[\d.]+) │.*│ +([\d,]+) │"
@@ -34,28 +33,6 @@ NAMES = {
     "Llama": "Llama",
 }
 FUSED = "stock+adamw_torch_fused"
-MACHINE = "2 virtual cores of an AMD EPYC"  # with AVX512-BF16
-CHARTED = ("BERT", "ResNet", "ViT", "GPT", "Llama", "Tagger")
-THEMES = {
-    "light": {
-        "text": "#1c2024",
-        "quiet": "#5b636b",
-        "page": "#ffffff",
-        "off": "#8a949d",
-        "ort": "#0b62b5",
-        "auto": "#1b8a5a",
-        "bf16": "#c4570b",
-    },
-    "dark": {
-        "text": "#e6e9ec",
-        "quiet": "#a3acb5",
-        "page": "#14171a",
-        "off": "#8d97a0",
-        "ort": "#6db3f5",
-        "auto": "#5fce9d",
-        "bf16": "#f0a35e",
-    },
-}
 
 
 def newest(kind: str) -> Path:
@@ -75,7 +52,8 @@ def read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
             *values, share = row.groups()[1:]
             figures = dict(zip(names, (float(value.replace(",", "")) for value in values), strict=True))
             figures["on_ort"] = math.nan if share == "-" else float(share.rstrip("%"))  # percent
-            found.setdefault(module, {})[row[1]] = figures
+            variant = re.sub(r"^off\b", "torch", row[1])  # its name until 2026-11-27
+            found.setdefault(module, {})[variant] = figures
     return found
 
 
@@ -86,17 +64,16 @@ def mean(values: Any) -> float:
 
 
 def peaks(variant: str) -> dict[str, float]:
-    """Return peak memory relative to stock by module: of the newest file about memory where it has the module."""
-    found = read(newest("baseline")) | {
-        module: rows for module, rows in read(newest("memory")).items() if variant in rows
-    }
-    return {module: rows[variant]["peak"] / rows["stock"]["peak"] for module, rows in found.items()}
+    """Return peak memory relative to stock by module: of the newest file that has the module."""
+    files = sorted((newest(kind) for kind in ("baseline", "memory", "three-models")), key=lambda path: path.name)
+    found = [item for path in files for item in read(path).items() if variant in item[1]]
+    return {module: rows[variant]["peak"] / rows["stock"]["peak"] for module, rows in found}
 
 
 def own_gains() -> dict[str, float]:
     """Return how many times as fast ONNX Runtime makes a step that is otherwise the same, where it ran any of it."""
     rows = read(newest("baseline"))
-    return {name: row["off"]["ms"] / row["ort"]["ms"] for name, row in rows.items() if row["ort"]["on_ort"] > 0}
+    return {name: row["torch"]["ms"] / row["ort"]["ms"] for name, row in rows.items() if row["ort"]["on_ort"] > 0}
 
 
 def own_mean() -> float:
@@ -111,30 +88,44 @@ def span(ratios: Any) -> str:
     return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
 
 
-def gains() -> str:
-    """Return the table of README.md."""
-    rows, mixed = read(newest("baseline")), read(newest("bf16"))
+def by_hand() -> str:
+    """Return the table of README.md: whole fits beside what can be done without this package."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for line in newest("by-hand").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if len(cells) > 8 and cells[3].isdigit():
+            names = ("seconds", "settled", "peak")
+            values = (float(cells[place]) for place in (4, 6, 7))
+            found.setdefault(cells[1], {})[cells[2]] = dict(zip(names, values, strict=True))
 
-    def line(what: str, found: dict[str, Any], variant: str, precision: str, memory: Any) -> str:
-        speed = mean(row[variant]["speed"] for row in found.values())
-        return f"| {what} | {precision} | {speed:.2f}x | {span(memory)} |"
+    def row(what: str, variant: str, figure: str) -> str:
+        speeds = [rows["stock"][figure] / rows[variant][figure] for rows in found.values()]
+        ratios = [rows[variant]["peak"] / rows["stock"]["peak"] for rows in found.values()]
+        memory = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
+        cells = [f"{speed:.2f}x" for speed in speeds]
+        return f"| {' | '.join([what, *cells, memory])} |"
 
-    stock = mean(row["stock@bf16-mixed"]["speed"] for row in mixed.values())
-    peak_in_bf16 = [row["ort@bf16-mixed"]["peak"] / row["stock"]["peak"] for row in mixed.values()]
+    def as_good(*variants: str) -> str:
+        fits = {name: {variant: row["seconds"] for variant, row in rows.items()} for name, rows in found.items()}
+        names = [name for name, took in fits.items() if min(took[each] for each in variants) < 1.05 * took["ort"]]
+        return ", ".join(names) or "none of them"
+
+    seconds = [f"{rows['stock']['seconds']:.1f} s" for rows in found.values()]
     return "\n".join(
         [
-            "| a training step | precision | speed | peak memory |",
-            "|---|---|---|---|",
-            line("nothing compiled", rows, "off", "float32", peaks("off").values()),
-            line("with ONNX Runtime", rows, "ort", "float32", peaks("ort").values()),
-            line("with inductor too", rows, "auto", "float32", peaks("auto").values()),
-            line(
-                f"with bf16, {len(mixed)} models (stock Lightning in bf16: {stock:.2f}x)",
-                mixed,
-                "ort@bf16-mixed",
-                "bf16-mixed",
-                peak_in_bf16,
-            ),
+            f"| whole fits, start-up included | {' | '.join(found)} | peak memory |",
+            "|---" * (len(found) + 2) + "|",
+            f"| stock Lightning | {' | '.join(seconds)} | |",
+            row("`fused=True`", "fused", "seconds"),
+            row("+ jemalloc", "jemalloc", "seconds"),
+            row("+ `torch.compile`", "compile", "seconds"),
+            row("... without its start-up", "compile", "settled"),
+            row('**`strategy="ort"`**', "ort", "seconds"),
+            row("bf16-mixed, fused, jemalloc", "bf16", "seconds"),
+            row("**bf16-mixed, `ort`**", "ort@bf16", "seconds"),
+            "",
+            f"A plain `fused=True` is as good, within 5 %, for {as_good('fused')}; the best by hand in float32 for"
+            f" {as_good('fused', 'jemalloc', 'compile')}.",
         ]
     )
 
@@ -143,7 +134,7 @@ def speeds() -> str:
     """Return the table of all modules, the one that gains most first."""
     rows = read(newest("baseline"))
     memory = {variant: peaks(variant) for variant in ("ort", "auto")}
-    variants = (FUSED, "off", "ort", "auto")
+    variants = (FUSED, "torch", "ort", "auto")
     lines = [
         "| model | stock, fused optimizer | nothing compiled | with ONNX Runtime | with inductor too"
         " | ONNX Runtime ran it | peak memory: ONNX Runtime, inductor |",
@@ -165,7 +156,7 @@ def speeds() -> str:
 def speeds_in_bf16() -> str:
     """Return the table of the modules that were measured in bf16-mixed."""
     rows = read(newest("bf16"))
-    variants = ("stock", FUSED, "off", "ort", "auto")
+    variants = ("stock", FUSED, "torch", "ort", "auto")
     titles = ("stock", "stock, fused optimizer", "nothing compiled", "with ONNX Runtime", "with inductor too")
     lines = [f"| model, bf16-mixed | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     found = [(NAMES[name], [row[f"{v}@bf16-mixed"]["speed"] for v in variants]) for name, row in rows.items()]
@@ -207,7 +198,7 @@ def fits() -> str:
 
 # page, name of the table there -> what makes it
 TABLES = {
-    ("README.md", "gains"): gains,
+    ("README.md", "by hand"): by_hand,
     ("docs/results.md", "speeds"): speeds,
     ("docs/results.md", "bf16"): speeds_in_bf16,
     ("docs/results.md", "fits"): fits,
@@ -230,77 +221,5 @@ def write_tables() -> None:
         (ROOT / page).write_text(place.string[: place.start()] + make() + place.string[place.end() :], encoding="utf-8")
 
 
-def bars() -> list[tuple[int, float, str, float]]:
-    """Return the place of the model, the place within it, the kind and the speed of each bar of the chart."""
-    rows, mixed = read(newest("baseline")), read(newest("bf16"))
-    return [
-        (place, height, kind, found[module][variant]["speed"])
-        for place, module in enumerate(CHARTED)
-        for height, kind, found, variant in (
-            (-0.3, "off", rows, "off"),
-            (-0.1, "ort", rows, "ort"),
-            (0.1, "auto", rows, "auto"),
-            (0.3, "bf16", mixed, "ort@bf16-mixed"),
-        )
-        if variant in found.get(module, {})
-    ]
-
-
-def chart(theme: str) -> Any:
-    """Return the chart in the colours of a theme, as a figure of matplotlib."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    # letters as outlines, so that the picture is the same everywhere, and the same bytes for the same figures
-    rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "lightning-ort", "font.size": 10})
-    colours = THEMES[theme]
-    figure = Figure(figsize=(6.6, 0.8 + 0.65 * len(CHARTED)), layout="constrained", facecolor=colours["page"])
-    axes = figure.subplots()
-    axes.set_facecolor(colours["page"])
-    for place, height, kind, speed in bars():
-        axes.barh(place + height, speed, height=0.19, color=colours[kind])
-        axes.text(speed + 0.02, place + height, f"{speed:.2f}x", va="center", color=colours["text"], fontsize=7)
-    longest = max(speed for *_, speed in bars())
-    axes.axvline(1, color=colours["text"], linewidth=0.8)
-    axes.set_yticks(range(len(CHARTED)), [NAMES[module] for module in CHARTED])
-    axes.set_xlim(0, 1.1 * longest)  # room for the number behind the longest
-    axes.set_ylim(-0.6, len(CHARTED) - 0.4)
-    axes.invert_yaxis()
-    axes.tick_params(colors=colours["text"], length=0)
-    axes.spines[:].set_visible(False)
-    ticks = [step / 2 for step in range(int(2 * longest) + 1)]
-    axes.set_xticks(ticks, ["1x: stock" if tick == 1 else f"{tick:g}x" for tick in ticks])
-    labels = {
-        "off": "nothing compiled: fused optimizer, retained memory, faster dropout masks",
-        "ort": "with ONNX Runtime",
-        "auto": "with ONNX Runtime and inductor, which runs of minutes also try",
-        "bf16": 'with ONNX Runtime and precision="bf16-mixed"',
-    }
-    date = newest("baseline").name[:10]
-    legend = figure.legend(
-        handles=[Patch(color=colours[kind], label=label) for kind, label in labels.items()],
-        title=f'strategy="ort" beside stock Lightning in float32, speed of a step\n({MACHINE}, {date})',
-        loc="outside upper left",
-        alignment="left",
-        frameon=False,
-        labelcolor=colours["text"],
-        fontsize=9,
-        title_fontproperties={"size": 10, "weight": "bold"},
-    )
-    legend.get_title().set_color(colours["text"])
-    return figure
-
-
-def draw(theme: str) -> Path:
-    """Draw the chart in the colours of a theme, and return its path."""
-    output = IMAGES / f"speed_{theme}.svg"
-    page = THEMES[theme]["page"]
-    chart(theme).savefig(output, bbox_inches="tight", facecolor=page, metadata={"Date": None})
-    return output
-
-
 if __name__ == "__main__":
     write_tables()
-    for name in THEMES:
-        print(draw(name).relative_to(ROOT))

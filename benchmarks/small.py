@@ -37,6 +37,12 @@ class Layers(Classifier):
         return torch.randn(count, self.width), self.labels(count)
 
 
+class Layers3x64(Layers):
+    """Three layers of 64 at batch 32."""
+
+    depth = 3
+
+
 class Layers10x64(Layers):
     """Ten layers of 64 at batch 8."""
 

@@ -1,8 +1,7 @@
 """Make the pictures of the documentation again: ``make screenshots``.
 
-Pages at two widths and in two themes (a report, and the first pages of the documentation), the console
-from the start of a fit to the verdict, and the plot of ``lightning-ort bench``. Chromium takes the pictures of pages:
-``CHROMIUM`` names it, or it is on the ``PATH``. Look at them before you commit them.
+A report at two widths, one in each theme, and the console from the start of a fit to the verdict. Chromium takes the
+pictures of the page: ``CHROMIUM`` names it, or it is on the ``PATH``. Look at them before you commit them.
 """
 
 import io
@@ -25,9 +24,7 @@ from lightning_ort.compiler.report import CompileReport
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 HEIGHTS = {1280: 1750, 390: 2900}
-# page of the site -> name of its pictures
-PAGES = {"index.html": "index", "readme/index.html": "readme"}
-BENCH = ("benchmarks/zoo.py:SmallGPT", "--variants", "stock", "off", "ort", "--rounds", "5", "--accelerator", "cpu")
+THEMES = {1280: "light", 390: "dark"}
 COLUMNS = 100
 TRAIN = """
 import sys
@@ -102,12 +99,6 @@ def crop(path: Path, width: int) -> None:
     image.crop((0, 0, width, min(image.height, bottom + 16))).quantize(64).save(path, optimize=True)
 
 
-def run(*command: str | Path) -> None:
-    """Run a command of the environment in the root of the repository."""
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment)
-
-
 def main() -> None:
     """Make all pictures."""
     with tempfile.TemporaryDirectory() as name:
@@ -116,15 +107,8 @@ def main() -> None:
         shown = train(report)
         found = CompileReport.from_dict(json.loads(report.read_text(encoding="utf-8")))
         (folder / "report.html").write_text(render(found, report.name), encoding="utf-8")
-        run("mkdocs", "build", "--quiet", "--site-dir", folder / "site")
-        pages = {folder / "report.html": "report"} | {folder / "site" / page: name for page, name in PAGES.items()}
-        for page, name in pages.items():
-            for width in HEIGHTS:
-                for theme in ("light", "dark"):
-                    picture(page, name, width, theme)
-        run("lightning_ort", "bench", *BENCH, "--output", folder / "bench")
-        shutil.copy(folder / "bench" / "bench.png", IMAGES / "bench.png")
-        print("docs/images/bench.png")
+        for width, theme in THEMES.items():
+            picture(folder / "report.html", "report", width, theme)
     console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(shown))
     console.save_svg(os.fspath(IMAGES / "console.svg"), title="lightning-ort")

@@ -178,6 +178,8 @@ class ORTConfig:
         owner = "ORTConfig"
         if self.audit is False:
             object.__setattr__(self, "audit", "off")
+        if self.engine in ("off", False):  # False is what YAML makes of `off`
+            raise ValueError(f"ORTConfig(engine={self.engine!r}): engine='torch' compiles nothing; write that.")
         _check_choices(self)
         if self.engine == "auto" and self.placement == "always":
             raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")

@@ -38,6 +38,12 @@ def test_off_in_yaml_is_false():
     assert parser.instantiate_classes(settings).config.audit == "off"
 
 
+@pytest.mark.parametrize("off", ["off", False])
+def test_an_engine_that_is_off_is_called_torch(off):
+    with pytest.raises(ValueError, match="engine='torch' compiles nothing"):
+        ORTConfig(engine=off)
+
+
 def test_users_have_few_settings_to_choose_from():
     assert len(dataclasses.fields(ORTConfig)) <= 12
 

@@ -166,6 +166,8 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case [assignment, "python", "train.py"] if ASSIGNMENT.fullmatch(assignment):  # a script of the reader's
             with monkeypatch.context() as for_this_line:
                 train_with_variable(assignment, for_this_line)
+        case ["git", "clone", address, *_]:
+            assert f'Homepage = "{address}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         case [] | ["git" | ".ci/run", *_]:
             pass
         case ["lightning-ort", *_]:

@@ -24,7 +24,7 @@ COMPARED_STEPS = 50
 VARIANTS = {
     "stock": "stock Lightning",
     "fused": "stock, fused optimizer",
-    "off": '"ort", not compiled',
+    "torch": '"ort", not compiled',
     "ort": '"ort"',
 }
 
@@ -59,7 +59,7 @@ def train(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     strategy: Any = "auto"
     if variant == "fused":
         callbacks.append(lightning_ort.ORTOptimizer("adamw_torch_fused"))
-    elif variant == "off":
+    elif variant == "torch":
         strategy = lightning_ort.ORTStrategy(config={"engine": "torch"})
     elif variant == "ort":
         strategy = "ort"

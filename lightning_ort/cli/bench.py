@@ -24,13 +24,13 @@ from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.picture import draw_bars, installed
 from lightning_ort.tuning.trials import Trial, break_even, ratios, times
 
-VARIANTS = ("stock", "stock+auto", "compile+auto", "ort+keep", "ort")
+VARIANTS = ("stock", "stock+fused", "compile+fused", "torch", "ort")
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
     "* the fastest; speed: the baseline's ms a step by the variant's, in brackets the slowest and the fastest round;"
     " pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes in"
-    " the end, 0% where the step stays in PyTorch because that was faster"
+    " the end, 0% where the step stays uncompiled because that was faster"
 )
 
 
@@ -76,10 +76,10 @@ def bench(
     """Train a module in several variants on this machine and compare their speed.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
-    ort, auto (ort with engine="auto"), or off (ort with engine="torch": its optimizer and its retained memory,
-    without ONNX Runtime). OPTIM is an implementation of the optimizer as in ORTStrategy(optim=...).
-    PRECISION is a precision of the Trainer, or high or medium for less precise float32 products. The first variant is
-    the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
+    or strategy="ort" with the engine of that name: torch (nothing compiled), ort, or auto (inductor too), which compile
+    after the first step. OPTIM is fused (torch's fused kernels, as strategy="ort" uses), or a name of
+    ORTStrategy(optim=...). PRECISION is a precision of the Trainer, or high or medium for less precise float32
+    products. The first variant is the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
     """
     for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
         if value < 1:

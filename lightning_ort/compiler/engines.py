@@ -180,3 +180,8 @@ def others_on_cpu() -> list[str]:
 def label_of(name: str) -> str:
     """Return what people read for what runs a step or a region."""
     return ENGINES[name].label if name in ENGINES else name
+
+
+def step_label(name: str) -> str:
+    """Return what people read for the engine of a whole step: PyTorch also runs parts of a compiled one."""
+    return "uncompiled PyTorch" if name == TORCH else label_of(name)

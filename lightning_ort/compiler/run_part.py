@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lightning_ort._busy import is_busy
 from lightning_ort._text import duration
 
 
@@ -51,7 +52,12 @@ class StepReport:
 
     def __str__(self) -> str:
         times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.ms.items())
-        return f"{self.name}: {times}; continues with {self.engine}"
+        return f"{self.name}: {times}; continues with {self.engine}{self.while_busy}"
+
+    @property
+    def while_busy(self) -> str:
+        """Says that other programs used the machine; empty if none did."""
+        return "; timed while other programs used the machine" if any(map(is_busy, self.slowdown.values())) else ""
 
 
 STEP_PARTS = ("loader", "Trainer", "step", "optimizer")
@@ -158,6 +164,7 @@ class RunReport:
         if self.startup_seconds == 0:
             return f"not compiled yet: {self.waiting}" if self.waiting else ""
         account = f"{self.startup_seconds:.1f} s to start up, {self.saved_seconds:.1f} s saved so far"
+        account += next((step.while_busy for step in self.steps if step.while_busy), "").replace("; ", ", ")
         if self.paid_after is not None and self.saved_seconds >= self.startup_seconds:
             return f"paid for itself after step {self.paid_after}: {account}"
         latest = {step.name: step.engine for step in self.steps}

@@ -88,9 +88,9 @@ def tune(
     limits = checked_limits(time, memory, effective_batch, keep_numerics, devices, tolerance)
     if module is None and not (config or {}).get("model"):
         raise ValueError("Nothing to train: pass a module, or a configuration that names one.")
-    if hasattr(module, "fit"):
+    if trainer := next((each for each in (module, datamodule) if hasattr(each, "fit")), None):
         raise TypeError(
-            f"tune({type(module).__name__}): pass a LightningModule, and what the Trainer is made with as"
+            f"tune({type(trainer).__name__}): pass a LightningModule, and what the Trainer is made with as"
             ' config={"trainer": {...}}.'
         )
     if datamodule is None and not (config or {}).get("data") and _lacks_data(module):

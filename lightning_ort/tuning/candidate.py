@@ -31,9 +31,9 @@ class StrategyChoice:
 STRATEGIES = {
     "stock": StrategyChoice("auto"),
     "compile": StrategyChoice("auto"),  # and torch.compile for the module's children
+    "torch": StrategyChoice("ORTStrategy", True, {"engine": "torch"}),  # these three are named as their setting
     "ort": StrategyChoice("ORTStrategy", True),
     "auto": StrategyChoice("ORTStrategy", True, {"engine": "auto"}),
-    "off": StrategyChoice("ORTStrategy", True, {"engine": "torch"}),
     "ddp": StrategyChoice("ddp", has_several_processes=True),
     **{
         names.name: StrategyChoice(kind, True, has_several_processes=True)
@@ -111,6 +111,7 @@ class Candidate:
                 f"Variant {text!r}: unknown engine {engine!r}; allowed are {', '.join(allowed)}. "
                 "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
             )
+        optim = "auto" if optim == "fused" else optim  # "auto" alone is an engine
         if optim:
             check_name(optim, f"variant {text!r}: optim")
         return cls(engine=engine, optim=optim or None, precision=precision or None)

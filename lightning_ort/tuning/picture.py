@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # told apart by the colour-blind, too
 _OTHERS, _OWN, _CHOSEN, _FRONT = "#999999", "#0072b2", "#d55e00", "#009e73"
-_ENGINES = {"stock": "#767676", "compile": "#0072b2", "off": "#009e73", "ort": "#d55e00", "auto": "#cc79a7"}
+_ENGINES = {"stock": "#767676", "compile": "#0072b2", "torch": "#009e73", "ort": "#d55e00", "auto": "#cc79a7"}
 
 
 def installed() -> bool:

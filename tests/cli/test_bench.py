@@ -56,8 +56,8 @@ def columns_of(trials: list[Trial]) -> dict[str, list[str]]:
     ("text", "settings"),
     [
         ("stock", {"engine": "stock"}),
-        ("compile+auto", {"engine": "compile", "optim": "auto"}),
-        ("off", {"engine": "off"}),
+        ("compile+fused", {"engine": "compile", "optim": "auto"}),
+        ("torch", {"engine": "torch"}),
         ("ort@bf16-mixed", {"engine": "ort", "precision": "bf16-mixed"}),
         ("ort+adamw_bnb_8bit@medium", {"engine": "ort", "optim": "adamw_bnb_8bit", "precision": "medium"}),
     ],
@@ -76,7 +76,7 @@ def test_one_that_is_named_twice_is_measured_twice() -> None:
         ("ort", {}, {"engine": "ort", "start": "now"}),
         ("auto", {}, {"engine": "auto", "start": "now"}),
         ("ort", {"engine": "auto"}, {"engine": "auto", "start": "now"}),
-        ("off", {"start": "amortized"}, {"engine": "torch", "start": "amortized"}),
+        ("torch", {"start": "amortized"}, {"engine": "torch", "start": "amortized"}),
     ],
 )
 def test_settings_of_the_strategy(text: str, config: dict[str, str], expected: dict[str, str]) -> None:
@@ -89,14 +89,14 @@ def test_stock_and_ort_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["--variants=[stock+auto,ort]", "--rounds=2", "--steps=3", "--warm_up=2", f"--output={tmp_path}"]
+    arguments = ["--variants=[stock+fused,ort]", "--rounds=2", "--steps=3", "--warm_up=2", f"--output={tmp_path}"]
     run(monkeypatch, f"{MODULES}:Small", *arguments, "--args.width=16", "--ort_config.placement=always")
     shown = capsys.readouterr()
     found = json.loads((tmp_path / "bench.json").read_text())
     stock, ort = found["rows"]
     assert found["settings"]["args"] == {"width": 16}
     assert found["machine"]["torch"]
-    assert "stock+auto" in shown.out
+    assert "stock+fused" in shown.out
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     for row in (stock, ort):
         assert row["error"] is None
@@ -259,12 +259,12 @@ def test_table_is_whole_on_a_narrow_terminal(
             one.__dict__ |= vars(trial(one.name, [seconds]))
 
     monkeypatch.setattr(bench, "compare", measured)
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+auto,ort]"])
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+fused,ort]"])
     monkeypatch.setenv("COLUMNS", "40")
     main()
     shown = capsys.readouterr().out
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
-    (line,) = (line for line in shown.splitlines() if "stock+auto" in line)
+    (line,) = (line for line in shown.splitlines() if "stock+fused" in line)
     assert "1,234" in line
     assert "1.00-1.00" in line
     assert "1,099,512" in line
@@ -295,7 +295,7 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
         (["nowhere.py:Small"], "there is no file"),
         ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
         ([f"{MODULES}:Smalls"], "did you mean 'Small'"),
-        ([f"{MODULES}:Small", "--variants=[fast]"], "unknown engine 'fast'; allowed are stock, compile, ort"),
+        ([f"{MODULES}:Small", "--variants=[fast]"], "unknown engine 'fast'; allowed are stock, compile, torch, ort"),
         ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: must be at least 1"),
         ([f"{MODULES}:Small", "--output=/proc/x"], "--output='/proc/x'"),
         ([f"{MODULES}:Small", "--ort_config.placment=always"], "did you mean 'placement'"),
@@ -324,10 +324,10 @@ def test_a_misspelt_section_gets_a_question(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_rows_are_sorted_by_the_speed_that_they_show() -> None:
     # the median of the rounds' ratios of "ort" is 1, although its median time is half of the baseline's
-    samples = {"stock": [0.2, 0.1, 0.2], "ort+keep": [0.4, 0.4, 0.4], "ort": [0.2, 0.1, 0.1], "off": []}
+    samples = {"stock": [0.2, 0.1, 0.2], "ort+keep": [0.4, 0.4, 0.4], "ort": [0.2, 0.1, 0.1], "torch": []}
     trials = [trial(name, times) for name, times in samples.items()]
     columns = columns_of(trials)
-    assert columns["variant"] == ["ort *", "stock", "ort+keep", "off"]
+    assert columns["variant"] == ["ort *", "stock", "ort+keep", "torch"]
     assert columns["speed"][:3] == ["2.00x", "1.00x", "0.50x"]
     assert columns["ms a step"][:3] == ["100", "200", "400"]
     assert [bench.to_dict(one, trials[0]).get("speed") for one in trials] == [1.0, 0.5, 2.0, None]

@@ -145,7 +145,7 @@ def test_all_of_a_report_is_on_the_page(
     for entry in (*everything.fallbacks, *everything.notes):
         assert [entry.where, str(entry.reason)] in page.rows
     assert ["torch.AdamW", "torch.AdamW (fused)", "since it can"] in page.rows
-    assert ["training_step", "PyTorch", "2.5", "1.5"] in page.rows
+    assert ["training_step", "uncompiled PyTorch", "2.5", "1.5"] in page.rows
     assert everything.host_memory in text
     assert "faster dropout masks" in text
     assert f"{everything.ort_node_fraction:.0%}" in text

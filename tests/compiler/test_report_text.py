@@ -140,3 +140,16 @@ def test_a_choice_is_new_once() -> None:
     reason = Reason(ReasonType.USER, "as asked for")
     assert [report.record_choice(where, reason) for where in ("a", "a", "b")] == [True, False, True]
     assert len(report.notes) == 2
+
+
+def test_a_report_before_the_fit() -> None:
+    assert str(CompileReport()) == "nothing has run yet\n"
+
+
+def test_times_of_a_busy_machine_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ort._busy.SLOWDOWN", 1.25)  # other tests know no busy machine
+    busy = StepReport("training_step", {"ort": 1.0, "torch": 2.0}, slowdown={"ort": 1.0, "torch": 3.0})
+    idle = StepReport("training_step", {"ort": 1.0, "torch": 2.0}, slowdown={"ort": 1.0, "torch": 1.1})
+    for step, says in ((busy, True), (idle, False)):
+        run = RunReport(steps=[step], startup_seconds=1.0, saved_seconds=2.0, paid_after=3)
+        assert [text.count("while other programs used the machine") for text in (str(step), run.verdict)] == [says] * 2

@@ -71,7 +71,7 @@ def test_a_step_that_takes_gradients_itself_is_never_compiled(
     assert compiled == []
     notes = [note for note in strategy.report.notes if note.reason.type is ReasonType.SECOND_GRADIENT]
     assert {note.where for note in notes} == {"training_step", "validation_step"}
-    assert all("the step stays in PyTorch" in note.reason.text for note in notes)
+    assert all("the step stays uncompiled" in note.reason.text for note in notes)
     assert not strategy.report.fallbacks
 
 

@@ -125,4 +125,4 @@ def test_a_result_beside_the_loss_that_a_hook_differentiates(
     (note,) = [note for note in report.notes if note.reason.type is ReasonType.SEPARATE_GRADIENTS]
     assert note.where == "training_step"
     assert "`detach()`" in note.reason.text
-    assert "the step stays in PyTorch" in note.reason.text
+    assert "the step stays uncompiled" in note.reason.text

@@ -50,7 +50,7 @@ def test_settings_of_ort_config() -> None:
         "init_args"
     ]
     assert made == {"optim": "keep", "config": {"engine": "auto", "start": "now", "activation_memory_budget": 0.1}}
-    assert trainer(Candidate(engine="off"))["strategy"]["init_args"] == {"config": {"engine": "torch"}}
+    assert trainer(Candidate(engine="torch"))["strategy"]["init_args"] == {"config": {"engine": "torch"}}
     assert trainer(Candidate(engine="compile"), ort_config=for_all)["strategy"] == "auto"
     assert trainer(Candidate(engine="ort"), {"trainer": {"strategy": "ddp"}})["strategy"].keys() == {"class_path"}
     assert mine["init_args"] == {"optim": "keep", "config": {"engine": "ort"}}

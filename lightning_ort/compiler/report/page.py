@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._text import duration
-from lightning_ort.compiler.engines import ENGINES, label_of
+from lightning_ort.compiler.engines import ENGINES, label_of, step_label
 from lightning_ort.compiler.report.view import (
     ReportView,
     engines,
     in_use,
     named_ops,
+    share_text,
     short_ops,
     speedup,
     startup_parts,
@@ -36,6 +37,7 @@ def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" 
         view=ReportView.of(report),
         name=name,
         label_of=label_of,
+        step_label=step_label,
         steps=_steps(report),
         engines=engines(report),
         totals=_totals(report),
@@ -98,17 +100,16 @@ def _speed(report: "CompileReport") -> str:
 
 
 def _totals(report: "CompileReport") -> list[tuple[str, object, str]]:
-    run, used = report.run, in_use(report)
+    run = report.run
     net = run.saved_seconds - run.startup_seconds
     return [
-        ("speed of a training step, compared with PyTorch", _speed(report), "first"),
+        ("speed of a training step, compared with the uncompiled one", _speed(report), "first"),
         (
             "saved in the run, start-up deducted" if net >= 0 else "lost in the run, start-up included",
             f"{abs(net):.1f} s",
             "first",
         ),
-        ("of the graphs' compute nodes on ONNX Runtime", f"{report.ort_node_fraction:.0%}", ""),
-        ("of those that stay in use", f"{report.ort_node_fraction_in_use:.0%}" if used else "none stays", ""),
+        ("of the compute nodes in use on ONNX Runtime", share_text(report).partition(" ")[0], ""),
         ("runs of a region on ONNX Runtime", report.ort_runs, ""),
         ("to start up", f"{run.startup_seconds:.1f} s", ""),
         ("saved by the steps since", f"{run.saved_seconds:.1f} s", ""),
@@ -130,12 +131,12 @@ def _steps(report: "CompileReport") -> dict[str, Any] | None:
     rows = [
         [
             step.name,
-            label_of(step.engine),
+            step_label(step.engine),
             *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried),
         ]
         for step in report.steps
     ]
-    return {"columns": ["step", "continues with", *(f"{label_of(engine)}, ms" for engine in tried)], "rows": rows}
+    return {"columns": ["step", "continues with", *(f"{step_label(engine)}, ms" for engine in tried)], "rows": rows}
 
 
 def _optimizers(report: "CompileReport") -> dict[str, Any]:

@@ -213,13 +213,18 @@ class CompileReport:
         """The same share of the graphs that stay in use: those of a step that goes on in PyTorch do not count."""
         return share(in_use(self))
 
+    @property
+    def verdict(self) -> str:
+        """Whether compiling was worth it, or that nothing has run; empty without a Trainer."""
+        return self.run.verdict if self.graphs or self.run != RunReport() else "nothing has run yet"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain types for JSON."""
         data = to_plain(self)
         data |= data.pop("run")  # one flat table, which is easier to query
         for step, entry in zip(self.steps, data["steps"], strict=True):
             entry["engine"] = step.engine
-        derived = {"verdict": self.run.verdict, "ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction}
+        derived = {"verdict": self.verdict, "ort_runs": self.ort_runs, "ort_node_fraction": self.ort_node_fraction}
         return {"format": FORMAT, **derived, **data}
 
     @classmethod

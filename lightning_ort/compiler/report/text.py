@@ -22,7 +22,7 @@ def render_text(report: "CompileReport", width: int) -> str:
         f" {counted(report.recompiles, 'recompile')}, {counted(len(report.fallbacks), 'fallback')}"
     )
     view = ReportView.of(report)
-    verdict = report.run.verdict
+    verdict = report.verdict
     above = [
         *([verdict] if verdict else []),
         *map(str, report.steps),

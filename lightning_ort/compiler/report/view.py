@@ -193,13 +193,9 @@ def share(graphs: "Iterable[GraphReport]") -> float:
 def share_text(report: "CompileReport") -> str:
     """Say how much of what is in use runs on ONNX Runtime."""
     used = in_use(report)
-    compiled = f"{report.ort_node_fraction:.0%} of the compute nodes on ONNX Runtime"
-    if len(used) == len(report.graphs):
-        return compiled
-    if not used:
-        return f"nothing compiled stays in use (while it was tried, {compiled})"
-    everything = f"{report.ort_node_fraction:.0%} of all compiled"
-    return f"{report.ort_node_fraction_in_use:.0%} of the compute nodes in use on ONNX Runtime ({everything})"
+    if report.graphs and not used:
+        return "nothing compiled stays in use"
+    return f"{report.ort_node_fraction_in_use:.0%} of the compute nodes in use on ONNX Runtime"
 
 
 def speedup(report: "CompileReport") -> float | None:

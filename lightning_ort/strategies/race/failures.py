@@ -118,7 +118,7 @@ def wrong(why: str) -> Failure:
 
 def graph_differs(way: Way, text: str) -> Failure:
     """Return the failure of a step whose compiled graph was found to compute something else than eager."""
-    return wrong(f"compiled by {label_of(way.engine)}, {text}. It stays in PyTorch from now on")
+    return wrong(f"compiled by {label_of(way.engine)}, {text}. It stays uncompiled from now on")
 
 
 def describe(way: Way, failure: Failure, was_used: bool) -> str:
@@ -144,7 +144,7 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
     elif ENGINES[way.engine].backend is not None and not failure.final:
         follows = f"{label_of(way.engine)} is {'given up' if was_used else 'not tried'}"
     else:
-        follows = "the step stays in PyTorch"
+        follows = "the step stays uncompiled"
     return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")
 
 

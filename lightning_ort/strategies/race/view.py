@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_ort._busy import differ, is_busy
 from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
-from lightning_ort.compiler.engines import ENGINES, label_of
+from lightning_ort.compiler.engines import ENGINES, step_label
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.report.report import StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_ort.strategies.capture.module import CapturedModule
 
 _GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
-STAYS = "the step stays in PyTorch"
+STAYS = "the step stays uncompiled"
 WHILE_BUSY = "; other programs used the machine, so it is timed again later"
 
 
@@ -82,7 +82,7 @@ class RaceView:
             self._note(ReasonType.NOT_COMPILED, why)
             run.waiting = run.waiting or f"{self._name}: {why}"
         elif waiting and waiting.way not in started:
-            text = f"{label_of(waiting.way.engine)}: {_why_waiting(waiting).partition(';')[0]}"
+            text = f"{step_label(waiting.way.engine)}: {_why_waiting(waiting).partition(';')[0]}"
             self._note(ReasonType.NOT_TRIED, text, announced=True)
         if race.trying is not None:
             why = "the run ended before it could be timed"
@@ -99,17 +99,18 @@ class RaceView:
             self._waits_no_more()
             run = self._module.backend.report.run
             run.peak_bytes_before = run.peak_bytes_before or peak_bytes(self._module.device) or 0
-            label = label_of(event.way.engine)
+            label = step_label(event.way.engine)
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
             self._excluded = True
-            self._print(f"{self._compiled_in(race, event.way)}: the settings exclude timing it against PyTorch", _DIM)
+            self._print(f"{self._compiled_in(race, event.way)}: the settings exclude timing it", _DIM)
         elif event.what in ("wins", "loses"):
             self._show_verdict(race, event)
         elif event.what == "costs too much":
             assert isinstance(event.why, Waiting)
-            text = f"{seconds_text(event.why.cost)} of {seconds_text(event.why.allowed)} allowed{_busy(event.why)}"
-            after = f"{label_of(event.way.engine)} is given up" if race.champion is not UNCHANGED else STAYS
+            cost, allowed = map(seconds_text, (event.why.cost, event.why.allowed))
+            text = f"compiling takes {cost}, more than the {allowed} allowed{_busy(event.why)}"
+            after = f"{step_label(event.way.engine)} is given up" if race.champion is not UNCHANGED else STAYS
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
             if race.champion is UNCHANGED:
                 self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
@@ -154,15 +155,15 @@ class RaceView:
         outcome = "wins"
         if found.more_memory:
             larger = f"{found.more_memory:.0%} more memory"
-            outcome = f"goes on, since {label_of(loser.engine)} is hardly faster and takes {larger}"
+            outcome = f"goes on, since {step_label(loser.engine)} is hardly faster and takes {larger}"
         elif not found.is_clear:
             outcome = "goes on, without a clear difference"
-        rival = f"{duration(times[loser])} in {label_of(loser.engine)}"
-        text = f"{label_of(winner.engine)} {outcome}, {duration(times[winner])} a step ({rival})"
+        rival = f"{duration(times[loser])} in {step_label(loser.engine)}"
+        text = f"{step_label(winner.engine)} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
         elif found.is_clear and loser is UNCHANGED and not differ(found.slowdown.values()):
-            text += f", {times[loser] / times[winner]:.2f}x as fast as before"
+            text += f", {times[loser] / times[winner]:.2f}x as fast"
         if found.is_busy:
             text += WHILE_BUSY
         return f"{self._compiled_in(race, event.way)}: {text}"
@@ -225,5 +226,5 @@ def _busy(why: Waiting) -> str:
 
 
 def _took(way: Way, ms: dict[str, float]) -> str:
-    how = {"ort": "captured", "torch": "unchanged"}.get(way.engine, f"compiled by {label_of(way.engine)}")
+    how = "uncompiled" if way == UNCHANGED else f"with {step_label(way.engine)}"
     return f"{duration(ms[way.engine])} {how}"
