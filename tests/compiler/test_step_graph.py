@@ -87,6 +87,13 @@ def test_gradients_accumulate_as_in_eager(direct):
     assert pair.backend.report.graphs[0].num_ort_nodes > 10
 
 
+def test_gradients_are_added_to_sparse_ones():
+    pair = Pair(direct=True)
+    for module in (pair.eager, pair.module):
+        module.scale.grad = torch.ones_like(module.scale).to_sparse()
+    pair.run()
+
+
 @pytest.mark.parametrize("direct", [False, True])
 def test_gradients_belong_to_the_user(direct):
     pair = Pair(direct=direct)

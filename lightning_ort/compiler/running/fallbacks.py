@@ -22,7 +22,6 @@ results do not depend on has no gradient. Where that makes a difference, eager c
 """
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,15 +124,14 @@ class PassMonitor:
             except ORTFallbackError:
                 raise
             except Exception as error:
-                vars(error)[_FAILED] = weakref.ref(self)  # on the error: kept here, its traceback would keep tensors
+                vars(error)[_FAILED] = True  # on the error: kept here, its traceback would keep tensors
                 raise
 
         return mark_boxed(watched)
 
     def saw(self, error: Exception) -> bool:
         """Return, once for each error, whether it came from one of the passes and not from the code around them."""
-        failed = vars(error).pop(_FAILED, None)
-        return failed is not None and failed() is self
+        return vars(error).pop(_FAILED, False)
 
 
 class GuardedGraph:
@@ -190,7 +188,7 @@ class GuardedGraph:
             raise
         except Exception as error:
             # in its first runs also what AOTAutograd fails with around its passes, such as a recurrent layer's (2.13)
-            if self.run is self.eager or not (self.monitor.saw(error) or not trusted):
+            if not self.monitor.saw(error) and trusted:
                 raise
             failure = error
         if state is not None:
