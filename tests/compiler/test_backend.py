@@ -341,6 +341,10 @@ def _lookup(weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return weight[(share * 1e4).long()].sin() * 2
 
 
+def _waves(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2 + x.tanh()
+
+
 @pytest.mark.parametrize("placement", ["always", "measured"])
 def test_made_up_numbers_that_become_bad_indices_decide_nothing(
     placement: str, caplog: pytest.LogCaptureFixture
@@ -363,6 +367,13 @@ def test_deterministic_mode_times_nothing(monkeypatch):
     torch.use_deterministic_algorithms(True)
     try:
         assert_same_training_step(mlp(), (torch.randn(4, 8),), ORTBackend())
+        # what no product would pay for runs on ONNX Runtime only where everything does
+        for placement, runs in (("measured", 0), ("always", 1)):
+            torch._dynamo.reset()
+            backend = ORTBackend({"placement": placement, "cache_dir": None, "debug": {"min_region_nodes": 1}})
+            x = torch.randn(40, 8)
+            torch.testing.assert_close(torch.compile(_waves, backend=backend)(x), _waves(x))
+            assert backend.report.ort_runs == runs
     finally:
         torch.use_deterministic_algorithms(False)
 
