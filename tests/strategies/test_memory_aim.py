@@ -147,6 +147,7 @@ def test_the_step_is_compiled_before_it_runs(
     assert (stock.unchanged, ours.unchanged) == (6, 0)
     assert not report.ort_runs
     assert not report.steps  # that were timed
+    assert ReasonType.INDUCTOR_WON in [note.reason.type for note in report.notes]  # which says what runs it
     assert all(options.get("auto_chunker.enable", True) for options in graphs)
 
 

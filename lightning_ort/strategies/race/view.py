@@ -103,6 +103,8 @@ class RaceView:
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
             self._excluded = True
+            if ENGINES[event.way.engine].backend is not None:
+                self._note(ReasonType.INDUCTOR_WON, "memory is the aim, so nothing was timed", announced=True)
             self._print(f"{self._compiled_in(race, event.way)}: the settings exclude timing it", _DIM)
         elif event.what in ("wins", "loses"):
             self._show_verdict(race, event)
