@@ -33,7 +33,7 @@ from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler
 from lightning_ort.compiler.executors.mask_kernel import unsupported_reason as mask_unsupported_reason
 from lightning_ort.compiler.executors.masks import matches_torch
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.executors.ort.providers import provider_of
+from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
@@ -130,7 +130,7 @@ def _onnxruntime() -> Iterator[Finding]:
     name = next(name for name in kernels.DISTRIBUTIONS if kernels.installed(name))
     yield Finding("onnxruntime", "ok", f"{name} {kernels.installed(name)}")
     for provider in kernels.available_providers():
-        if provider == kernels.CUDA and (missing := cuda_provider_error()):
+        if provider == CUDA and (missing := cuda_provider_error()):
             text = f"this build contains it, but it does not load: {missing}"
             todo = "install the versions of CUDA and cuDNN that this build needs"
             if name == "onnxruntime-training":  # 1.19.2, the last one

@@ -18,7 +18,8 @@ from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.reason import Reason
-from lightning_ort.compiler.report.report import CompileReport, FallbackReport
+from lightning_ort.compiler.report.data import FallbackReport
+from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import ORTConfig

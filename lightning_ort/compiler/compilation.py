@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from lightning_ort.compat.torch import (
     without_fake_tensors,
 )
 from lightning_ort.compiler import lowering
+from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty
 from lightning_ort.compiler.graphs.writes import InputWrites
@@ -27,16 +28,35 @@ from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.linking import assemble
 from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
-from lightning_ort.compiler.report.report import GraphReport, RegionReport
+from lightning_ort.compiler.report.data import GraphReport, RegionReport
+from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest, Stopped
 from lightning_ort.compiler.running.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.compiler.running.step_graph import GraphSource, StepGraph
+from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
-    from lightning_ort.compiler.backend import ORTBackend
+    from lightning_ort.compiler.placement.placer import Placer
 
 log = logging.getLogger(__name__)
+
+
+class Workplace(Protocol):
+    """What all graphs of a backend share; :class:`~lightning_ort.compiler.backend.ORTBackend` says what each is."""
+
+    config: ORTConfig
+    report: CompileReport
+    cache: Cache
+    available: bool
+
+    @property
+    def placer(self) -> "Placer":  # noqa: D102
+        ...
+
+    def fall_back(self, where: str, reason: Reason) -> None: ...  # noqa: D102
+
+    def record_choice(self, where: str, reason: Reason) -> None: ...  # noqa: D102
 
 
 class Compilation:
@@ -56,7 +76,7 @@ class Compilation:
 
     def __init__(
         self,
-        backend: "ORTBackend",
+        backend: Workplace,
         request: CompileRequest,
         number: int,
         gm: fx.GraphModule,

@@ -12,8 +12,14 @@ from torch import Tensor
 from lightning_ort._arguments import check_path, passed
 from lightning_ort.compat.onnxruntime import import_onnxruntime
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
-from lightning_ort.compiler.executors.ort.kernels import CUDA, available_providers, current_device, new_session
-from lightning_ort.compiler.executors.ort.session import provider_missing_reason, session_options
+from lightning_ort.compiler.executors.ort.kernels import (
+    available_providers,
+    current_device,
+    new_session,
+    session_options,
+)
+from lightning_ort.compiler.executors.ort.providers import CUDA
+from lightning_ort.compiler.executors.ort.session import provider_missing_reason
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.onnx_export.signature import Structure, restored
 

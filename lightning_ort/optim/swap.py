@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from lightning_ort._arguments import check_integer, check_mapping
 from lightning_ort.compat.lightning import is_mock_optimizer
-from lightning_ort.compiler.report.report import OptimizerReport
+from lightning_ort.compiler.run_part import OptimizerReport
 from lightning_ort.optim import registry
 from lightning_ort.optim.fused import auto_unsupported_reason, fused_unsupported_reason, set_flag
 from lightning_ort.optim.param_groups import EMBEDDINGS, name_of, parameters_of, sparse_embedding

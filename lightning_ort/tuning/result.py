@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 
 from lightning_ort._text import PlainTable, digits, plain
 from lightning_ort.tuning.losses import sketch
+from lightning_ort.tuning.picture import draw, installed
 from lightning_ort.tuning.trials import nothing_faster
 
 _VERSION = 1
@@ -166,8 +167,6 @@ class TuneResult:
             ValueError: If ``path`` ends with ``.json`` or ``.png``.
 
         """
-        from lightning_ort.tuning.picture import draw, installed
-
         paths = files_of(path)
         if not installed():
             paths = [one for one in paths if one.suffix != ".png"]
@@ -178,7 +177,8 @@ class TuneResult:
             with one.open("x", encoding="utf-8") as file:
                 file.write(text)
         if len(paths) > 2:
-            draw(self, paths[2])
+            footnote = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+            draw(self.trials, self.chosen, f"{self.module}: {self.speed_up:.2f}x", footnote, paths[2])
         return paths
 
 

@@ -16,15 +16,9 @@ from lightning_ort.cli import bench, doctor, main
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Timing, Variant
-from lightning_ort.compiler.report.report import (
-    CompileReport,
-    FallbackReport,
-    GraphReport,
-    OptimizerReport,
-    RegionReport,
-    RunReport,
-    StepReport,
-)
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport
+from lightning_ort.compiler.report.report import CompileReport
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trainer_process import Sample

@@ -17,16 +17,9 @@ from lightning_ort.cli import main
 from lightning_ort.cli.report import render
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.report.report import (
-    CompileReport,
-    FallbackReport,
-    GraphReport,
-    OptimizerReport,
-    RegionReport,
-    RunReport,
-    StepReport,
-)
-from lightning_ort.compiler.report.view import in_column
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, in_column
+from lightning_ort.compiler.report.report import CompileReport
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
 VOID = {"meta", "br"}  # elements of the page that have no end tag
 
@@ -364,7 +357,7 @@ def test_a_field_is_a_column_of_page_and_text(monkeypatch: pytest.MonkeyPatch) -
     class Wider(RegionReport):
         flops: float = field(default=0.0, metadata=in_column("flops", max, "{:.0e}".format))
 
-    monkeypatch.setattr("lightning_ort.compiler.report.report.RegionReport", Wider)
+    monkeypatch.setattr("lightning_ort.compiler.report.view.RegionReport", Wider)
     regions = [Wider(f"ort_{number}", "ort", 3, {"aten.mm.default": 3}, flops=100.0 * number) for number in (1, 2)]
     report = CompileReport([GraphReport("forward_0", list(regions))])
     page = Page(render(report, "report.json"))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from lightning_ort.compiler.executors.ort import kernels, layer_norm, support
+from lightning_ort.compiler.executors.ort import kernels, support
+from lightning_ort.compiler.executors.ort.conversion import layer_norm
 from lightning_ort.compiler.reason import ReasonType
 from tests.compiler.fake_cuda import CUDA, CudaBackend, FakeCuda, autocast, run_op
 from tests.strategies.parity_models import BERT, CLASSES, CNN, GPT, MLP, Block

@@ -6,26 +6,10 @@ import pytest
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.report.report import (
-    CompileReport,
-    FallbackReport,
-    GraphReport,
-    OptimizerReport,
-    RegionReport,
-    RunReport,
-    StepReport,
-    StepTimeReport,
-)
-from lightning_ort.compiler.report.view import (
-    ReportView,
-    counted,
-    folded,
-    in_use,
-    rank_file,
-    short_ops,
-    speedup,
-    startup_parts,
-)
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, in_use
+from lightning_ort.compiler.report.report import CompileReport
+from lightning_ort.compiler.report.view import ReportView, counted, folded, rank_file, short_ops, speedup, startup_parts
+from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport, StepTimeReport
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 WIDTHS = (80, 100, 120, 200)

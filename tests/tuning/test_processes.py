@@ -17,7 +17,9 @@ from running import is_running
 from torch.utils.data import DataLoader
 
 from lightning_ort._imports import LIGHTNING
-from lightning_ort.compiler.report.report import CompileReport, GraphReport, RegionReport, StepReport
+from lightning_ort.compiler.report.data import GraphReport, RegionReport
+from lightning_ort.compiler.report.report import CompileReport
+from lightning_ort.compiler.run_part import StepReport
 from lightning_ort.tuning import trainer_process
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import start_probe

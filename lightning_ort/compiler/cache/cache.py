@@ -45,8 +45,8 @@ from lightning_ort.compiler.cache.fingerprint import (
 )
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Support, Timing
+from lightning_ort.compiler.report.data import GraphReport
 from lightning_ort.compiler.report.plain_types import from_plain, to_plain
-from lightning_ort.compiler.report.report import GraphReport
 from lightning_ort.config import MAX_THREADS, ORTConfig
 
 log = logging.getLogger(__name__)

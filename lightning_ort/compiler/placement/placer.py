@@ -44,7 +44,7 @@ from lightning_ort.compiler.regions.region import (
     partition,
 )
 from lightning_ort.compiler.regions.reproducer import Reproducer
-from lightning_ort.compiler.report.report import RegionReport
+from lightning_ort.compiler.report.data import RegionReport
 from lightning_ort.compiler.running.guarded_region import GuardedRegion
 from lightning_ort.config import ORTConfig
 

@@ -2,14 +2,13 @@
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ort._text import duration
 from lightning_ort.compiler.engines import ENGINES, label_of, step_label
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, ReportData, engines, in_use
 from lightning_ort.compiler.report.view import (
     ReportView,
-    engines,
-    in_use,
     named_ops,
     share_text,
     short_ops,
@@ -17,13 +16,10 @@ from lightning_ort.compiler.report.view import (
     startup_parts,
 )
 
-if TYPE_CHECKING:
-    from lightning_ort.compiler.report.report import CompileReport, FallbackReport, GraphReport, RegionReport
-
 _SUMMARY = 3  # operations that a closed row names
 
 
-def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" = ()) -> str:
+def render(report: ReportData, name: str, ranks: Sequence[ReportData] = ()) -> str:
     """Return the page.
 
     Args:
@@ -50,7 +46,7 @@ def render(report: "CompileReport", name: str, ranks: "Sequence[CompileReport]" 
     )
 
 
-def render_comparison(reports: "Sequence[CompileReport]", names: Sequence[str]) -> str:
+def render_comparison(reports: Sequence[ReportData], names: Sequence[str]) -> str:
     """Return a page that compares the runs of two reports."""
     first, second = reports
     columns = [dict((label, value) for label, value, _ in _totals(report)) for report in reports]
@@ -79,7 +75,7 @@ def render_comparison(reports: "Sequence[CompileReport]", names: Sequence[str]) 
     )
 
 
-def in_frame(report: "CompileReport") -> str:
+def in_frame(report: ReportData) -> str:
     """Return the page in a frame for a notebook."""
     page = html.escape(render(report, "this run"), quote=True)
     return f'<iframe srcdoc="{page}" style="width: 100%; height: 30rem; border: 0" title="report of a run"></iframe>'
@@ -92,14 +88,14 @@ def _template(name: str) -> Any:
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(name)
 
 
-def _speed(report: "CompileReport") -> str:
+def _speed(report: ReportData) -> str:
     ratio = speedup(report)
     if ratio is None:
         return "not timed"
     return f"{ratio:.2f}x" if ratio > 1 else "no gain"
 
 
-def _totals(report: "CompileReport") -> list[tuple[str, object, str]]:
+def _totals(report: ReportData) -> list[tuple[str, object, str]]:
     run = report.run
     net = run.saved_seconds - run.startup_seconds
     return [
@@ -120,11 +116,11 @@ def _totals(report: "CompileReport") -> list[tuple[str, object, str]]:
     ]
 
 
-def _entries(found: "Sequence[FallbackReport]") -> list[list[str]]:
+def _entries(found: Sequence[FallbackReport]) -> list[list[str]]:
     return [[entry.where, str(entry.reason)] for entry in found]
 
 
-def _steps(report: "CompileReport") -> dict[str, Any] | None:
+def _steps(report: ReportData) -> dict[str, Any] | None:
     if not report.steps:
         return None
     tried = [engine for engine in ENGINES if any(engine in step.ms for step in report.steps)]
@@ -139,7 +135,7 @@ def _steps(report: "CompileReport") -> dict[str, Any] | None:
     return {"columns": ["step", "continues with", *(f"{step_label(engine)}, ms" for engine in tried)], "rows": rows}
 
 
-def _optimizers(report: "CompileReport") -> dict[str, Any]:
+def _optimizers(report: ReportData) -> dict[str, Any]:
     rows = [[each.configured, each.runs_as, each.reason] for each in report.optimizers]
     columns = (
         ["configured", "runs as", "why"]
@@ -149,7 +145,7 @@ def _optimizers(report: "CompileReport") -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
-def _ranks(reports: "Sequence[CompileReport]") -> dict[str, Any] | None:
+def _ranks(reports: Sequence[ReportData]) -> dict[str, Any] | None:
     if not reports:
         return None
     steps = list(dict.fromkeys(step.name for report in reports for step in report.steps))
@@ -163,7 +159,7 @@ def _ranks(reports: "Sequence[CompileReport]") -> dict[str, Any] | None:
     return {"columns": ["rank", "start-up, s", "saved, s", "ORT runs", "fallbacks", *steps], "rows": rows}
 
 
-def _timeline(report: "CompileReport") -> dict[str, Any] | None:
+def _timeline(report: ReportData) -> dict[str, Any] | None:
     """Return the regions of the newest graphs of the training step in use, with their times, if most were measured."""
     latest: dict[str, GraphReport] = {}
     for graph in in_use(report):
@@ -194,7 +190,7 @@ def _timeline(report: "CompileReport") -> dict[str, Any] | None:
     return {"parts": parts, "text": f"{text}."}
 
 
-def _summary(region: "RegionReport") -> str:
+def _summary(region: RegionReport) -> str:
     named = ", ".join(named_ops(region.ops, _SUMMARY, "\N{MULTIPLICATION SIGN} "))
     more = len(short_ops(region.ops)) - _SUMMARY
     return f"{named} and {more} more" if more > 0 else named or "why"

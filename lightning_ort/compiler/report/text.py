@@ -1,20 +1,17 @@
 """The report as text: the verdict first, then the steps, the totals and a table of the regions."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lightning_ort._text import PlainTable, plain, rendered
+from lightning_ort.compiler.report.data import ReportData
 from lightning_ort.compiler.report.view import EqualRegions, ReportView, counted, named_ops, share_text
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.report.report import CompileReport
 
 _MOST_OPS = 4
 _NARROWEST = 20  # the column of operations, in characters
 _GAP = "  "
 
 
-def render_text(report: "CompileReport", width: int) -> str:
+def render_text(report: ReportData, width: int) -> str:
     """Return the report as text of a width."""
     totals = (
         f"{share_text(report)}, {counted(report.ort_runs, 'run')}; {counted(len(report.graphs), 'graph')} compiled in"

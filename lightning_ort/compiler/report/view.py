@@ -2,16 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ort._busy import differ
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.reason import Reason
-    from lightning_ort.compiler.report.report import CompileReport, GraphReport, RegionReport
+from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.report.data import GraphReport, RegionReport, ReportData, figure, in_use
 
 _OVERLOAD = re.compile(r"aten\.(\w+)\.\w+")
 
@@ -31,38 +29,14 @@ def short_ops(ops: dict[str, int]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def figure(value: Any) -> str:
-    """Return a number without an exponent; nothing for none."""
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:.3f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def in_column(
-    heading: str,
-    of_equal: Callable[[Sequence[Any]], Any] = lambda values: values[0],
-    text: Callable[[Any], str] = figure,
-) -> dict[str, Any]:
-    """Return the metadata of a field of ``RegionReport`` that text and page show, as a column of figures.
-
-    Args:
-        heading: Of the column.
-        of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
-            By default the first one's; ``sum`` for what adds up, if each has one.
-        text: Returns what a cell says; by default a number, or nothing for ``None``.
-
-    """
-    return {"column": (heading, of_equal, text)}
-
-
 @dataclass(frozen=True)
 class EqualRegions:
     """Regions of a graph that do the same work in the same place, such as those of equal layers."""
 
-    regions: Sequence["RegionReport"]
+    regions: Sequence[RegionReport]
 
     @property
-    def first(self) -> "RegionReport":
+    def first(self) -> RegionReport:
         """The first of them, for everything in which they are equal."""
         return self.regions[0]
 
@@ -72,7 +46,7 @@ class EqualRegions:
         return self.first.name if len(self.regions) == 1 else f"{self.first.name} (x {len(self.regions)})"
 
     @property
-    def reason(self) -> "Reason | None":
+    def reason(self) -> Reason | None:
         """Why they run in torch."""
         return self.first.reason
 
@@ -111,7 +85,7 @@ class Column:
         return cls(f"{'ORT' if executor == 'ort' else executor} ms", lambda row: figure(row.ms.get(executor)))
 
 
-def folded(graph: "GraphReport") -> list[EqualRegions]:
+def folded(graph: GraphReport) -> list[EqualRegions]:
     """Return the regions of a graph that compute something; equal ones are one entry, in the place of the first."""
     groups: dict[object, list[RegionReport]] = {}
     for region in graph.regions:
@@ -133,15 +107,13 @@ class ReportView:
 
     """
 
-    graphs: "Sequence[tuple[GraphReport, Sequence[EqualRegions]]]"
-    columns: "Sequence[Column]"
+    graphs: Sequence[tuple[GraphReport, Sequence[EqualRegions]]]
+    columns: Sequence[Column]
     facts: dict[str, str]
 
     @classmethod
-    def of(cls, report: "CompileReport") -> "ReportView":
+    def of(cls, report: ReportData) -> "ReportView":
         """Return what is shown of a report."""
-        from lightning_ort.compiler.report.report import RegionReport
-
         graphs = [(graph, folded(graph)) for graph in report.graphs]
         timed = dict.fromkeys(executor for _, rows in graphs for entry in rows for executor in entry.ms)
         shown = [executor for executor in dict.fromkeys(("ort", "torch", *timed)) if executor in timed]
@@ -172,25 +144,7 @@ def named_ops(ops: dict[str, int], most: int, times: str) -> list[str]:
     return [f"{op} {times}{count}" if count > 1 else op for op, count in found]
 
 
-def engines(report: "CompileReport") -> dict[str, str]:
-    """Return the engine that each step continues with; for a step that was tried again, the last one."""
-    return {step.name: step.engine for step in report.steps}
-
-
-def in_use(report: "CompileReport") -> "list[GraphReport]":
-    """Return the graphs of steps that continue on ONNX Runtime, or that were not tried on anything else."""
-    chosen = engines(report)
-    return [graph for graph in report.graphs if chosen.get(graph.name.partition("/")[0], "ort") == "ort"]
-
-
-def share(graphs: "Iterable[GraphReport]") -> float:
-    """Return the share of the graphs' compute nodes that ONNX Runtime runs, 0 to 1."""
-    counts = [(graph.num_ort_nodes, graph.num_nodes) for graph in graphs]
-    total = sum(nodes for _, nodes in counts)
-    return sum(ort for ort, _ in counts) / total if total else 0.0
-
-
-def share_text(report: "CompileReport") -> str:
+def share_text(report: ReportData) -> str:
     """Say how much of what is in use runs on ONNX Runtime."""
     used = in_use(report)
     if report.graphs and not used:
@@ -198,7 +152,7 @@ def share_text(report: "CompileReport") -> str:
     return f"{report.ort_node_fraction_in_use:.0%} of the compute nodes in use on ONNX Runtime"
 
 
-def speedup(report: "CompileReport") -> float | None:
+def speedup(report: ReportData) -> float | None:
     """Return how many times as fast as before the training step runs since its trial.
 
     ``None`` without a trial, and where other programs used the machine more for one of the two.
@@ -216,7 +170,7 @@ def rank_file(file: Path, rank: int) -> Path:
     return file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
 
 
-def startup_parts(report: "CompileReport") -> dict[str, float]:
+def startup_parts(report: ReportData) -> dict[str, float]:
     """Return the seconds of starting up by part; what is in none of the others is torch's capture."""
     run = report.run
     compiling = min(report.compile_seconds, run.startup_seconds)

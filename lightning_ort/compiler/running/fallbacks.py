@@ -35,7 +35,7 @@ from lightning_ort.compiler.graphs.nodes import reached, results_of
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import TORCH, RegionRejected
-from lightning_ort.compiler.report.report import GraphReport
+from lightning_ort.compiler.report.data import GraphReport
 from lightning_ort.compiler.running.eager_runs import (
     GradientsOnce,
     RunState,

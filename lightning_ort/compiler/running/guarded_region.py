@@ -11,7 +11,7 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.output_shapes import is_emptied_fn
 from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
 from lightning_ort.compiler.regions.reproducer_script import largest_difference
-from lightning_ort.compiler.report.report import RegionReport
+from lightning_ort.compiler.report.data import RegionReport
 
 # how far the first run may be from torch under check_against_eager: a share of the largest magnitude
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}

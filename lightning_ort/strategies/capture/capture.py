@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_ort.compat import dynamo
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.report.report import CompileReport, FallbackReport
+from lightning_ort.compiler.report.data import FallbackReport
+from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.report.report import CompileReport, FallbackReport
+from lightning_ort.compiler.report.data import FallbackReport
+from lightning_ort.compiler.report.report import CompileReport
 
 MAX_PLACES = 10  # of each step; a package with many is to be looked at place by place
 

@@ -15,7 +15,7 @@ from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
 from lightning_ort.compiler.engines import ENGINES, step_label
 from lightning_ort.compiler.reason import ReasonType
-from lightning_ort.compiler.report.report import StepReport
+from lightning_ort.compiler.run_part import StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way

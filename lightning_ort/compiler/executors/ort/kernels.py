@@ -16,7 +16,7 @@ from lightning_ort.compat.onnxruntime import (
     import_onnxruntime,
     without_device_warning,
 )
-from lightning_ort.compiler.executors.ort.providers import CPU, CUDA, PROVIDERS, provider_of
+from lightning_ort.compiler.executors.ort.providers import CPU, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Region
@@ -127,6 +127,20 @@ def _are_for_cuda(providers: Sequence[str]) -> bool:
     return any(provider_of(name).tensors == "cuda" for name in providers)
 
 
+def session_options(threads: int) -> "onnxruntime.SessionOptions":
+    """Return the options of every session, with a number of intra-op threads."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised, and we report them
+    # the threads spin between two kernels, but not after the last one, when torch needs the cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
 def new_session(
     model: bytes | str,
     options: "onnxruntime.SessionOptions",
@@ -214,12 +228,6 @@ class Kernels:
         if load_error is None or (error := self.missing(_identity(OPSETS[-1]))) is None:
             return None
         return f"{first} does not load: {load_error() or error}"
-
-    def layer_norm_is_exact(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernel of LayerNormalization may be used, which a GPU has to show."""
-        from lightning_ort.compiler.executors.ort import layer_norm
-
-        return self.providers[0] == CUDA and layer_norm.is_exact(dtype, self.device)
 
     def missing(self, model: "ir.Model") -> str | None:
         """Return why onnxruntime does not load a small model, such as a missing kernel, or ``None``.

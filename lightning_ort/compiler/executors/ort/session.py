@@ -17,7 +17,7 @@ import torch
 from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_memory
 from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
-from lightning_ort.compiler.executors.ort.kernels import new_session
+from lightning_ort.compiler.executors.ort.kernels import Kernels, new_session, session_options
 from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.graphs.nodes import values_of
@@ -29,7 +29,6 @@ from lightning_ort.compiler.regions.region import Region, RegionRejected
 if TYPE_CHECKING:
     import onnxruntime
 
-    from lightning_ort.compiler.executors.ort.kernels import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: _inherited.extend(_alive))
 
 
-def convert(region: Region, kernels: "Kernels", name: str) -> onnx.ModelProto:
+def convert(region: Region, kernels: Kernels, name: str) -> onnx.ModelProto:
     """Convert a region to a checked ONNX model with the inputs ``i0``, ``i1``, ... and the outputs ``o0``, ``o1``, ...
 
     Raises ``RegionRejected`` if the conversion or the ONNX checker fails.
@@ -154,20 +153,6 @@ def build(
         raise RegionRejected(ReasonType.SESSION_FAILED, reason)
     _alive.add(session)
     return session
-
-
-def session_options(threads: int) -> "onnxruntime.SessionOptions":
-    """Return the options of every session, with a number of intra-op threads."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised, and we report them
-    # the threads spin between two kernels, but not after the last one, when torch needs the cores
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return options
 
 
 def _share_memory(options: "onnxruntime.SessionOptions") -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import numpy as np
 import onnx_ir as ir
@@ -20,12 +20,10 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, VARIANT, reached
 from lightning_ort.compiler.reason import ReasonType
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.executors.ort.kernels import Kernels
 
 # opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for
 # what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
@@ -131,7 +129,7 @@ class Value:
         return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
 
 
-def variants_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
+def variants_of(node: fx.Node, kernels: Kernels) -> tuple[str, ...]:
     """The variants that a node's op can be written in with these kernels, the default first; empty if there is one."""
     variants = VARIANTS.get(node.target, ())  # type: ignore[call-overload]
     return tuple(name for name in variants if name == EXPANDED or kernels.has_training(name))
@@ -140,7 +138,7 @@ def variants_of(node: fx.Node, kernels: "Kernels") -> tuple[str, ...]:
 class GraphBuilder:
     """Collects the ONNX nodes of one region, for the kernels of the installed onnxruntime."""
 
-    def __init__(self, kernels: "Kernels") -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.inputs: list[ir.Value] = []
         self.nodes: list[ir.Node] = []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_ort.compiler.executors.ort.conversion import layer_norm
 from lightning_ort.compiler.executors.ort.conversion.checks import Dims, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
@@ -58,7 +59,7 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     # standard deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55, 0.50 ms, 1024 x 256 float32)
     normalized_shape, weight, bias, eps = args
     scales = _affine_of_kernel(ctx, x, weight, bias, normalized_shape)
-    if scales is not None and ctx.kernels.layer_norm_is_exact(dtype_of(x)):
+    if scales is not None and layer_norm.may_use(ctx.kernels, dtype_of(x)):
         options = {"axis": -len(normalized_shape), "epsilon": eps, "stash_type": 1, "outputs": 3}
         result, *statistics = ctx.op("LayerNormalization", x, *scales, **options)
         return _as_traced(node, result, *(Value(ctx, value.ir, torch.float32) for value in statistics))

@@ -8,12 +8,19 @@ from onnx import TensorProto, helper
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES, element_type
+from lightning_ort.compiler.executors.ort.kernels import Kernels, new_session, session_options
+from lightning_ort.compiler.executors.ort.providers import CUDA
 
 log = logging.getLogger(__name__)
 
 _ROWS, _COLUMNS, _EPSILON = 32, 256, 1e-5
 # relative to the largest result, of which a few hundred numbers are summed and rounded once
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def may_use(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Return whether a layer normalization may be that kernel, which a GPU has to show."""
+    return kernels.providers[0] == CUDA and is_exact(dtype, kernels.device)
 
 
 @functools.cache
@@ -41,15 +48,13 @@ def _is_exact_for(mean: float, dtype: torch.dtype, device: torch.device) -> bool
 
 
 def _run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-    from lightning_ort.compiler.executors.ort import kernels, session
-
     x, device = inputs[0], inputs[0].device
     shapes = (x.shape, (_ROWS, 1), (_ROWS, 1))
     outputs = [
         torch.empty(shape, dtype=dtype, device=device)
         for shape, dtype in zip(shapes, (x.dtype, torch.float32, torch.float32), strict=True)
     ]
-    built = kernels.new_session(_model(x.dtype), session.session_options(1), (kernels.CUDA,), device)
+    built = new_session(_model(x.dtype), session_options(1), (CUDA,), device)
     binding, memory = new_binding(built), memory_of(device)
     for names, tensors, bind in (("xwb", inputs, binding.bind_input), ("ymr", outputs, binding.bind_output)):
         for name, tensor in zip(names, tensors, strict=True):
