@@ -81,7 +81,7 @@ def torchs_loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured at once by default, as ``start="now"`` does where a test can say it: none is long enough."""
-    monkeypatch.setattr("lightning_ort.strategies.race.ways.DEFAULT_START", "now")
+    monkeypatch.setattr("lightning_ort.strategies.race.settings.DEFAULT_START", "now")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
-"""Rules of CONTRIBUTING.md that a machine can check: size, layers, no import cycle, private names in `compat/`."""
+"""Rules of CONTRIBUTING.md that a machine can check: size, layers, no circle of imports, private names in `compat/`."""
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -32,22 +33,6 @@ LAYERS = [
     {"__main__"},
 ]
 
-# Imports that may close a circle, each with its reason.
-CIRCLES: dict[str, set[str]] = {
-    # what the steps of a module share is passed to all that a step asks
-    **dict.fromkeys(
-        (
-            "lightning_ort.strategies.audit.graph_audit",
-            "lightning_ort.strategies.audit.step_audit",
-            "lightning_ort.strategies.capture.room",
-            "lightning_ort.strategies.race.view",
-            "lightning_ort.strategies.race.ways",
-        ),
-        {"lightning_ort.strategies.capture.module"},
-    ),
-    "lightning_ort.strategies.capture.module": {"lightning_ort.strategies.capture.step"},
-}
-
 
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -70,6 +55,35 @@ def test_layers_are_those_of_the_guide() -> None:
     assert [set(re.findall(r"`(\w+)(?:\.py|/)`", line)) for line in lines] == LAYERS
 
 
+def module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not those of functions, nor those for type checkers."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from (node for statement in child.orelse for node in ast.walk(statement))
+            continue
+        yield child
+        yield from module_level(child)
+
+
+def within_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from ast.walk(node)
+
+
+def loaded_with(module: str) -> set[str]:
+    """Modules of the package that importing one imports."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = imported(module_level(parsed(waiting.pop()))) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def imported(nodes: Iterator[ast.AST]) -> set[str]:
     """Modules of the package that statements import."""
     found = set()
@@ -85,6 +99,7 @@ def imported(nodes: Iterator[ast.AST]) -> set[str]:
     return found
 
 
+@functools.cache
 def parsed(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
@@ -118,15 +133,17 @@ def test_functions_are_short() -> None:
 
 def test_no_circle_of_imports() -> None:
     """No file needs another that needs it, be it for a type alone or only when a function runs."""
-    graph = {module: imported(ast.walk(parsed(module))) - {module} - CIRCLES.get(module, set()) for module in MODULES}
+    graph = {module: imported(ast.walk(parsed(module))) - {module} for module in MODULES}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the modules of a circle
     assert len(order) == len(MODULES) > 50
 
 
-@pytest.mark.parametrize(("module", "needed"), [(module, name) for module in CIRCLES for name in CIRCLES[module]])
-def test_circles_that_are_allowed_are_there(module: str, needed: str) -> None:
-    """What is not in the way any more goes from the list."""
-    assert needed in imported(ast.walk(parsed(module)))
+# in the package itself their names would be among those that it offers
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"lightning_ort"}))
+def test_imports_within_functions_save_start_up(module: str) -> None:
+    """What is loaded anyway is imported at the top."""
+    inner = imported(within_functions(parsed(module)))
+    assert inner == set() or inner & loaded_with(module) == set()
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort import ORTConfig
-from lightning_ort.compiler.cache.cache import Cache, fingerprint
+from lightning_ort.compiler.cache import fingerprint
+from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor

@@ -24,10 +24,11 @@ from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture import step as captured_step
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.environment import read_environment
-from lightning_ort.strategies.race import failures, ways
+from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.settings import is_amortized, setting_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Now, Took, Verdict, Way
-from lightning_ort.strategies.race.ways import Ways, challengers, setting_for
+from lightning_ort.strategies.race.ways import Ways, challengers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -77,7 +78,7 @@ def module_on(device: torch.device = CPU, operations: int = 100, records: bool =
         setting=setting_for(config, device),
         settings=(),
         is_measured=config.placement == "measured",
-        is_amortized=ways.is_amortized(config),
+        is_amortized=is_amortized(config),
         may_record=lambda step: records,
         saves_memory=lambda step: step == "training_step" and config.activation_memory_budget is not None,
         operations={"training_step": operations},

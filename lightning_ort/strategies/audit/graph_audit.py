@@ -4,30 +4,28 @@ Each compiled graph is compared with eager in its first runs (:mod:`.graph_check
 what a compiler computes wrong, not what dynamo has captured otherwise than Python does.
 """
 
-from typing import TYPE_CHECKING
-
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import weakly
 from lightning_ort.compiler.running.graph_check import GraphCheck
-
-if TYPE_CHECKING:
-    from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.audit.step_audit import AuditBudget, may_copy_process
+from lightning_ort.strategies.race.run_facts import RunFacts
 
 
 class GraphAudit:
     """Audits the graphs of one kind of step.
 
     Args:
-        module: The module whose step it is.
+        run: The run whose step it is.
         name: The name of the step.
+        budget: What the run's audits may take.
 
     Attributes:
         compared: Whether something was compared since it was last set to ``False``.
 
     """
 
-    def __init__(self, module: "CapturedModule", name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, run: RunFacts, name: str, budget: AuditBudget) -> None:
+        self._run, self._name, self._budget = run, name, budget
         self.compared = False
 
     def check(self, draws: bool) -> GraphCheck | None:
@@ -37,20 +35,20 @@ class GraphAudit:
             draws: Whether it draws random numbers of its own.
 
         """
-        module = self._module
-        if module.config.audit == "off" or module.may_copy_process:
+        config = self._run.config
+        if config.audit == "off" or may_copy_process(self._run.device):
             return None
-        if draws and module.config.dropout_masks == "fast":
+        if draws and config.dropout_masks == "fast":
             self._skipped("dropout_masks='fast' draws other masks than eager")
             return None
         return GraphCheck(weakly(self._count), weakly(self._skipped))
 
     def _count(self, seconds: float, largest: float) -> None:
         self.compared = True
-        self._module.audits.add(self._name, seconds)
-        run = self._module.backend.report.run
+        self._budget.add(self._name, seconds)
+        run = self._run.backend.report.run
         run.audits += 1
         run.audit_difference = max(run.audit_difference, largest)
 
     def _skipped(self, why: str) -> None:
-        self._module.record_choice(self._name, ReasonType.NOT_AUDITED, why)
+        self._run.record_choice(self._name, ReasonType.NOT_AUDITED, why)

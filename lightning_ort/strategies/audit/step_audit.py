@@ -11,9 +11,9 @@ is repeated with parameters and inputs that differ by roundings, to see how much
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from lightning_ort.compat.in_double import InDouble
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.strategies.audit import forked_copy, schedule
+from lightning_ort.strategies.audit import forked_copy, schedule, sealed_process
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from lightning_ort.strategies.audit.snapshot import (
     GRADIENT,
@@ -37,10 +37,10 @@ from lightning_ort.strategies.audit.snapshot import (
     snapshot,
     tensors_in,
 )
+from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
+from lightning_ort.strategies.capture.shims import StepShims, given_iterator
 from lightning_ort.strategies.race.outlook import TRAINING
-
-if TYPE_CHECKING:
-    from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.race.run_facts import RunFacts
 
 MAX_SHOWN = 3  # differences in a message
 MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
@@ -97,23 +97,46 @@ def unexplained(
     )
 
 
+def may_copy_process(device: torch.device) -> bool:
+    """Return whether a copy of the process can repeat a step; else compiled graphs are compared with eager."""
+    return device.type == "cpu" and not sealed_process.unsupported()
+
+
+def not_audited(run: RunFacts, name: str, args: Iterable[Any]) -> str:
+    """Say why a step of a name, with these arguments, is not audited; nothing if it may be."""
+    if given_iterator(args):
+        return "it is given an iterator, which its copy would read too"
+    if not may_copy_process(run.device):
+        where = "this system" if run.device.type == "cpu" else run.device.type
+        return f"no process that uses {where} can be copied; the first runs of its graphs are compared with eager"
+    if run.config.dropout_masks == "fast":
+        return "dropout_masks='fast' draws other masks than eager"
+    if not run.is_alone and name == TRAINING and not run.module.automatic_optimization:
+        return "it exchanges gradients with other processes"
+    return ""
+
+
 class AuditBudget:
     """What the audits of one run of the Trainer take, all steps together.
 
     Args:
-        module: Whose steps they are.
+        run: The run.
 
     """
 
-    def __init__(self, module: "CapturedModule") -> None:
-        self._module = module
+    def __init__(self, run: RunFacts) -> None:
+        self._run = run
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer."""
         self._spent = 0.0
         self._stopwatch = Stopwatch()
 
     @property
     def allowed(self) -> float:
         """Seconds that they may take in all."""
-        return schedule.allowed_seconds(self._module.elapsed, self._module.spent - self._spent)
+        return schedule.allowed_seconds(self._run.elapsed, self._run.spent - self._spent)
 
     @property
     def left(self) -> float:
@@ -128,21 +151,25 @@ class AuditBudget:
     def add(self, name: str, seconds: float) -> None:
         """Count an audit of a step, as something that this has cost."""
         self._spent += seconds
-        self._module.races[name].spend(seconds)
-        self._module.backend.report.run.audit_seconds += seconds
+        self._run.races[name].spend(seconds)
+        self._run.backend.report.run.audit_seconds += seconds
 
 
 class StepAudit:
     """Audits one kind of step of a module: decides when, and says what is wrong.
 
     Args:
-        module: The module whose step it is.
+        run: The run whose step it is.
         name: The name of the step.
+        budget: What the run's audits may take.
+        shims: What replaces Lightning's helpers while a step runs.
+        monitor: Tells whether a step has compiled.
 
     """
 
-    def __init__(self, module: "CapturedModule", name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, run: RunFacts, name: str, budget: AuditBudget, shims: StepShims, monitor: DynamoMonitor) -> None:
+        self._run, self._name, self._budget = run, name, budget
+        self._shims, self._monitor = shims, monitor
         self.audit: _Audit | None = None  # that runs
         self.begin_run()
 
@@ -150,7 +177,7 @@ class StepAudit:
         """Begin a run of the Trainer."""
         self._steps, self._captured = -1, 0  # captured, since the last one that compiled and in all
         self._schedule = schedule.Schedule(f"{self._name} {torch.initial_seed()}")
-        self._off = self._module.config.audit == "off"
+        self._off = self._run.config.audit == "off"
         self._unknown = self._done = 0  # audits in a row that found nothing out, and others
         self._processor = 0.0  # seconds of the last copy
         self._expected = 0.0  # seconds, of the last one that was due
@@ -160,10 +187,10 @@ class StepAudit:
         """End a run: say of a step that it is not audited if it hardly was."""
         self.close()
         if not self._off and self._done < schedule.ENOUGH and self._captured >= FEW:
-            allowed = self._module.audits.allowed
+            allowed = self._budget.allowed
             self._note(
                 f"{self._done} of {self._captured} captured steps were repeated: one takes about"
-                f" {self._expected:.2g} s, and {allowed:.2g} s may be spent in a run of {self._module.elapsed:.2g} s"
+                f" {self._expected:.2g} s, and {allowed:.2g} s may be spent in a run of {self._run.elapsed:.2g} s"
             )
 
     def after_compiling(self) -> None:
@@ -185,21 +212,21 @@ class StepAudit:
             self.close()
         self._steps += 1
         self._captured += 1
-        epoch = self._module.module.trainer.current_epoch
+        epoch = self._run.module.trainer.current_epoch
         if self._off or not self._schedule.is_due(self._steps, epoch) or self._would_disturb:
             return False
-        if reason := self._module.not_audited(self._name, args) or forked_copy.unavailable():
+        if reason := not_audited(self._run, self._name, args) or forked_copy.unavailable():
             self._stop(reason)
             return False
         self._schedule.passed(self._steps, epoch)
-        budget, usual = self._module.audits, self._module.races[self._name].usual
+        budget, usual = self._budget, self._run.races[self._name].usual
         expected = schedule.expected_seconds(usual, torch.get_num_threads(), self._processor, budget.slowdown())
         self._expected = expected
         if expected > budget.left and not self._suspected:
             return False
         seconds = schedule.limit_seconds(expected)
         try:
-            self.audit = _Audit(self._module, self._name, call, args, kwargs, logs, seconds)
+            self.audit = _Audit(self._run, self._name, self._shims, self._monitor, call, args, kwargs, logs, seconds)
         except OSError as error:
             self._count_unknown(error.strerror or str(error))
         return self.audit is not None
@@ -208,8 +235,8 @@ class StepAudit:
     def _would_disturb(self) -> bool:
         """Whether something is timed that an audit would make slower, which writes to memory shared with a copy."""
         compiles = self._steps == 0  # the first call, in which regions are timed
-        in_turns = self._module.races[self._name].trying is not None and not self._suspected
-        return (compiles and self._module.config.placement == "measured") or (in_turns and self._done > 0)
+        in_turns = self._run.races[self._name].trying is not None and not self._suspected
+        return (compiles and self._run.config.placement == "measured") or (in_turns and self._done > 0)
 
     def after_step(self, output: Any) -> str:
         """After the captured step, before what it logged is handed on; return in what it differs from eager."""
@@ -246,14 +273,14 @@ class StepAudit:
             found = audit.findings()
         finally:
             self.close()
-        self._module.audits.add(self._name, audit.seconds)
+        self._budget.add(self._name, audit.seconds)
         self._processor = audit.processor_seconds
         if found is None:
             self._count_unknown(audit.problem)
             return ""
         self._unknown = 0
         self._done += 1
-        run = self._module.backend.report.run
+        run = self._run.backend.report.run
         run.audits += 1
         run.audit_difference = max(run.audit_difference, audit.largest)
         large = bool(found.other) or max(found.relative.values(), default=0.0) >= _LARGE
@@ -262,7 +289,7 @@ class StepAudit:
             return ""
         if not large and not confirmed:
             # the next step confirms it, or it was a tie that a rounding has decided
-            self._schedule.passed(self._steps, self._module.module.trainer.current_epoch, again=True)
+            self._schedule.passed(self._steps, self._run.module.trainer.current_epoch, again=True)
             return ""
         return audit.describe(found)
 
@@ -276,7 +303,7 @@ class StepAudit:
         self._note(reason)
 
     def _note(self, reason: str) -> None:
-        self._module.backend.report.record_choice(self._name, Reason(ReasonType.NOT_AUDITED, reason))
+        self._run.backend.report.record_choice(self._name, Reason(ReasonType.NOT_AUDITED, reason))
 
 
 class _Audit:
@@ -284,30 +311,34 @@ class _Audit:
 
     def __init__(
         self,
-        module: "CapturedModule",
+        run: RunFacts,
         name: str,
+        shims: StepShims,
+        monitor: DynamoMonitor,
         call: Callable[..., Any],
         args: Any,
         kwargs: Any,
         logs: bool,
         seconds: float,
     ) -> None:
-        self._module, self._name, self._logs = module, name, logs
+        self._run, self._name, self._logs = run, name, logs
+        self._shims, self._monitor = shims, monitor
+        module = run.module
         self._function = getattr(call, "__func__", call)
-        manual = name == TRAINING and not module.module.automatic_optimization
-        self.has_backward = name == TRAINING and not manual and module.is_alone
+        manual = name == TRAINING and not module.automatic_optimization
+        self.has_backward = name == TRAINING and not manual and run.is_alone
         self._manual = manual
         self.seconds = 0.0  # all that the step took, but for compiling: beside its copy it is slower itself
         self.processor_seconds = 0.0  # of its copy
         self._begun = time.perf_counter()
         self._limit = self._begun + seconds
-        self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module.module))
+        self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module))
         self._own: dict[str, Value] = {}
         self._eager: Mapping[str, Value] = {}
 
         def compute(command: int) -> dict[str, Value]:
             if command in _ROUNDED:
-                _round(module.module, (args, kwargs), command)
+                _round(module, (args, kwargs), command)
             exact = InDouble() if command == _EXACT else nullcontext()
             with torch.compiler.set_stance("force_eager"), without_collectives(), exact:
                 return self._repeat(call, args, kwargs)
@@ -321,7 +352,7 @@ class _Audit:
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
-        shims = self._module.shims
+        shims = self._shims
         shims.logger.loggers_too = False
         if self._logs:
             shims.install()
@@ -331,17 +362,17 @@ class _Audit:
         shims.logger.discard()
         if self.has_backward:
             with torch.autocast("cpu", enabled=False):  # as around Lightning's backward pass
-                backward_of_step(self._module.module.trainer, output)
+                backward_of_step(self._run.module.trainer, output)
             self.after_backward()
         return self._own
 
     def after_step(self, output: Any) -> None:
         """Look at what the step returned, logged and left behind."""
-        if self._module.monitor.saw_compile:
+        if self._monitor.saw_compile:
             compiling = time.perf_counter() - self._step_begun
             self._begun, self._limit = self._begun + compiling, self._limit + compiling
-        module = self._module.module
-        logger = self._module.shims.logger
+        module = self._run.module
+        logger = self._shims.logger
         logged = [(names, value) for _, _, names, value, *_ in logger.made + logger.calls] if self._logs else []
         left = left_behind(module, self._function)
         self._own = snapshot({"output": output, **left, "logged": logged}) | random_numbers()
@@ -350,7 +381,7 @@ class _Audit:
 
     def after_backward(self) -> None:
         """Look at the gradients, and at what hooks of the backward pass have left behind."""
-        module = self._module.module
+        module = self._run.module
         parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}  # those are Lightning's
         self._own |= gradients(module) | snapshot({"after the backward pass, self": parts})
 
@@ -387,7 +418,7 @@ class _Audit:
 
     def describe(self, found: Findings) -> str:
         """Say what is wrong."""
-        trainer = self._module.module.trainer
+        trainer = self._run.module.trainer
         batch = f"batch {trainer.fit_loop.batch_idx} of " if self._name == TRAINING else ""
         numbers = sorted(found.relative, key=lambda name: (name.startswith(GRADIENT), -found.relative[name]))
         texts = [f"{name} {text}" for name, text in found.other.items()]

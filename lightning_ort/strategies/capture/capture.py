@@ -14,7 +14,7 @@ from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.step import CapturedStep
-from lightning_ort.strategies.race.ways import setting_for
+from lightning_ort.strategies.race.settings import setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

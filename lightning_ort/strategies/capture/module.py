@@ -2,24 +2,19 @@
 
 import functools
 import gc
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.engines import ENGINES, SAVES_MEMORY
 from lightning_ort.compiler.executors.inductor import RecordedGradients
-from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
-from lightning_ort.strategies.audit import sealed_process
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import (
     are_gradients_unseen,
@@ -33,12 +28,9 @@ from lightning_ort.strategies.capture.shims import (
     StepShims,
     callable_children,
     compiled_by_user,
-    given_iterator,
 )
-from lightning_ort.strategies.race.outlook import TRAINING, Outlook, at_window_start, outlook_of
-from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.view import is_announced
-from lightning_ort.strategies.race.ways import is_amortized, setting_for
+from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.run_facts import RunFacts
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,7 +39,6 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.compiler.running.step_graph import WaitingGradients
-    from lightning_ort.strategies.capture.step import CapturedStep
 
 Part = Literal["step", "modules"]
 
@@ -56,7 +47,19 @@ _living: "weakref.WeakSet[CapturedModule]" = weakref.WeakSet()
 _collect_at = 8  # with this many, most are probably garbage that has not been collected yet
 
 
-class CapturedModule:
+class Runs(Protocol):
+    """A step that runs."""
+
+    def request(self) -> CompileRequest:
+        """Return what graphs are compiled for in this call."""
+        ...
+
+    def engine_failed(self, engine: str, error: Exception) -> None:
+        """Take note that a graph of another compiler has failed while it ran."""
+        ...
+
+
+class CapturedModule(RunFacts):
     """A LightningModule whose steps are captured.
 
     Args:
@@ -70,23 +73,19 @@ class CapturedModule:
     def __init__(
         self, strategy: "Strategy", module: "pl.LightningModule", config: ORTConfig, backend: "ORTBackend"
     ) -> None:
-        self.module, self.config, self.backend = module, config, backend
+        super().__init__(strategy, module, config, backend)
         self.monitor = DynamoMonitor()
         self.shims = StepShims(module, self._on_closure)
         self.part: Part | None = None  # what may be captured, if anything
         self.closure_seen = False  # whether an optimizer was given one
-        self.operations: dict[str, int] = {}  # with a gradient, that unchanged steps call
         self.room = Room(self)
+        self.audits = AuditBudget(self)
         self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
-        self.races: dict[str, Race] = {}  # of steps that have run
-        self.running: CapturedStep | None = None  # what is captured in this call, or was in the last
-        self.strategy = strategy
-        self._start: tuple[float, int] | None = None  # of the run: the time, and the fit loop's count of batches
+        self.running: Runs | None = None  # what is captured in this call, or was in the last
         self.optimizers: Any = None
         self._gradients: tuple[bool, bool, bool] | None = None  # as of may_touch_gradients
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.waiting: WaitingGradients | None = None  # for the backward pass of the step
-        self.in_backward = False  # whether a backward pass of the Trainer runs
         self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -98,7 +97,7 @@ class CapturedModule:
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
         self.optimizers = self._gradients = self._start = None
-        self.audits = AuditBudget(self)
+        self.audits.begin_run()
         if (part := self._choose_part()) != self.part:
             self.part, self._module_shims = part, {}
         if self.config.dropout_masks == "fast" and self.setting == "ort":
@@ -126,126 +125,6 @@ class CapturedModule:
             return None
         self.record_choice(compiled, ReasonType.ALREADY_COMPILED, "it is not captured, the other child modules are")
         return "modules"
-
-    # What the run is
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module computes."""
-        return self.strategy.root_device
-
-    @property
-    def is_amortized(self) -> bool:
-        """Whether steps wait until compiling pays."""
-        return is_amortized(self.config)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether times decide how a step runs."""
-        return self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
-
-    def saves_memory(self, name: str) -> bool:
-        """Return whether memory is the aim of a step, and not time."""
-        return name == TRAINING and self.config.activation_memory_budget is not None
-
-    @property
-    def setting(self) -> str:
-        """The engines that may run a step."""
-        return setting_for(self.config, self.device)
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """What else than the module and its batches decides how long a step takes."""
-        trainer, strategy = self.module.trainer, type(self.strategy).__name__
-        config = self.config.key("steps", engine=self.setting)
-        return (*config, str(trainer.precision), str(trainer.world_size), strategy)
-
-    @property
-    def agree(self) -> Callable[[str, dict[str, Any]], dict[str, Any]] | None:
-        """What makes the processes of a run decide alike, if there are several."""
-        return getattr(self.strategy, "agree", None)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the Trainer calls the module itself, and not a wrapper that takes part in backward passes."""
-        return self.strategy.model is self.module
-
-    def begin_run(self) -> None:
-        """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
-        if self._start is None and not self.module.trainer.sanity_checking:
-            self._start = time.perf_counter(), self.module.trainer.fit_loop.total_batch_idx
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first step of the run."""
-        return 0.0 if self._start is None else time.perf_counter() - self._start[0]
-
-    @property
-    def spent(self) -> float:
-        """Seconds that this run has spent on compiling and trying."""
-        return sum(race.spent for race in self.races.values())
-
-    def batches_done(self, name: str, done: int) -> int:
-        """Return how many batches of a fit, or of what else runs, are done after so many steps of a name."""
-        if self.module.trainer.state.fn != "fit":
-            return done
-        return self._first_batch + done if name == TRAINING else self.module.trainer.fit_loop.total_batch_idx + 1
-
-    def outlook(self, name: str, done: int) -> Outlook:
-        """Return what is known about the rest of the run, after so many steps of this name."""
-        return outlook_of(self.module.trainer, self._namespace, name, done, self._first_batch)
-
-    @property
-    def _first_batch(self) -> int:
-        """The fit loop's count of batches when the run began, which is not 0 after a checkpoint."""
-        return 0 if self._start is None else self._start[1]
-
-    def steps_left(self, name: str, done: int) -> float | None:
-        """Return how many steps of this name are to come, if that is known; on a GPU they are else taken to be many."""
-        left = self.outlook(name, done).steps_left(done, self.elapsed - self.spent)
-        return math.inf if left is None and self.device.type == "cuda" else left
-
-    def at_window_start(self) -> bool:
-        """Return whether no gradients are accumulated now."""
-        return at_window_start(self.module.trainer)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def may_record(self, name: str) -> bool:
-        """Return whether a step may be a recording: not where its gradients are a part of what others add up to."""
-        module = self.module
-        return name != TRAINING or (module.automatic_optimization and module.trainer.accumulate_grad_batches == 1)
-
-    @property
-    def may_join(self) -> bool:
-        """Whether a step may be one graph, with all gradients at its end.
-
-        Not where processes add up gradients of GPUs, which overlaps with a backward pass, and not where the engine
-        looks for the operation that makes a NaN, since all gradients come from one.
-        """
-        alone = self.device.type != "cuda" or self.module.trainer.world_size == 1
-        return alone and self.module.automatic_optimization and not torch.is_anomaly_enabled()
-
-    @property
-    def may_copy_process(self) -> bool:
-        """Whether a copy of the process can repeat a step; else each graph that is compiled is compared with eager."""
-        return self.device.type == "cpu" and not sealed_process.unsupported()
-
-    def not_audited(self, name: str, args: Iterable[Any]) -> str:
-        """Say why a step of a name, with these arguments, is not audited; nothing if it may be."""
-        if given_iterator(args):
-            return "it is given an iterator, which its copy would read too"
-        if not self.may_copy_process:
-            where = "this system" if self.device.type == "cpu" else self.device.type
-            return f"no process that uses {where} can be copied; the first runs of its graphs are compared with eager"
-        if self.config.dropout_masks == "fast":
-            return "dropout_masks='fast' draws other masks than eager"
-        if not self.is_alone and name == TRAINING and not self.module.automatic_optimization:
-            return "it exchanges gradients with other processes"
-        return ""
 
     # What its steps call
 
@@ -279,6 +158,14 @@ class CapturedModule:
         if self.running is not None:  # or has run last, so that its backward pass may run now
             self.running.engine_failed(engine, error)
 
+    def runs(self, step: Runs) -> None:
+        """Note which step is captured in this call, or was in the last."""
+        self.running = step
+
+    def saw_second_gradient(self) -> None:
+        """Note that one of its steps takes gradients itself."""
+        self.takes_gradients = True
+
     def compile_without_numbers(self) -> bool:
         """Keep numbers that are made from tensors out of graphs from now on; return whether that is a change.
 
@@ -308,16 +195,16 @@ class CapturedModule:
         Third, whether nobody but the optimizer sees them at all.
         """
         if self._gradients is None:
-            ask = self.strategy, self._namespace
+            ask = self.strategy, self.namespace
             self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask), are_gradients_unseen(*ask)
         return self._gradients
 
     def writes_gradients(self) -> bool:
-        """Return whether gradients may be written to parameters without autograd's engine now.
+        """Return whether a backward pass of the Trainer may write gradients without autograd's engine.
 
         Not where that looks for the operation that makes a NaN.
         """
-        return self.in_backward and (self._gradients or self.may_touch_gradients)[0] and not torch.is_anomaly_enabled()
+        return (self._gradients or self.may_touch_gradients)[0] and not torch.is_anomaly_enabled()
 
     def leave_gradients(self, make: Callable[[], "WaitingGradients"]) -> bool:
         """Let the gradients of a step wait for its backward pass, if nothing else takes part in that."""
@@ -338,21 +225,6 @@ class CapturedModule:
         """Drop the gradients of the last step now, and not right after this one, where nobody sees the difference."""
         if self.may_touch_gradients[1] and self.at_window_start():
             self.strategy.optimizers[0].zero_grad()
-
-    # Reporting
-
-    def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
-        """Report a choice that was made for the user, once; the console may have told an announced one already."""
-        reason = Reason(kind, text)
-        is_new = self.backend.report.record_choice(where, reason)
-        if is_new and not (announced and is_announced(self.module.trainer)):
-            rank_zero_info("lightning-ort: %s: %s", where, reason)
-
-    @property
-    def _namespace(self) -> LightningNamespace:
-        namespace = namespace_of(type(self.strategy))
-        assert namespace is not None
-        return namespace
 
     def _on_closure(self) -> None:
         self.closure_seen = self.monitor.saw_compile = True

@@ -47,10 +47,12 @@ from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterato
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, Race
+from lightning_ort.strategies.race.run_facts import is_announced
+from lightning_ort.strategies.race.settings import share_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.turn import Turn
-from lightning_ort.strategies.race.view import STAYS, RaceView, is_announced
-from lightning_ort.strategies.race.ways import Ways, challengers, share_for
+from lightning_ort.strategies.race.view import STAYS, RaceView
+from lightning_ort.strategies.race.ways import Ways, challengers
 
 QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
 NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
@@ -72,7 +74,9 @@ class CapturedStep(AbstractContextManager[None]):
         self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
-        self._audit, self._graph_audit = StepAudit(module, name), GraphAudit(module, name)
+        self._in_backward = False  # whether a backward pass of the Trainer runs
+        audit = module.audits, module.shims, module.monitor
+        self._audit, self._graph_audit = StepAudit(module, name, *audit), GraphAudit(module, name, module.audits)
         self._view = RaceView(module, name)
 
     # Runs of the Trainer
@@ -190,7 +194,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._ways = Ways(module, self._name, batch)
         ways, (share, measured) = challengers(module, self._name, first), self._race_settings()
         self._race = Race(ways, share, self._ways.expect, measured, self._agree, self._unchanged_steps())
-        module.races[self._name] = self._race
+        module.enters(self._name, self._race)
         return self._race
 
     def _first_way(self, batch: Any) -> Way | None:
@@ -274,7 +278,8 @@ class CapturedStep(AbstractContextManager[None]):
             module.recorded.begin_step(self._name == TRAINING)
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
-        module.running = self
+        if module.running is not self:
+            module.runs(self)
         try:
             call, shims = turn.captured = turn.captured or self._captured(way)
         except Exception as error:  # such as an ImportError of what makes its backend
@@ -314,7 +319,7 @@ class CapturedStep(AbstractContextManager[None]):
         if first.is_over:
             return self._user.call(*args, **kwargs)
         output = first(*args, **kwargs)
-        module.operations[self._name] = first.operations
+        module.saw_operations(self._name, first.operations)
         if not first.is_over and (text := first.takes_gradients(module.part == "step")) is not None:
             self._fail(UNCHANGED, failures.for_eager_alone(Reason(ReasonType.SECOND_GRADIENT, text)))
         return output
@@ -334,8 +339,7 @@ class CapturedStep(AbstractContextManager[None]):
         These are the last batches of epochs, which are smaller: they are few, and compiling for them takes as long as
         the first time.
         """
-        saves_memory = self._module.saves_memory(self._name)
-        keeps = self._race is not None and way == self._race.champion and not saves_memory
+        keeps = self._race is not None and way == self._race.champion and not self._module.saves_memory(self._name)
         return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
 
     def request(self) -> CompileRequest:
@@ -349,18 +353,19 @@ class CapturedStep(AbstractContextManager[None]):
             logs_graphs=not is_announced(module.module.trainer),
             may_compile=weakly(self._may_compile),
             check_budget=weakly(self._check_budget),
-            writes_gradients=weakly(module.writes_gradients),
+            writes_gradients=weakly(self._writes_gradients),
             drop_gradients=weakly(module.drop_gradients),
             leave_gradients=weakly(module.leave_gradients, False),
             agree=module.agree,
             refuse=lambda reason: fail(way, failures.for_eager_alone(reason)),
             split=lambda why: fail(way, failures.without_one_graph(way, why)),
             keep=functools.partial(weakly(self._compiled.keep), way),
-            activation_memory_budget=module.config.activation_memory_budget
-            if module.saves_memory(self._name)
-            else None,
+            activation_memory_budget=module.memory_budget(self._name),
             check=weakly(self._graph_audit.check),
         )
+
+    def _writes_gradients(self) -> bool:
+        return self._in_backward and self._module.writes_gradients()
 
     def _may_compile(self, gm: fx.GraphModule) -> bool:
         # AOTAutograd's graphs have no second gradient, and say so only when the loss is back-propagated, which is too
@@ -441,7 +446,7 @@ class CapturedStep(AbstractContextManager[None]):
         recorded: AbstractContextManager[None] = _NO_CONTEXT
         if ENGINES[turn.way.engine].records:
             recorded = module.recorded.made_by(module.strategy.precision_plugin, module.module.parameters())
-        module.in_backward = True
+        self._in_backward = True
         try:
             with turn.timed() if turn.is_timed else _NO_CONTEXT, recorded:
                 if module.waiting is None or kwargs:
@@ -453,7 +458,7 @@ class CapturedStep(AbstractContextManager[None]):
                 raise
             raise RuntimeError(LATE_SECOND_GRADIENT) from error
         finally:
-            module.in_backward = False
+            self._in_backward = False
         if self._audit.audit is not None and (differs := self._audit.after_backward()):
             self._leave_as_wrong(differs)
         return result
@@ -482,7 +487,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._failures[way] = failure
         if failure.final:
             self._user.first.stop()
-            module.takes_gradients = module.takes_gradients or kind is ReasonType.SECOND_GRADIENT
+            if kind is ReasonType.SECOND_GRADIENT:
+                module.saw_second_gradient()
         if cause.error is not None and module.config.fallback == "raise":
             raise cause.error  # from our compiler, which has reported it
         was_used = self._race is not None and self._race.champion == way

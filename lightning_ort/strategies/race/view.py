@@ -8,7 +8,6 @@ first, says nothing. The report has the times of the step, what was spent and sa
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from lightning_ort._busy import differ, is_busy
 from lightning_ort._memory import peak_bytes
@@ -18,12 +17,8 @@ from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.run_part import StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.run_facts import RunFacts, is_announced
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_ort.strategies.capture.module import CapturedModule
 
 _GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 STAYS = "the step stays uncompiled"
@@ -39,7 +34,7 @@ class RaceView:
 
     """
 
-    def __init__(self, module: "CapturedModule", name: str) -> None:
+    def __init__(self, module: RunFacts, name: str) -> None:
         self._module, self._name = module, name
         self._shown = 0  # events
         self._counted = (0.0, 0.0, 0.0)  # of this run: spent, tried, saved
@@ -199,12 +194,6 @@ class RaceView:
             shows_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
             line = plain(f"lightning-ort: {text}")
             bar.print(f"{colour}{line}{_RESET}" if shows_colour else line)
-
-
-def is_announced(trainer: "pl.Trainer") -> bool:
-    """Return whether a run shows a progress bar here, and so gets the lines."""
-    bar = trainer.progress_bar_callback
-    return bar is not None and getattr(bar, "is_enabled", True) and trainer.is_global_zero
 
 
 def seconds_text(seconds: float) -> str:

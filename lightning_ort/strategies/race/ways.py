@@ -6,9 +6,8 @@ earlier runs on this machine found of a step of the same module, on batches of t
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_ort._text import duration
@@ -16,51 +15,16 @@ from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.cache.fingerprint import digest, program
 from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
-from lightning_ort.config import DEFAULT_BUDGET, DEFAULT_START, EngineSetting, ORTConfig
 from lightning_ort.strategies.audit.snapshot import snapshot, tensors_in
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import NO_LIMIT, STOP
+from lightning_ort.strategies.race.race import STOP
+from lightning_ort.strategies.race.run_facts import RunFacts
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Verdict, Way
-
-if TYPE_CHECKING:
-    from lightning_ort.strategies.capture.module import CapturedModule
 
 PER_LAYER = 10  # operations, where no step with gradients was seen
 
 
-def is_amortized(config: ORTConfig) -> bool:
-    """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
-    wants_graphs = (
-        config.placement == "always" or config.debug.check_against_eager or config.debug.save_onnx_dir is not None
-    )
-    start = config.start or ("now" if wants_graphs else DEFAULT_START)
-    return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
-
-
-def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
-    """Return the engine that a config asks for.
-
-    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and another engine can compile.
-    """
-    if config.engine is not None:
-        return config.engine
-    if config.placement != "measured":
-        return "ort"
-    waits = is_amortized(config) or config.activation_memory_budget is not None
-    tries_others = device.type == "cuda" or (waits and engines.others_on_cpu())
-    return "auto" if tries_others else "ort"
-
-
-def share_for(config: ORTConfig, device: torch.device) -> float:
-    """Return the share of a run's steps that compiling may take; on a GPU, by default, the stake alone decides."""
-    if not is_amortized(config):
-        return NO_LIMIT
-    if config.compile_budget is not None:
-        return config.compile_budget
-    return 1.0 if device.type == "cuda" else DEFAULT_BUDGET
-
-
-def challengers(module: "CapturedModule", step: str, first: Way) -> list[Way]:
+def challengers(module: RunFacts, step: str, first: Way) -> list[Way]:
     """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
     if module.saves_memory(step):
         return [first if module.setting == "ort" else Way(engines.SAVES_MEMORY, first.part)]
@@ -86,7 +50,7 @@ class Ways:
 
     """
 
-    def __init__(self, module: "CapturedModule", name: str, batch: Any) -> None:
+    def __init__(self, module: RunFacts, name: str, batch: Any) -> None:
         self._module, self._name = module, name
         self._program = digest(program(), repr(snapshot({"hparams": module.module.hparams})))
         about = f"{name}\n{_describe(module.module)}\n{_sizes(batch)}"
