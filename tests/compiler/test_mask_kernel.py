@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ort.compiler.cache.cache import Cache, cache_folder
+from lightning_ort.compiler.cache import cache_folder
+from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors import mask_kernel
 from lightning_ort.compiler.executors.mask_kernel import MaskKernel
 from lightning_ort.compiler.executors.masks import matches_torch

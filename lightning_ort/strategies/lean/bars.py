@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.lightning_loops import shown, step_values
-
-if TYPE_CHECKING:
-    from lightning_ort.strategies.lean.run import LeanRun
 
 PICTURES = 0.1  # seconds between two of them
 _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -21,11 +18,12 @@ class Bars:
 
     A bar with methods of its own is called as always. Values on a GPU are copied when a picture is due, and drawn with
     one of the next batches, when they are there: to read them at once would wait for all steps that are queued.
+    ``results`` returns what the loop that runs has logged.
     """
 
-    def __init__(self, namespace: LightningNamespace, lean: "LeanRun") -> None:
-        self._lean = lean
-        self.on_cpu = lean.device.type == "cpu"
+    def __init__(self, namespace: LightningNamespace, device: torch.device, results: Callable[[], Any]) -> None:
+        self._device, self._results = device, results
+        self.on_cpu = device.type == "cpu"
         self._copied: tuple[Any, Any] | None = None  # values for the next picture, and the event of their copies
         self.late: dict[str, Any] | None = None  # what is drawn now in place of the batch's own values
         progress = namespace.submodule("callbacks.progress")
@@ -65,13 +63,13 @@ class Bars:
         if self.on_cpu:
             return False
         if self._copied is None:
-            if self._lean.results is None or (found := step_values(self._lean.results)) is None:
+            if (results := self._results()) is None or (found := step_values(results)) is None:
                 return False
             metas, values, *rest = found
             copies = [
                 copy_to_host(value) if meta.prog_bar else value for meta, value in zip(metas, values, strict=True)
             ]
-            event = torch.Event(self._lean.device)
+            event = torch.Event(self._device)
             event.record()
             self._copied = (metas, copies, *rest), event
         elif self._copied[1].query():

@@ -30,7 +30,7 @@ class LeanRun:
         self.module: Any = strategy.lightning_module
         self.device = strategy.root_device
         self.several_processes = getattr(strategy, "world_size", 1) > 1
-        self.bars = Bars(namespace, self)
+        self.bars = Bars(namespace, self.device, lambda: self.results)
         self.hooks = Hooks(namespace, self.bars)
         self.run_hook = self.hooks.run
         self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
