@@ -136,6 +136,7 @@ class Implementation:
 
 _BNB: dict[str, Any] = {
     "package": "bitsandbytes",
+    "install": "pip install 'lightning-ort[bnb]'",
     "dtypes": _FLOATS,
     "form": "bitsandbytes",
     "state_bytes": _bitsandbytes_bytes,
@@ -143,6 +144,7 @@ _BNB: dict[str, Any] = {
 }
 _TORCHAO: dict[str, Any] = {
     "package": "torchao",
+    "install": "pip install 'lightning-ort[torchao]'",
     "dtypes": _FLOATS,
     "hyperparameters": _BASIC | {"amsgrad"},
     "form": "torchao",
@@ -195,6 +197,7 @@ DEEPSPEED = {
     "cpu": Implementation(
         path="deepspeed.ops.adam:DeepSpeedCPUAdam",
         package="deepspeed",
+        install="pip install 'lightning-ort[zero]'",
         devices=("cpu",),
         dtypes=_FLOATS,
         arguments={"adamw_mode": True},
@@ -205,6 +208,7 @@ DEEPSPEED = {
     "cuda": Implementation(
         path="deepspeed.ops.adam:FusedAdam",
         package="deepspeed",
+        install="pip install 'lightning-ort[zero]'",
         adopt=states.count_in_last_state,
         to_save=states.save_count_of_last_state,
         **_FUSED_ADAM,

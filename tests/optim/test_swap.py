@@ -550,7 +550,7 @@ def test_cuda_only_and_missing() -> None:
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "RequirementCache", lambda name: Missing(name))
-    refused("adamw_bnb_8bit", adamw, "pip install bitsandbytes")
+    refused("adamw_bnb_8bit", adamw, r"pip install 'lightning-ort\[bnb\]'")
 
 
 class Missing(str):
