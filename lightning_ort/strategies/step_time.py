@@ -41,7 +41,8 @@ class StepTime:
     def look(self, trainer: "pl.Trainer") -> None:
         """Begin to watch, or go on; at the end the Trainer's next steps are as they were."""
         if self._watch is None:
-            self._watch = _Watch(trainer, train_fetcher(trainer))
+            if (fetcher := train_fetcher(trainer)) is not None:  # else somebody runs a step, and no fit
+                self._watch = _Watch(trainer, fetcher)
         elif self._watch.next_step():
             self.ms = self._watch.ms or self.ms
             self.teardown()

@@ -6,6 +6,7 @@
 import contextlib
 import io
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ort import ORTStrategy
+from tests.strategies.lean_callbacks import Extras, optimize, steady
 
 Record = list[Any]
 PAIRS = [("train", ""), ("validation", ""), ("test", ""), ("predict", "")]
@@ -81,7 +83,7 @@ class Witness:
     def metrics(self) -> Any:
         """Return what was logged."""
         trainer = self.trainer
-        return [plain(getattr(trainer, f"{kind}_metrics")) for kind in ("callback", "logged", "progress_bar")]
+        return [plain(steady(getattr(trainer, f"{kind}_metrics"))) for kind in ("callback", "logged", "progress_bar")]
 
     def state(self) -> Any:
         """Return the rest."""
@@ -120,7 +122,7 @@ class RecordingLogger(Logger):
         return 3
 
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        self.witness.record.append((self._name, "log_metrics", plain(metrics), step, self.witness.state()))
+        self.witness.see(self._name, "log_metrics", steady(metrics), step)
 
     def log_hyperparams(self, params: Any) -> None:
         self.witness.record.append((self._name, "log_hyperparams"))
@@ -154,6 +156,7 @@ class Base(LightningModule):
         self.plan = [plan]
         self.witness = [witness]
         self.automatic_optimization = plan.automatic
+        self.lr = 0.1
 
     def loss(self, batch: Any) -> Tensor:
         while isinstance(batch, list | tuple | dict):
@@ -193,6 +196,8 @@ class Base(LightningModule):
         return {"loss": loss, "extra": batch_idx} if plan.returns == "dict" else loss
 
     def optimize(self, loss: Tensor, batch: Any, batch_idx: int) -> Any:
+        if (how := self.plan[0].extras.manual) != "plain":
+            return optimize(self, how, loss, lambda: self.loss(batch))
         first, second = self.optimizers()  # type: ignore[misc]
         self.toggle_optimizer(first)
         first.zero_grad()
@@ -347,6 +352,7 @@ class Plan:
         self.loggers = one([0, 1, 1, 2])
         self.bar = one([None, TQDMProgressBar, TQDMProgressBar, RichProgressBar])
         self.trainer = self.trainer_arguments()
+        self.extras = Extras(self, folder)
 
     def draw_log(self, where: str) -> Any:
         draw = self.draw
@@ -409,6 +415,8 @@ class Plan:
 
     def val_loaders(self, generator: torch.Generator, count: int) -> Any:
         loaders = [DataLoader(torch.cat(self.batch_list(generator, number)), batch_size=4) for number in range(count)]
+        if self.extras.val_mode is not None:
+            return CombinedLoader(loaders, self.extras.val_mode)
         return loaders[0] if count == 1 else loaders
 
 
@@ -434,12 +442,24 @@ def data_of(plan: Plan, witness: Witness) -> dict[str, Any]:
     return {"datamodule": module}
 
 
+def step_of_iterator(name: str) -> Callable[..., Any]:
+    """Return a step that fetches its batch itself."""
+
+    def step(self: Any, dataloader_iter: Any) -> Any:
+        batch, batch_idx, dataloader_idx = next(dataloader_iter)
+        return getattr(Base, name)(self, batch, batch_idx, *([] if name == "training_step" else [dataloader_idx]))
+
+    return step
+
+
 def module_of(plan: Plan, witness: Witness) -> Base:
     """Return the module."""
     torch.manual_seed(plan.seed)
     own = {name: hook_of_module(name) for name in plan.hooks}
     if not plan.datamodule:
         own |= {name: hook_of_module(name) for name in plan.transfers}
+    if plan.extras.steps_take_iterators:
+        own |= {name: step_of_iterator(name) for name in STEPS[:2]}
     return type("Watched", (Base,), own)(witness, plan)
 
 
@@ -451,6 +471,7 @@ def trainer_of(plan: Plan, witness: Witness, loop: str) -> Trainer:
         callbacks.append(type("Callback", (Watching,), own)(witness, number))
     if plan.bar is not None:
         callbacks.append(plan.bar())
+    callbacks += plan.extras.callbacks()
     trainer = Trainer(
         strategy=ORTStrategy(
             config={"engine": "torch", "cache_dir": None, "debug": {"trainer_loop": loop}},
@@ -458,10 +479,11 @@ def trainer_of(plan: Plan, witness: Witness, loop: str) -> Trainer:
             host_memory="default",
         ),  # type: ignore[dict-item,arg-type]
         accelerator="cpu",
-        logger=[RecordingLogger(witness, f"logger {number}") for number in range(plan.loggers)],
+        logger=[RecordingLogger(witness, f"logger {number}") for number in range(plan.loggers)] + plan.extras.loggers(),
+        default_root_dir=plan.extras.folder,
         callbacks=callbacks,
         enable_progress_bar=plan.bar is not None,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
         enable_model_summary=False,
         **plan.trainer,
     )
@@ -517,9 +539,11 @@ def witness(seed: int, loop: str, folder: Path, resume_from: Path | None = None)
                 result = None
             record.append((name, plain(result), module._current_fx_name, watching.metrics(), ends_of_bar(trainer)))
             record.append(trainer.fit_loop.state_dict())
+            record.append((plan.extras.states(trainer.callbacks), plan.extras.files()))  # type: ignore[attr-defined]
             watching.raises = None
         expected = "lean" if loop == "lean" else "Lightning's own: trainer_loop='stock'"
         assert trainer.strategy.report.run.trainer_loop == expected  # type: ignore[attr-defined]
         assert "log" not in vars(module)
-    record += [("warning", str(each.message)) for each in caught]
+    texts = [re.sub("0x[0-9a-f]+", "", str(each.message).replace(str(folder), "")) for each in caught]
+    record += [("warning", text) for text in texts]
     return record, plan

@@ -97,6 +97,16 @@ def test_short_fits_and_short_epochs_are_not_measured(make_trainer: Callable[...
         assert not Watches.is_changed(trainer)
 
 
+def test_steps_after_a_fit(make_trainer: Callable[..., Any]) -> None:
+    trainer, _ = fit(make_trainer, max_steps=9)
+    module, trainer.training = trainer.lightning_module, True  # `log` asks
+    batch = next(iter(module.train_dataloader()))
+    for index in range(2):
+        assert trainer.fit_loop.epoch_loop.automatic_optimization.run(
+            trainer.optimizers[0], index, {"batch": batch, "batch_idx": index}
+        )["loss"]
+
+
 def test_an_exception_while_it_is_measured(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(strategy="ort", max_steps=32, callbacks=Watches(stop_at=14))
     with pytest.raises(RuntimeError, match="stop"):
