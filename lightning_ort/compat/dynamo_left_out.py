@@ -3,6 +3,7 @@
 Each entry of :data:`LEFT_OUT` replaces a function of dynamo while it compiles. There it looks at what is traced, and
 either ends the graph, so that Python does it (:func:`_leave`), or raises :class:`Unsound` where what follows would be
 wrong, too (:func:`_refuse`). Each was read in torch 2.13; a version without the name that it replaces is left as it is.
+``tests/compat/test_dynamo_repairs.py`` tells when PyTorch has mended one.
 """
 
 import builtins
@@ -12,7 +13,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +25,15 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from lightning_ort.compat.dynamo_messages import is_installed
 from lightning_ort.compat.torch import hint_of
+
+
+class Replacement(NamedTuple):
+    """What stands in for a function of dynamo while it compiles, and why."""
+
+    owner: Any  # None where this torch has no such class
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    issue: int | None  # of pytorch/pytorch, or a pull request that tells of the same; None where none is known
 
 
 class Unsound(AssertionError):
@@ -334,22 +344,28 @@ def is_array(variable: Any) -> bool:
     return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
 
 
-LEFT_OUT: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
-    (InstructionTranslatorBase, "run", _run),
-    (getattr(variables.functions, "WrapperUserFunctionVariable", None), "call_function", _call_cached),
-    (variables.TorchInGraphFunctionVariable, "call_function", _check),
-    (SubgraphTracer, "create_proxy", _create_proxy),
-    (variables.UserFunctionVariable, "bind_args", _bind),
-    (getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter),
-    (SideEffects, "store_attr", _store),
-    (SideEffects, "mutation", _mutate),
-    (variables.UserDefinedClassVariable, "call_function", _construct),
-    (variables.UserDefinedObjectVariable, "richcompare_impl", _compare),
-    (variables.UserMethodVariable, "richcompare_impl", _compare),
-    (variables.base.VariableTracker, "hash_impl", _hash),
-    (variables.ConstDictVariable, "call_method", _methods("popitem")),
-    (variables.SetVariable, "call_method", _methods("pop")),
-    (getattr(variables, "RandomVariable", None), "call_method", _methods()),
-    (getattr(variables, "LocalGeneratorObjectVariable", None), "reconstruct", _reconstruct_generator),
-    (variables.BuiltinVariable, "call_function", _call_builtin),
+LEFT_OUT = [
+    Replacement(InstructionTranslatorBase, "run", _run, 178041),
+    Replacement(
+        getattr(variables.functions, "WrapperUserFunctionVariable", None), "call_function", _call_cached, 152994
+    ),
+    Replacement(variables.TorchInGraphFunctionVariable, "call_function", _check, None),
+    Replacement(SubgraphTracer, "create_proxy", _create_proxy, 148475),
+    Replacement(variables.UserFunctionVariable, "bind_args", _bind, None),  # of ours: what a step logs is read after it
+    Replacement(getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter, 148475),
+    Replacement(SideEffects, "store_attr", _store, 150864),  # #128533: `__del__`
+    Replacement(SideEffects, "mutation", _mutate, None),  # the same
+    Replacement(
+        variables.UserDefinedClassVariable, "call_function", _construct, 184820
+    ),  # #196467: a tensor of a size; #128533: `__del__`
+    Replacement(variables.UserDefinedObjectVariable, "richcompare_impl", _compare, None),
+    Replacement(variables.UserMethodVariable, "richcompare_impl", _compare, None),
+    Replacement(variables.base.VariableTracker, "hash_impl", _hash, None),
+    Replacement(variables.ConstDictVariable, "call_method", _methods("popitem"), 184803),
+    Replacement(variables.SetVariable, "call_method", _methods("pop"), 153150),
+    Replacement(getattr(variables, "RandomVariable", None), "call_method", _methods(), 145445),
+    Replacement(
+        getattr(variables, "LocalGeneratorObjectVariable", None), "reconstruct", _reconstruct_generator, 198190
+    ),
+    Replacement(variables.BuiltinVariable, "call_function", _call_builtin, None),
 ]

@@ -1,7 +1,8 @@
 """Where a function that dynamo has compiled would compute otherwise than Python does, mended while dynamo compiles.
 
 Each mend was read in torch 2.13; a version without the name that it replaces is left as it is. What cannot be mended is
-left to Python (:mod:`.dynamo_left_out`).
+left to Python (:mod:`.dynamo_left_out`). Each entry of :data:`REPAIRS` names the issue of PyTorch that it is for, and
+``tests/compat/test_dynamo_repairs.py`` tells when PyTorch has mended it.
 
 - Dynamo guards neither that two objects are different ones nor, of a method that it finds in a class, which function it
   is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class. Nor does it
@@ -33,7 +34,7 @@ from torch._dynamo.source import AttrSource, GlobalSource, TypeDictSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 
-from lightning_ort.compat.dynamo_left_out import LEFT_OUT, is_array
+from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array
 from lightning_ort.compat.dynamo_messages import is_installed
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
@@ -47,9 +48,11 @@ _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
 def repaired() -> Iterator[None]:
     """Within the block, what dynamo compiles computes what Python does (torch 2.13)."""
     with ExitStack() as stack:
-        for owner, name, make in [*_REPAIRS, *LEFT_OUT]:
+        for owner, name, make, _ in [*REPAIRS, *LEFT_OUT]:
             if (old := getattr(owner, name, None)) is not None:
                 stack.enter_context(patch.object(owner, name, functools.wraps(old)(make(old))))
+        # it looks methods up once, perhaps for a function of somebody else's, before they were replaced
+        stack.enter_context(patch.object(variables.BuiltinVariable, "call_function_handler_cache", {}))
         yield
 
 
@@ -307,19 +310,19 @@ def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-_REPAIRS = [
-    (InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin),
-    (InstructionTranslatorBase, "import_source", _import),
-    (variables.BuiltinVariable, "call_isinstance", _is_of_class),
-    (variables.BuiltinVariable, "call_issubclass", _is_of_class),
-    (GuardBuilder, "EQUALS_MATCH", _equals),
-    (VariableBuilder, "__call__", _build),
-    (variables.UserFunctionVariable, "bind_args", _bind),
-    (variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find),
-    (variables.ConstantVariable, "is_literal", _is_literal),
-    (getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque),
-    (variables.ConstDictVariable, "has_new_items", _write_all),
-    (variables.SetVariable, "has_new_items", _write_all),
-    (variables.NumpyVariable, "call_function", _call_numpy),
-    (variables.NumpyVariable, "as_python_constant", _is_constant),
+REPAIRS = [
+    Replacement(InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin, 118156),
+    Replacement(InstructionTranslatorBase, "import_source", _import, 197046),
+    Replacement(variables.BuiltinVariable, "call_isinstance", _is_of_class, 149991),
+    Replacement(variables.BuiltinVariable, "call_issubclass", _is_of_class, 149991),
+    Replacement(GuardBuilder, "EQUALS_MATCH", _equals, 192604),
+    Replacement(VariableBuilder, "__call__", _build, 111562),  # #198189: order, #141714: `maxlen`
+    Replacement(variables.UserFunctionVariable, "bind_args", _bind, 197860),
+    Replacement(variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find, 175006),
+    Replacement(variables.ConstantVariable, "is_literal", _is_literal, 189042),
+    Replacement(getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque, 141714),
+    Replacement(variables.ConstDictVariable, "has_new_items", _write_all, 198189),
+    Replacement(variables.SetVariable, "has_new_items", _write_all, 198189),
+    Replacement(variables.NumpyVariable, "call_function", _call_numpy, 141258),
+    Replacement(variables.NumpyVariable, "as_python_constant", _is_constant, None),
 ]

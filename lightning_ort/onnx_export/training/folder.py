@@ -17,11 +17,9 @@ from torch import Tensor
 from lightning_ort._imports import NAMESPACES, __version__
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import SUM, Model, Port, Settings
+from lightning_ort.onnx_export.training.specification import ABOUT, FORMAT, FROZEN, NEEDS, RUNNERS, STATE
 
-RUNNERS = {"runner.py": "training.py", "runner.mjs": "training.mjs"}
-FROZEN = "frozen.data"
 INLINE = 1 << 16  # bytes of a frozen tensor up to which it is in the model itself
-NEEDS = "1.17 or later"
 # products of this many weights and more are worth a second thread
 SEVERAL_THREADS = 1 << 17
 
@@ -81,7 +79,7 @@ def write_rest(
     """Write the state, the runners and what is known about it all."""
     arrays = {name: value.detach().cpu().contiguous().numpy() for name, (_, value) in state.items()}
     step = 0 if settings.optimizer is None else settings.optimizer.step
-    runner.write_state(folder / "state.safetensors", arrays, {"step": str(step), "pending": "0"})
+    runner.write_state(folder / STATE, arrays, {"step": str(step), "pending": "0"})
     package = files("lightning_ort.onnx_export.training")
     for source, name in RUNNERS.items():
         (folder / name).write_text(package.joinpath(source).read_text(encoding="utf-8"), encoding="utf-8")
@@ -89,7 +87,7 @@ def write_rest(
     constants = [value.const_value for value in models["training"].model.graph.initializers.values()]
     weights = sum(array.size for array in arrays.values()) + sum(each.size for each in constants if each is not None)
     about = {
-        "format": runner.FORMAT,
+        "format": FORMAT,
         "needs": NEEDS,
         **more,
         "fields": _fields(models["training"]),
@@ -112,7 +110,7 @@ def write_rest(
         "files": {name: _fingerprint(folder / name) for name in written},
         "versions": _versions(),
     }
-    (folder / "training.json").write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
+    (folder / ABOUT).write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
 
 
 def _type_of(value: Any) -> dict[str, Any]:
@@ -172,5 +170,5 @@ def put_in_place(written: Path, folder: Path) -> None:
 
 def refuse_foreign(folder: Path) -> None:
     """Raise ``ValueError`` if a folder has something else in it than an export."""
-    if folder.is_dir() and not (folder / "training.json").is_file() and any(os.scandir(folder)):
+    if folder.is_dir() and not (folder / ABOUT).is_file() and any(os.scandir(folder)):
         raise ValueError(f"{folder} is not empty, and no export: choose another folder.")

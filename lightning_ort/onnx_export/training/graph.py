@@ -1,6 +1,6 @@
 """The graph of a model that any ONNX runtime runs: ONNX's own operators, and sizes that are known when it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -12,28 +12,12 @@ from typing_extensions import override
 from lightning_ort.compat.torch import OpOverload, expression_of
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
-from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Converter, Unsupported
+from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, FORMS, Unsupported
 from lightning_ort.compiler.executors.ort.kernels import CPU, Kernels
 from lightning_ort.compiler.reason import ReasonType
 
 OPSET, IR_VERSION = 18, 9  # onnxruntime 1.17 reads them
 _UNARY = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "sin": "Sin", "cos": "Cos", "tanh": "Tanh"}  # of sizes
-
-# instead of the converters of the same ops, or where there is none: with torch at hand its kernel would be faster
-FORMS: dict[OpOverload, Converter] = {}
-
-
-def form(*overloads: OpOverload) -> Callable[[Converter], Converter]:
-    """Register how ops are written in a model for everywhere."""
-
-    def register(converter: Converter) -> Converter:
-        for overload in overloads:
-            if overload in FORMS:
-                raise ValueError(f"form({overload}): already written by {FORMS[overload].__qualname__}")
-            FORMS[overload] = converter
-        return converter
-
-    return register
 
 
 def written_whole() -> frozenset[OpOverload]:

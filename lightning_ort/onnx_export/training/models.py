@@ -18,9 +18,10 @@ from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
 from lightning_ort.onnx_export.training.optimizers import Clock, Optimizer
 from lightning_ort.onnx_export.training.sizes import Formula, Limits, formula
+from lightning_ort.onnx_export.training.specification import SETTINGS
 from lightning_ort.onnx_export.training.tracing import Trace
 
-LEARNING_RATE, STEP, UPDATE = "optimizer/learning_rate", "optimizer/step", "optimizer/update"
+LEARNING_RATE, STEP, UPDATE = SETTINGS
 SUM = "gradient_sum"  # the state of accumulated gradients
 
 
@@ -30,8 +31,7 @@ class Port:
 
     Args:
         name: Its name in the model.
-        role: ``field``, ``parameter``, ``buffer``, ``state``, ``setting``, ``random``, ``loss``, ``logged``, ``check``,
-            ``gradient`` or ``result``.
+        role: One of :mod:`.specification`'s.
         key: What it is: the name of the parameter, buffer, field, logged value or result, or the kind of random
             numbers.
         dtype: Its dtype.

@@ -17,6 +17,7 @@ from lightning_ort._arguments import check_path, check_type, check_writable
 from lightning_ort._imports import namespace_of
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.optimizers import configured
+from lightning_ort.onnx_export.training.specification import ABOUT, STATE
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def load_training_state(module: nn.Module, folder: str | Path) -> TrainingState:
     """
     check_type("module", module, nn.Module, "the LightningModule that was exported")
     path = Path(check_path("folder", folder, allowed="an exported folder, or a state.safetensors"))
-    file = path / "state.safetensors" if path.is_dir() else path
+    file = path / STATE if path.is_dir() else path
     try:
         values, metadata = runner.read_state(file)
     except runner.TrainingError as error:
@@ -163,7 +164,7 @@ def load_training_state(module: nn.Module, folder: str | Path) -> TrainingState:
 
 def _roles(folder: Path, values: Mapping[str, np.ndarray]) -> dict[str, str]:
     try:
-        about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         return {each["name"]: each["role"] for each in about["state"]}
     except (OSError, ValueError, KeyError, TypeError):  # a state that was saved alone
         kinds = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient_sum")

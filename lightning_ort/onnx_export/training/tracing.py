@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ort.compat.step_trace import fake_fields, functional, note_module, recorded, symbols_of
-from lightning_ort.compat.torch import expression_of, without_checkpoints, without_validation
+from lightning_ort.compat.torch import expression_of, python_kernels, without_checkpoints, without_validation
+from lightning_ort.compiler.executors.ort.conversion.registry import PARTS, PARTS_ABOVE_AUTOGRAD
 from lightning_ort.compiler.graphs.nodes import is_random
 from lightning_ort.compiler.lowering import final_passes, joint_passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
-from lightning_ort.onnx_export.training.forms import DECOMPOSED, taken_apart
 from lightning_ort.onnx_export.training.forms.random import drawn
 from lightning_ort.onnx_export.training.graph import written_whole
 from lightning_ort.onnx_export.training.layers import traceable
@@ -144,10 +144,10 @@ def trace(
         names[:] = [list(part) for part in parts]
         return tuple(value for part in parts for value in part.values())
 
-    table = {**decompositions(written_whole(), layouts=False), **DECOMPOSED, **drawn(means)}
+    table = {**decompositions(written_whole(), layouts=False), **PARTS, **drawn(means)}
     try:
         with _quiet(), as_traced(), torch.set_grad_enabled(gradients), _refusing_other_draws(what):
-            with values, taken_apart(), traceable(module), _noting_modules(module):
+            with values, _in_parts(), traceable(module), _noting_modules(module):
                 graph = recorded(run, mode, fakes, lambda file: not is_foreign(file), values.number_of)
             inputs = _inputs_instead_of_attributes(graph, values.names())
             graph = functional(graph, mode, [*inputs.values(), *fakes], table)
@@ -171,6 +171,15 @@ def trace(
     _name_outputs(found, names, what)
     values.check(set(found.written))
     return found
+
+
+def _in_parts() -> contextlib.AbstractContextManager[None]:
+    """Within the block ops whose gradient is that of their parts are traced in parts.
+
+    Torch takes some of them apart at these keys too, whatever the table of decompositions says (2.13).
+    """
+    keys = ("CompositeImplicitAutograd", "Autograd")
+    return python_kernels({(op, key): kernel for op, kernel in PARTS_ABOVE_AUTOGRAD.items() for key in keys})
 
 
 def _inputs_instead_of_attributes(graph: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, Tensor]:

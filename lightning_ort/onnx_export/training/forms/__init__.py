@@ -1,4 +1,6 @@
-"""Operations as standard operators, for models that run everywhere.
+"""Operations as standard operators, for models that run everywhere, where what runs in training will not do.
+
+:mod:`~lightning_ort.compiler.executors.ort.conversion.registry`, the table that they are in, says which one holds.
 
 - :mod:`.decomposed`: backward operations as functions of others, which torch traces instead
 - :mod:`.resampled`: average pooling and interpolation
@@ -7,7 +9,13 @@
 - :mod:`.sequences`: CTC and packed sequences
 """
 
-from lightning_ort.onnx_export.training.forms import contributed, made, random, resampled, sequences, slices, sums
-from lightning_ort.onnx_export.training.forms.decomposed import DECOMPOSED, taken_apart
-
-__all__ = ["DECOMPOSED", "contributed", "made", "random", "resampled", "sequences", "slices", "sums", "taken_apart"]
+from lightning_ort.onnx_export.training.forms import (  # noqa: F401  (they register their functions)
+    contributed,
+    decomposed,
+    made,
+    random,
+    resampled,
+    sequences,
+    slices,
+    sums,
+)

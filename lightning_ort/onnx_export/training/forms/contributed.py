@@ -8,7 +8,8 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.activations import expanded_gelu
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.linalg import plus_bias
-from lightning_ort.onnx_export.training.graph import PortableGraph, form
+from lightning_ort.compiler.executors.ort.conversion.registry import form
+from lightning_ort.onnx_export.training.graph import PortableGraph
 
 aten = torch.ops.aten
 

@@ -1,47 +1,20 @@
 """Backward operations, and what is linear along a dimension, as functions of other operations."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ort.compat.torch import OpOverload, decomposition_of, python_kernels
+from lightning_ort.compat.torch import OpOverload, decomposition_of
+from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
 
 aten = torch.ops.aten
-DECOMPOSED: dict[OpOverload, Callable[..., Any]] = {}
-_ABOVE_AUTOGRAD: dict[OpOverload, Callable[..., Any]] = {}
-
-
-def instead_of(*overloads: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what is traced in place of ops; ``NotImplemented`` leaves one whole."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        DECOMPOSED.update(dict.fromkeys(overloads, function))
-        return function
-
-    return register
-
-
-def with_its_gradient(op: OpOverload, function: Callable[..., Any]) -> None:
-    """Register what is traced in place of an op above autograd: the gradient is then that of its parts."""
-    _ABOVE_AUTOGRAD[op] = function
-
-
-def taken_apart() -> AbstractContextManager[None]:
-    """Within the block the ops of :func:`with_its_gradient` are traced in parts.
-
-    Torch takes some of them apart at these keys too, whatever the table of decompositions says (2.13).
-    """
-    keys = ("CompositeImplicitAutograd", "Autograd")
-    return python_kernels({(op, key): kernel for op, kernel in _ABOVE_AUTOGRAD.items() for key in keys})
-
 
 # convolution
 
 
-@instead_of(aten.convolution_backward.default)
+@in_parts(aten.convolution_backward.default)
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -190,7 +163,7 @@ def _log_cumulative_sum(x: Tensor, dim: int) -> Tensor:
     return x * 1
 
 
-@instead_of(aten.embedding_renorm.default)
+@in_parts(aten.embedding_renorm.default)
 def _renormed(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """An embedding whose rows are scaled down where they are looked up and too long."""
     places = indices.reshape(-1)
@@ -214,14 +187,14 @@ for _name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "
     _many, _one = getattr(aten, f"_foreach_{_name}"), getattr(aten, _name)
     for _overload in ("default", "Scalar", "List", "Tensor", "ScalarList"):
         if _overload in _many.overloads():
-            instead_of(getattr(_many, _overload))(_of_each(_one))
+            in_parts(getattr(_many, _overload))(_of_each(_one))
 
-with_its_gradient(aten.logcumsumexp.default, _log_cumulative_sum)
-with_its_gradient(aten.prod.default, _product)
-with_its_gradient(aten.prod.dim_int, _product)
-with_its_gradient(aten.cumprod.default, _cumulative_product)
+in_parts(aten.logcumsumexp.default, above_autograd=True)(_log_cumulative_sum)
+in_parts(aten.prod.default, above_autograd=True)(_product)
+in_parts(aten.prod.dim_int, above_autograd=True)(_product)
+in_parts(aten.cumprod.default, above_autograd=True)(_cumulative_product)
 for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
-    with_its_gradient(_op, _replication_pad)
-with_its_gradient(aten._cdist_forward.default, _distances)
-with_its_gradient(aten._pdist_forward.default, _distances_of_pairs)
-with_its_gradient(aten.grid_sampler_2d.default, decomposition_of(aten.grid_sampler_2d.default))
+    in_parts(_op, above_autograd=True)(_replication_pad)
+in_parts(aten._cdist_forward.default, above_autograd=True)(_distances)
+in_parts(aten._pdist_forward.default, above_autograd=True)(_distances_of_pairs)
+in_parts(aten.grid_sampler_2d.default, above_autograd=True)(decomposition_of(aten.grid_sampler_2d.default))

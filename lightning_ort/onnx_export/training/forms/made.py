@@ -8,8 +8,9 @@ from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of
+from lightning_ort.compiler.executors.ort.conversion.registry import form
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
-from lightning_ort.onnx_export.training.graph import PortableGraph, form
+from lightning_ort.onnx_export.training.graph import PortableGraph
 
 aten = torch.ops.aten
 

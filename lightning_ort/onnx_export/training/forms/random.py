@@ -15,7 +15,8 @@ from typing_extensions import override
 from lightning_ort.compat.torch import OpOverload, TorchDispatchMode
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of
-from lightning_ort.onnx_export.training.graph import PortableGraph, form
+from lightning_ort.compiler.executors.ort.conversion.registry import form
+from lightning_ort.onnx_export.training.graph import PortableGraph
 
 aten = torch.ops.aten
 

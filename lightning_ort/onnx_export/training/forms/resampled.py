@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_ort.compat.torch import OpOverload, without_tracing
-from lightning_ort.onnx_export.training.forms.decomposed import each, instead_of, with_its_gradient
+from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
+from lightning_ort.onnx_export.training.forms.decomposed import each
 
 aten = torch.ops.aten
 Rows = list[dict[int, float]]  # of a matrix: the weight of each input in each result
@@ -64,7 +65,7 @@ def _pool_matrices(sizes: Sequence[int], outs: Sequence[int], args: tuple[Any, .
     ]
 
 
-@instead_of(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+@in_parts(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def avg_pool_backward(
     grad: Tensor,
     x: Tensor,
@@ -86,7 +87,7 @@ def avg_pool_backward(
     return result if divisor_override is None else result / divisor_override
 
 
-@instead_of(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+@in_parts(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
 def avg_pool(
     x: Tensor,
     kernel_size: Sequence[int],
@@ -117,7 +118,7 @@ def _adaptive(size: int, out: int) -> Rows:
     return rows
 
 
-@instead_of(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+@in_parts(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     """Adaptive average pooling; where its windows are alike, it is left to its converter."""
     spatial = len(output_size)
@@ -127,7 +128,7 @@ def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     return _mapped(x, [_adaptive(*pair) for pair in zip(sizes, output_size, strict=True)], sizes)
 
 
-@instead_of(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+@in_parts(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool_backward(grad: Tensor, x: Tensor) -> Tensor:
     """Its gradient."""
     spatial = x.dim() - 2
@@ -148,7 +149,7 @@ def _to_one_place(x: Tensor, output_size: Sequence[int]) -> Tensor:
 
 
 for _op in (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default):
-    with_its_gradient(_op, _to_one_place)
+    in_parts(_op, above_autograd=True)(_to_one_place)
 
 
 def _adaptive_max_pool(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,7 @@ def _adaptive_max_pool(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, T
 
 
 for _op in (aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default):
-    with_its_gradient(_op, _adaptive_max_pool)
+    in_parts(_op, above_autograd=True)(_adaptive_max_pool)
 
 
 # interpolation
@@ -267,4 +268,4 @@ _INTERPOLATIONS: dict[OpOverload, Callable[..., Any]] = {
 
 
 for _op, _function in _INTERPOLATIONS.items():
-    with_its_gradient(_op, _function)
+    in_parts(_op, above_autograd=True)(_function)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ort.onnx_export.training.forms.decomposed import with_its_gradient
+from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
 
 aten = torch.ops.aten
 _NEVER = -1e30  # the logarithm of a chance that there is not: infinities have no gradients
@@ -62,8 +62,8 @@ def _nll(scores: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank
     return torch.where(found > _NEVER / 2, loss, torch.inf)
 
 
-with_its_gradient(aten.ctc_loss.Tensor, ctc_loss)
-with_its_gradient(aten.ctc_loss.IntList, ctc_loss)
+in_parts(aten.ctc_loss.Tensor, above_autograd=True)(ctc_loss)
+in_parts(aten.ctc_loss.IntList, above_autograd=True)(ctc_loss)
 
 
 # packed sequences: their data are padded ones, times first; ``batch_sizes`` says how many rows go on at each time
@@ -90,8 +90,8 @@ def going_on(data: Tensor, batch_sizes: Tensor) -> Tensor:
     return torch.arange(data.shape[1], device=data.device).unsqueeze(0) < batch_sizes.to(data.device).unsqueeze(1)
 
 
-with_its_gradient(aten._pack_padded_sequence.default, _pack)
-with_its_gradient(aten._pad_packed_sequence.default, _pad)
+in_parts(aten._pack_padded_sequence.default, above_autograd=True)(_pack)
+in_parts(aten._pad_packed_sequence.default, above_autograd=True)(_pad)
 
 
 def recur(module: nn.RNNBase, packed: Any, hidden: Any = None) -> Any:

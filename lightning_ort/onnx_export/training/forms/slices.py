@@ -9,7 +9,8 @@ from lightning_ort.compiler.executors.ort.conversion import slices
 from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
-from lightning_ort.onnx_export.training.graph import PortableGraph, form
+from lightning_ort.compiler.executors.ort.conversion.registry import form
+from lightning_ort.onnx_export.training.graph import PortableGraph
 
 aten = torch.ops.aten
 

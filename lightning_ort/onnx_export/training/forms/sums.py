@@ -17,9 +17,9 @@ from lightning_ort.compiler.executors.ort.conversion.checks import front, invers
 from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, rank_of, shape_of
-from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, form
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
-from lightning_ort.onnx_export.training.graph import PortableGraph, form
+from lightning_ort.onnx_export.training.graph import PortableGraph
 
 aten = torch.ops.aten
 

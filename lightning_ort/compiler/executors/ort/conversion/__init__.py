@@ -27,6 +27,8 @@ decomposes the forward op itself.
   :mod:`.pointwise` for a function of one tensor.
 - ``@converts(..., variants=("GeluGrad", EXPANDED))`` for an op that can be written as a kernel of the training builds,
   or expanded: ask ``ctx.variant(node)`` which. ``takes_empty=True`` where operands may have no elements.
+- A model for everywhere (``export --training``) has the same converters, as far as they write standard operators. Where
+  one does not, ``@form(...)`` beside it says how the op is written there, or ``@in_parts(...)`` what is traced instead.
 
 That is all for most ops: what has a converter is left whole while the step is traced, is looked for in the installed
 onnxruntime, and is timed. ``python -m tests.conversion.opinfo --ops NAME`` says if results are laid out in memory
@@ -35,7 +37,7 @@ otherwise than eager's; then the op belongs to ``LAYOUTS`` (:mod:`~lightning_ort
 The files
 ---------
 
-1. :mod:`registry`: which overload is converted by which function.
+1. :mod:`registry`: the table of operations, for runs and for models for everywhere, and which of several rows holds.
 2. :mod:`metadata`; :mod:`checks`.
 3. :mod:`graph`: the ONNX graph under construction, and its values; :mod:`cuda_kernels`: what has no kernel on a GPU.
 4. :mod:`elementary`; :mod:`choice`: choice by a condition, and what takes less time where that is exact.

@@ -1,4 +1,13 @@
-"""Which ATen overload is converted by which function; the docstring of this package says what one needs."""
+"""The table of operations: what stands for each ATen overload, in runs and in exports.
+
+The docstring of this package says what a function needs that converts one. Which of several holds is the order of
+
+- a run: its converter (:func:`converts`); torch's decomposition; the operation stays in PyTorch
+- a model for everywhere, which has no PyTorch at hand: what is traced in its place, with the gradient of that
+  (:func:`in_parts` above autograd) or without; its form (:func:`form`); its converter; torch's decomposition; an error
+
+An operation that one function writes with standard operators needs a converter alone, and is exported by it.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,6 +19,9 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 Converter = Callable[..., Any]
 
 CONVERTERS: dict[OpOverload, Converter] = {}
+FORMS: dict[OpOverload, Converter] = {}
+PARTS: dict[OpOverload, Callable[..., Any]] = {}
+PARTS_ABOVE_AUTOGRAD: dict[OpOverload, Callable[..., Any]] = {}
 VARIANTS: dict[OpOverload, tuple[str, ...]] = {}
 TAKES_EMPTY: set[OpOverload] = set()
 
@@ -58,6 +70,37 @@ def converts(
             if takes_empty:
                 TAKES_EMPTY.add(overload)
         return converter
+
+    return register
+
+
+def form(*overloads: OpOverload) -> Callable[[Converter], Converter]:
+    """Register how ops are written in a model for everywhere, where a converter does it otherwise, or there is none."""
+
+    def register(converter: Converter) -> Converter:
+        for overload in overloads:
+            if overload in FORMS:
+                raise ValueError(f"form({overload}): already written by {FORMS[overload].__qualname__}")
+            FORMS[overload] = converter
+        return converter
+
+    return register
+
+
+def in_parts(
+    *overloads: OpOverload, above_autograd: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what is traced in place of ops of a model for everywhere; ``NotImplemented`` leaves one whole.
+
+    Args:
+        *overloads: The ops.
+        above_autograd: Whether their gradient is that of the function's parts.
+
+    """
+
+    def register(function: Converter) -> Converter:
+        (PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS).update(dict.fromkeys(overloads, function))
+        return function
 
     return register
 

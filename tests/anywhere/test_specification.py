@@ -1,0 +1,76 @@
+"""The runners, and the folders that are written, have what the specification says."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ort import export_training
+from lightning_ort.onnx_export.training import runner
+from lightning_ort.onnx_export.training import specification as spec
+from tests.anywhere.test_training_export import Small, small_batch
+
+JAVASCRIPT = (Path(runner.__file__).parent / "runner.mjs").read_text(encoding="utf-8")
+
+
+def constant(name: str) -> Any:
+    """A constant of the runner in JavaScript, as Python has it; of an object its keys and words."""
+    (text,) = re.findall(rf"^const {name} = (.*?);$", JAVASCRIPT, re.MULTILINE | re.DOTALL)
+    if text.startswith("{"):
+        return dict(re.findall(r"(\w+): '?(\w+)", text))
+    return json.loads(text.replace("'", '"'))
+
+
+def test_the_runner_in_python() -> None:
+    assert spec.FORMAT == runner.FORMAT
+    assert runner._KEYS == spec.KEYS
+    assert {name: kind.code for name, kind in spec.DTYPES.items()} == runner.DTYPES
+
+
+def test_the_runner_in_javascript() -> None:
+    assert constant("FORMAT") == spec.FORMAT
+    assert tuple(constant("KEYS")) == spec.KEYS
+    codes = {name: kind.code for name, kind in spec.DTYPES.items() if kind.javascript}
+    assert constant("CODES") == codes
+    assert constant("ARRAYS").keys() == codes.keys()
+
+
+@pytest.mark.parametrize("words", [spec.INPUT_ROLES, spec.OUTPUT_ROLES, spec.SETTINGS, spec.RANDOM])
+def test_both_runners_know_each_word(words: Any) -> None:
+    python = Path(runner.__file__).read_text(encoding="utf-8")
+    usual = {"setting", "field", "normal", "loss", "logged", "result", *spec.STATE_ROLES}  # what is left over, or both
+    for text in (python, JAVASCRIPT):
+        assert {word for word in words if not re.search(rf"['\"]{word}['\"]", text)} <= usual
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = tmp_path / "exported"
+    export_training(Small(), small_batch(), folder, accumulate=2)
+    about = json.loads((folder / spec.ABOUT).read_text(encoding="utf-8"))
+    models: Mapping[str, Any] = about["models"]
+    assert about["format"] == spec.FORMAT
+    assert {*spec.KEYS, *spec.MORE_KEYS} <= about.keys()
+    assert "training" in models
+    assert set(models) <= set(spec.MODELS)
+    written = {each.name for each in folder.iterdir()}
+    assert written == {spec.ABOUT, spec.STATE, *spec.RUNNERS.values(), *(f"{name}.onnx" for name in models)}
+    for model in models.values():
+        assert set(model) == set(spec.MODEL_KEYS)
+        for ports, roles in ((model["inputs"], spec.INPUT_ROLES), (model["outputs"], spec.OUTPUT_ROLES)):
+            assert all(set(port) == set(spec.PORT_KEYS) for port in ports)
+            assert {port["role"] for port in ports} <= set(roles)
+            assert {port["dtype"] for port in ports} <= spec.DTYPES.keys()
+    settings = {port["name"]: port["dtype"] for port in models["training"]["inputs"] if port["role"] == "setting"}
+    assert settings == spec.SETTINGS
+    assert {each["role"] for each in about["state"]} <= set(spec.STATE_ROLES)
+    values, counts = runner.read_state(folder / spec.STATE)
+    assert {name: np.dtype(value.dtype).name for name, value in values.items()} == {
+        each["name"]: each["dtype"] for each in about["state"]
+    }
+    assert set(counts) == {"step", "pending"}
