@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -18,6 +18,7 @@ from lightning_ort._arguments import check_choice, check_integer
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import deepspeed as compat
 from lightning_ort.compat.lightning import deepspeed_dtype, has_training_data
+from lightning_ort.compat.lightning_deepspeed import DeepSpeedNames
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.strategies.deepspeed import config as settings
 from lightning_ort.strategies.deepspeed.states import PARAMETER_NAMES, DeepSpeedStates, check_optimizer, read_directory
@@ -27,12 +28,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
 
     from lightning_ort.compiler.report import CompileReport
     from lightning_ort.optim.swap import OptimizerSwap
-else:
-    _DeepSpeedStrategy = object
 
 # earlier versions count accumulated gradients themselves
 _DEEPSPEED = RequirementCache("deepspeed>=0.19")
@@ -40,7 +38,7 @@ _DEEPSPEED = RequirementCache("deepspeed>=0.19")
 CheckpointForm = Literal["file", "directory"]
 
 
-class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
+class DeepSpeedZeRO1Mixin(DeepSpeedNames):
     """Removes limits of Lightning's ``DeepSpeedStrategy`` that do not apply to ZeRO stage 1.
 
     It runs on CPUs, saves and loads plain checkpoints, keeps the hooks of the module in evaluation, and divides the
@@ -122,7 +120,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                 **kwargs,
             )
         self._process_settings = ExitStack()
-        self._start_method = start_method
+        self.start_processes_by(start_method)
         self._checkpoint_form = checkpoint
         self._states: DeepSpeedStates | None = None  # of a fit
         self._starts = False  # no batch since the start of training
@@ -159,8 +157,8 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         import deepspeed
 
         self._ddp.setup_distributed()
-        self._set_node_environment_variables()
-        deepspeed.init_distributed(self._process_group_backend, verbose=False, dist_init_required=False)
+        self.tell_node()
+        deepspeed.init_distributed(self.process_group_backend, verbose=False, dist_init_required=False)
 
     # DeepSpeed's configuration and the Trainer's arguments
 
@@ -177,10 +175,10 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                 f"DeepSpeed scales losses and clips gradients itself, and only works with the precision plugin"
                 f" DeepSpeedPrecision; got {type(plugin).__name__}. Use Trainer(precision='bf16-mixed')."
             )
-        self._precision_plugin = plugin
+        self.take_precision(plugin)
 
     @override
-    def _format_config(self) -> None:
+    def check_configuration(self) -> None:
         if reason := settings.precision_conflict(self.config, self.precision_plugin.precision):
             raise self.namespace.misconfiguration(reason)
         if self.precision_plugin.precision.startswith("16") and self.root_device.type == "cpu":
@@ -188,29 +186,21 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
                 "DeepSpeed does not support float16 on CPUs, but the Trainer has precision="
                 f"{self.precision_plugin.precision!r}. Use 'bf16-mixed'."
             )
-        super()._format_config()
 
     @override
-    def _format_batch_size_and_grad_accum_config(self) -> None:
+    def complete_batch_sizes(self, complete: Callable[[], None]) -> None:
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
-        batch_size = self._auto_select_batch_size() if has_training_data(trainer) else None
+        batch_size = self.batch_size if has_training_data(trainer) else None
         if reason := settings.trainer_conflict(self.config, trainer, batch_size, self.world_size):
             raise self.namespace.misconfiguration(reason)
         for key in ("gradient_accumulation_steps", "train_batch_size"):  # the same as the Trainer's
             self.config.pop(key, None)
-        super()._format_batch_size_and_grad_accum_config()
+        complete()
         # Lightning asks for a step when it is due, and has divided the loss by the number of batches
         self.config["gradient_accumulation_steps"] = 1
         self.config["managed_gradient_accumulation"] = False
-
-    @override
-    def _auto_select_batch_size(self) -> int:
-        try:
-            return super()._auto_select_batch_size()
-        except AttributeError:  # a loader without a batch sampler
-            return 1
 
     # optimizers
 
@@ -232,15 +222,15 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
             )
 
     @override
-    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+    def optimizer_and_scheduler(self) -> tuple[Optimizer, Any]:
         check_optimizer(self.optimizers[0])
         return self.optimizers[0], next(iter(self.lr_scheduler_configs), None)
 
     @override
-    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+    def start_training(self, start: Callable[[nn.Module], None], model: nn.Module) -> None:
         groups = [list(group["params"]) for group in self.optimizers[0].param_groups] if self.optimizers else None
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
-        super()._initialize_deepspeed_train(model)
+        start(model)
         self._states = DeepSpeedStates(self.optimizers[0], groups)
         where = ", on the CPU" if settings.offloads(self.config) else ""
         note = f"states split over {self.world_size} processes by DeepSpeed{where}"
@@ -263,7 +253,7 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self._starts = False
 
     @override
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+    def start_inference(self, model: nn.Module) -> None:
         # no engine: it would remove the user's hooks from the module, and without gradients there is nothing to split
         if self.precision_plugin.precision.startswith(("bf16", "16")):
             model.to(deepspeed_dtype(self.precision_plugin))
@@ -334,4 +324,4 @@ class DeepSpeedZeRO1Mixin(_DeepSpeedStrategy):
         self._process_settings.close()
         # The states stay, for `trainer.save_checkpoint` after the fit. The configuration is reset, because the next
         # Trainer may have other arguments.
-        self.config, self._config_initialized = copy.deepcopy(self._given_config), False
+        self.reset_configuration(copy.deepcopy(self._given_config))
