@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from lightning_ort.compat.lightning_sources import FUNCTIONS, digest
+from lightning_ort.compat.lightning_sources import KNOWN, digest, place_of
 
 PACKAGES = {"lightning": "lightning/pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -18,18 +18,15 @@ def digests_of(wheel: Path) -> dict[str, str]:
     folder = PACKAGES[wheel.name.partition("-")[0]]
     found = {}
     with zipfile.ZipFile(wheel) as archive:
-        for module, classes in FUNCTIONS.items():
+        for name in KNOWN:
+            module, owner, function = place_of(name)
             text = archive.read(f"{folder}/{module.replace('.', '/')}.py").decode()
             lines, tree = text.splitlines(keepends=True), ast.parse(text)
             owners = {"": tree, **{node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}}
-            for owner, names in classes.items():
-                for node in owners[owner].body:
-                    if isinstance(node, ast.FunctionDef) and node.name in names.split():
-                        name = ".".join(part for part in (module, owner, node.name) if part)
-                        if name in found:
-                            continue  # the setter of a property
-                        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                        found[name] = digest(lines, first, folder.replace("/", "."))
+            # the first one: another is the setter of a property
+            node = next(x for x in owners[owner].body if isinstance(x, ast.FunctionDef) and x.name == function)
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found[name] = digest(lines, first, folder.replace("/", "."))
     return found
 
 
