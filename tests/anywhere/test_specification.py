@@ -51,11 +51,11 @@ def test_both_runners_know_each_word(words: Any) -> None:
 def test_a_folder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     folder = tmp_path / "exported"
-    export_training(Small(), small_batch(), folder, accumulate=2)
+    export_training(Small(), small_batch(), folder, accumulate_grad_batches=2)
     about = json.loads((folder / spec.ABOUT).read_text(encoding="utf-8"))
     models: Mapping[str, Any] = about["models"]
     assert about["format"] == spec.FORMAT
-    assert {*spec.KEYS, *spec.MORE_KEYS} <= about.keys()
+    assert {*spec.KEYS, *spec.MORE_KEYS} == about.keys()
     assert "training" in models
     assert set(models) <= set(spec.MODELS)
     written = {each.name for each in folder.iterdir()}
@@ -67,10 +67,10 @@ def test_a_folder(tmp_path: Path) -> None:
             assert {port["role"] for port in ports} <= set(roles)
             assert {port["dtype"] for port in ports} <= spec.DTYPES.keys()
     settings = {port["name"]: port["dtype"] for port in models["training"]["inputs"] if port["role"] == "setting"}
-    assert settings == spec.SETTINGS
+    assert settings.items() <= spec.SETTINGS.items()  # this optimizer does not ask for the number of steps
     assert {each["role"] for each in about["state"]} <= set(spec.STATE_ROLES)
     values, counts = runner.read_state(folder / spec.STATE)
     assert {name: np.dtype(value.dtype).name for name, value in values.items()} == {
         each["name"]: each["dtype"] for each in about["state"]
     }
-    assert set(counts) == {"step", "pending"}
+    assert {"step", "pending"} <= counts.keys()

@@ -179,9 +179,9 @@ def a_number_of_numpy(compiled: Callable[..., Any]) -> Any:
 
 @case(dynamo_repairs._is_constant)
 def an_array_that_changes(compiled: Callable[..., Any]) -> Any:
-    array = np.array([1, 2])
-    change = lambda i: array.__setitem__(0, i)  # noqa: E731
-    return calls(compiled(lambda x, a: x * float(np.max(a))), [array] * 4, change)
+    array = np.array(1.0)
+    change = lambda i: array.__setitem__((), float(i))  # noqa: E731
+    return calls(compiled(lambda x, a: x * math.sqrt(a)), [array] * 4, change)
 
 
 @case(dynamo_left_out._call_builtin)
@@ -217,7 +217,7 @@ def a_cache(compiled: Callable[..., Any]) -> Any:
 @case(dynamo_left_out._check)
 def a_check(compiled: Callable[..., Any]) -> Any:
     def step(x: Any, number: Any) -> Any:
-        torch._check(number.item() < 3, lambda: "too large")
+        torch._check_tensor_all(number < 3, lambda: "too large")
         return x
 
     return calls(compiled(step), [torch.tensor(1), torch.tensor(5)])

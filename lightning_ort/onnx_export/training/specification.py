@@ -18,7 +18,7 @@ RUNNERS = {"runner.py": "training.py", "runner.mjs": "training.mjs"}  # source -
 # what every training.json has, and a runner asks for
 KEYS = ("fields", "files", "models", "state", "optimizer", "accumulate", "threads", "needs")
 # what else is in it, for people
-MORE_KEYS = ("format", "clip", "versions")
+MORE_KEYS = ("format", "module", "frozen", "float16", "clip", "versions")
 MODEL_KEYS = ("file", "fields", "inputs", "outputs", "sizes", "conditions")
 # of an input or output of a model, and, without `key`, of a field and of the state
 PORT_KEYS = ("name", "role", "key", "dtype", "shape")
