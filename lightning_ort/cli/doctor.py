@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import metadata
@@ -60,6 +60,40 @@ class Finding:
         return f"{self.state:>6}  {self.what}: {self.text}" + (f"\n        -> {self.todo}" if self.todo else "")
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What findings are drawn from; everything else they find out themselves.
+
+    Args:
+        python: Its version.
+        gpu: The compute capability of the GPU; ``None`` if there is none.
+        tf32: Whether products in float32 use TF32.
+        flash_attention: Whether torch has it.
+        masks_as_torch: Whether large dropout masks are the same when a compiled function draws them.
+        no_mask_function: Why none can be compiled here; nothing if one can.
+
+    """
+
+    python: str
+    gpu: tuple[int, int] | None
+    tf32: bool
+    flash_attention: bool
+    masks_as_torch: bool
+    no_mask_function: str
+
+    @classmethod
+    def this(cls) -> "Machine":
+        """Return the facts of this machine."""
+        return cls(
+            platform.python_version(),
+            torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+            torch.backends.cuda.matmul.fp32_precision == "tf32",
+            torch.backends.cuda.is_flash_attention_available(),
+            matches_torch(),
+            mask_unsupported_reason(),
+        )
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`doctor` takes."""
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -67,7 +101,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def doctor(json: bool = False) -> None:
     """Check this machine and its packages; exits with status 1 if training on ONNX Runtime cannot work."""
-    findings = examine()
+    findings = examine(Machine.this())
     if json:
         say(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -76,19 +110,19 @@ def doctor(json: bool = False) -> None:
         sys.exit(1)
 
 
-def examine() -> list[Finding]:
+def examine(machine: Machine) -> list[Finding]:
     """Look at everything, in the order in which one thing needs the other."""
     findings: list[Finding] = []
     for look in (_system, _torch, _lightning, _onnxruntime, _packages, _compiler, _masks, _memory, _settings, _advice):
         try:
-            findings += look()
+            findings += look(machine)
         except Exception as error:  # a broken installation must not keep the rest from being looked at
             findings.append(Finding(look.__name__.strip("_"), "failed", f"{type(error).__name__}: {error}"))
     return findings
 
 
-def _system() -> Iterator[Finding]:
-    python = platform.python_version()
+def _system(machine: Machine) -> Iterator[Finding]:
+    python = machine.python
     text = f"{python} on {platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     allowed = metadata("lightning-ort")["Requires-Python"] if kernels.installed("lightning-ort") else ""
     if SpecifierSet(allowed).contains(python, prereleases=True):
@@ -98,13 +132,13 @@ def _system() -> Iterator[Finding]:
         yield Finding("Python", "failed", f"{text}; lightning-ort supports {allowed}", todo)
 
 
-def _torch() -> Iterator[Finding]:
+def _torch(machine: Machine) -> Iterator[Finding]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     vectors = torch.backends.cpu.get_cpu_capability()
     yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {vectors}, {device}")
 
 
-def _lightning() -> Iterator[Finding]:
+def _lightning(machine: Machine) -> Iterator[Finding]:
     found = {namespace.distribution: kernels.installed(namespace.distribution) for namespace in NAMESPACES}
     installed = {name: number for name, number in found.items() if number}
     if not installed:
@@ -122,15 +156,23 @@ def _lightning() -> Iterator[Finding]:
             yield Finding("Trainer's loop", "absent" if reason else "ok", text)
 
 
-def _onnxruntime() -> Iterator[Finding]:
+def _onnxruntime(machine: Machine) -> Iterator[Finding]:
     reason = kernels.unavailable()
     if reason is not None:
         yield Finding("onnxruntime", "failed", reason.text)
         return
     name = next(name for name in kernels.DISTRIBUTIONS if kernels.installed(name))
     yield Finding("onnxruntime", "ok", f"{name} {kernels.installed(name)}")
-    for provider in kernels.available_providers():
-        if provider == CUDA and (missing := cuda_provider_error()):
+    yield from _providers(name, kernels.available_providers())
+    yield _training_step()
+
+
+def _providers(
+    name: str, providers: Iterable[str], cuda_error: Callable[[], str | None] = cuda_provider_error
+) -> Iterator[Finding]:
+    """Look at the execution providers of a build; ``cuda_error`` says what the one for CUDA cannot load."""
+    for provider in providers:
+        if provider == CUDA and (missing := cuda_error()):
             text = f"this build contains it, but it does not load: {missing}"
             todo = "install the versions of CUDA and cuDNN that this build needs"
             if name == "onnxruntime-training":  # 1.19.2, the last one
@@ -146,7 +188,6 @@ def _onnxruntime() -> Iterator[Finding]:
                 else "standard kernels are used; onnxruntime-training-cpu (Python 3.12 or older) has gradient kernels"
             )
             yield Finding(provider, "ok", text, todo)
-    yield _training_step()
 
 
 def _training_step() -> Finding:
@@ -181,7 +222,7 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(machine: Machine) -> Iterator[Finding]:
     for name, (purpose, extra) in _OPTIONAL.items():
         todo = f"pip install 'lightning-ort[{extra}]'"
         if not (number := kernels.installed(name)):
@@ -196,7 +237,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "ok", number)
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler(machine: Machine) -> Iterator[Finding]:
     if (found := cpp_compiler()) is not None:
         yield Finding("C++ compiler", "ok", found)
     else:
@@ -204,17 +245,17 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("C++ compiler", "absent", text, "install g++")
 
 
-def _masks() -> Iterator[Finding]:
-    if not matches_torch():
+def _masks(machine: Machine) -> Iterator[Finding]:
+    if not machine.masks_as_torch:
         yield Finding("dropout masks", "ok", "PyTorch draws many numbers at a time on this processor")
-    elif reason := mask_unsupported_reason():
+    elif reason := machine.no_mask_function:
         todo = "install gcc" if "C compiler" in reason else ""
         yield Finding("dropout masks", "absent", f"PyTorch draws them: {reason}", todo)
     else:
         yield Finding("dropout masks", "ok", "large ones can be drawn by a compiled function")
 
 
-def _memory() -> Iterator[Finding]:
+def _memory(machine: Machine) -> Iterator[Finding]:
     reason = malloc_unsupported_reason()
     text = "freed memory can be kept for the next step" if reason is None else f"host_memory has no effect: {reason}"
     yield Finding("host memory", "ok" if reason is None else "absent", text)
@@ -232,7 +273,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding("cache", "absent", f"{folder} is not writable ({error.strerror})", todo)
 
 
-def _settings() -> Iterator[Finding]:
+def _settings(machine: Machine) -> Iterator[Finding]:
     try:
         for text in read_environment().describe():
             yield Finding("settings", "ok", f"{text}, where a strategy is not given it")
@@ -240,14 +281,13 @@ def _settings() -> Iterator[Finding]:
         yield Finding("settings", "failed", str(error), "correct the environment variable, or unset it")
 
 
-def _advice() -> Iterator[Finding]:
-    if torch.cuda.is_available():
-        major, _ = torch.cuda.get_device_capability()
-        if major >= 8:
+def _advice(machine: Machine) -> Iterator[Finding]:
+    if machine.gpu is not None:
+        if machine.gpu[0] >= 8:
             yield Finding("bfloat16", "advice", "this GPU supports it", 'Trainer(precision="bf16-mixed")')
-            if torch.backends.cuda.matmul.fp32_precision != "tf32":
+            if not machine.tf32:
                 yield Finding("TF32", "advice", "off", 'Trainer(plugins=[ORTMatmulPrecision("high")]) for float32 runs')
-        if not torch.backends.cuda.is_flash_attention_available():
+        if not machine.flash_attention:
             yield Finding("flash attention", "advice", "not in this build of torch", "install a build that has it")
         text = "widths and vocabularies that are multiples of 64 use the tensor cores fully"
         yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
@@ -259,7 +299,7 @@ def _advice() -> Iterator[Finding]:
     elif cpu_has_fast_bfloat16():
         todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
         yield Finding("bfloat16", "advice", "this CPU multiplies bfloat16 matrices faster than float32", todo)
-    if "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cuda.is_available():
+    if "AVX512" in torch.backends.cpu.get_cpu_capability() and machine.gpu is None:
         yield Finding("sizes", "advice", "layer widths that are multiples of 16 use the CPU's vectors fully")
     if (os.cpu_count() or 1) > 2:
         yield Finding(

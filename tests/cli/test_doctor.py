@@ -1,20 +1,21 @@
 """``lightning-ort doctor``: the right diagnosis where the environment is broken. Only the environment is faked."""
 
+import dataclasses
 import importlib.metadata
 import json
-import platform
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import lightning_ort.cli.doctor as doctor_command  # before anything is faked
 from lightning_ort.cli import main
+from lightning_ort.cli.doctor import Finding, Machine, examine
 from lightning_ort.compiler.executors.ort import kernels
 
+THIS = Machine.this()
 Faked = Callable[[dict[str, str | None]], None]
 
 
@@ -88,15 +89,18 @@ def test_onnxruntime_whose_files_went_with_another(monkeypatch: pytest.MonkeyPat
     assert "--force-reinstall" in found["onnxruntime"]["text"]
 
 
+def findings(**machine: Any) -> dict[str, Finding]:
+    """What is found on this machine, if some facts were others."""
+    return {finding.what: finding for finding in examine(dataclasses.replace(THIS, **machine))}
+
+
 @pytest.mark.parametrize("number", ["3.9.25", "3.14.1"])
-def test_wrong_python(monkeypatch: pytest.MonkeyPatch, capsys: Any, number: str) -> None:
+def test_wrong_python(number: str) -> None:
     allowed = importlib.metadata.metadata("lightning-ort")["Requires-Python"]
-    monkeypatch.setattr(platform, "python_version", lambda: number)
-    found, status = run(monkeypatch, capsys)
-    assert status == 1
-    assert found["Python"]["state"] == "failed"
-    assert number in found["Python"]["text"]
-    assert found["Python"]["text"].endswith(f"lightning-ort supports {allowed}")
+    found = findings(python=number)["Python"]
+    assert found.state == "failed"
+    assert number in found.text
+    assert found.text.endswith(f"lightning-ort supports {allowed}")
 
 
 @pytest.mark.parametrize("number", ["2.6.2", "2.6.3"])
@@ -115,19 +119,17 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any
     assert status == 0
     assert found["C++ compiler"]["state"] == "absent"
     assert "inductor" in found["C++ compiler"]["text"]
-    if doctor_command.matches_torch() and sys.platform == "linux":
+    if THIS.masks_as_torch and sys.platform == "linux":
         assert found["dropout masks"]["state"] == "absent"
         assert "no C compiler: cc is not on the PATH" in found["dropout masks"]["text"]
         assert found["dropout masks"]["todo"] == "install gcc"
 
 
 @pytest.mark.parametrize(("matches", "text"), [(False, "many numbers at a time"), (True, "by a compiled function")])
-def test_dropout_masks(monkeypatch: pytest.MonkeyPatch, capsys: Any, matches: bool, text: str) -> None:
-    monkeypatch.setattr(doctor_command, "matches_torch", lambda: matches)
-    monkeypatch.setattr(doctor_command, "mask_unsupported_reason", lambda: "")
-    found, _ = run(monkeypatch, capsys)
-    assert found["dropout masks"]["state"] == "ok"
-    assert text in found["dropout masks"]["text"]
+def test_dropout_masks(matches: bool, text: str) -> None:
+    found = findings(masks_as_torch=matches, no_mask_function="")["dropout masks"]
+    assert found.state == "ok"
+    assert text in found.text
 
 
 def test_no_deepspeed_and_a_broken_bitsandbytes(
@@ -159,50 +161,34 @@ def test_onnxruntime_that_cannot_train(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert found["training step"]["state"] == "failed"
 
 
-class TestOnAGpu:
-    """What it says of a GPU, told by stand-ins: nothing here needs one."""
+def test_advice_on_a_gpu() -> None:
+    found = findings(gpu=(9, 0), tf32=False, flash_attention=False)
+    advice = {what: finding for what, finding in found.items() if finding.state == "advice"}
+    expected = {"bfloat16", "TF32", "flash attention", "sizes", "layout", "data", "launches", "optimizer"}
+    assert advice.keys() >= expected
+    assert "multiples of 64" in advice["sizes"].text
+    assert "channels_last" in advice["layout"].todo
+    assert "reduce-overhead" in advice["launches"].text
 
-    @pytest.fixture(autouse=True)
-    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="ieee"))
 
-    def test_advice(self) -> None:
-        found = {finding.what: finding for finding in doctor_command._advice()}
-        assert {finding.state for finding in found.values()} == {"advice"}
-        expected = {"bfloat16", "TF32", "flash attention", "sizes", "layout", "data", "launches", "optimizer"}
-        assert found.keys() >= expected
-        assert "multiples of 64" in found["sizes"].text
-        assert "channels_last" in found["layout"].todo
-        assert "reduce-overhead" in found["launches"].text
+def test_no_advice_that_is_followed() -> None:
+    found = findings(gpu=(7, 5), tf32=True, flash_attention=True)
+    assert not {"bfloat16", "TF32", "flash attention"} & found.keys()
 
-    def test_no_advice_that_is_followed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-        assert not {"bfloat16", "TF32", "flash attention"} & {finding.what for finding in doctor_command._advice()}
 
-    def test_the_training_build_wants_libraries_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        installed = {"onnxruntime-training": "1.19.2"}
-        monkeypatch.setattr(kernels, "unavailable", lambda: None)
-        monkeypatch.setattr(kernels, "installed", installed.get)
-        monkeypatch.setattr(
-            kernels, "available_providers", lambda: ["CUDAExecutionProvider", "PlugInExecutionProvider"]
-        )
-        monkeypatch.setattr(
-            doctor_command, "cuda_provider_error", lambda: "libcudnn.so.8: cannot open shared object file"
-        )
-        monkeypatch.setattr(doctor_command, "_training_step", lambda: doctor_command.Finding("training step", "ok", ""))
-        (finding,) = (finding for finding in doctor_command._onnxruntime() if finding.what == "CUDAExecutionProvider")
-        assert "CUDA 11.8" in finding.todo
-        assert "lightning-ort[gpu]" in finding.todo
+def test_the_training_build_wants_libraries_of_its_own() -> None:
+    error = "libcudnn.so.8: cannot open shared object file"
+    providers = ["CUDAExecutionProvider", "PlugInExecutionProvider"]
+    (finding,) = doctor_command._providers("onnxruntime-training", providers, lambda: error)
+    assert (finding.what, finding.state) == ("CUDAExecutionProvider", "absent")
+    assert error in finding.text
+    assert "CUDA 11.8" in finding.todo
+    assert "lightning-ort[gpu]" in finding.todo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_cache_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_ORT_CACHE_DIR", "/proc/nope")  # in which root may write, as far as its mode tells
-    (cache,) = [finding for finding in doctor_command._memory() if finding.what == "cache"]
+    (cache,) = [finding for finding in doctor_command._memory(THIS) if finding.what == "cache"]
     assert cache.state == "absent"
     assert "LIGHTNING_ORT_CACHE_DIR" in cache.todo
