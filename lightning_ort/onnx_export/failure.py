@@ -17,6 +17,7 @@ from lightning_ort.compat.torch import guards_of
 _FOREIGN = sys.stdlib_module_names | {
     *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
 }
+_BRANCH = "GuardOnDataDependentSymNode"
 _ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
@@ -28,10 +29,11 @@ def explain(error: BaseException) -> str:
     """Return what an exception of ``torch.onnx.export`` is about: the op or construct, the user's line, and advice."""
     chain = list(_chain(error))
     first, _, rest = str(chain[-1]).strip().partition("\n")
-    summary = f"{type(chain[-1]).__name__}: {first}"
+    is_internal = isinstance(chain[-1], NotImplementedError) or type(chain[-1]).__name__ == _BRANCH
+    summary = first if first and is_internal else f"{type(chain[-1]).__name__}: {first}"
     if first.endswith(":"):
         summary += f" {rest.strip().partition(chr(10))[0]}"
-    if type(chain[-1]).__name__ == "GuardOnDataDependentSymNode":
+    if type(chain[-1]).__name__ == _BRANCH:
         advice = "a branch or size depends on the values of tensors, which torch.where or torch.cond can express"
         summary = f"{advice} ({summary})"
     line = None
