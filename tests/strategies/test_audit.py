@@ -192,6 +192,17 @@ def test_a_fault_is_found_and_the_step_goes_back_to_pytorch(
     assert len([text for text in warnings if "training_step" in text]) == 1
 
 
+def test_a_fault_is_found_where_exact_operations_cannot_be_waited_for(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(step_audit, "InDouble", fails)
+    report = fit(make_trainer, Differs(), max_epochs=1, limit_val_batches=0)
+    assert [(entry.where, entry.reason.type) for entry in report.fallbacks] == [("training_step", ReasonType.MISMATCH)]
+
+
 class Usual(Small):
     """What steps do: dropout, recurrent layers, convolutions, statistics, counters, clocks, lists, several threads."""
 
@@ -682,9 +693,12 @@ def test_what_eager_does_not_repeat_is_asked_no_further() -> None:
 
 
 def test_a_difference_is_one_if_eager_repeats_itself_and_roundings_do_not_matter() -> None:
-    found = unexplained(numbers(x=1.1), Scripted(*[numbers(x=1.0)] * 2, *[numbers(x=1.0001)] * 2), 1e-3)
-    assert found is not None
-    assert found.relative == {"x": pytest.approx(0.1 / 1.1)}
+    for exact in (numbers(x=1.0001), None):  # which takes long
+        copy = Scripted(*[numbers(x=1.0)] * 2, *[numbers(x=1.0001)] * 2, exact)
+        found = unexplained(numbers(x=1.1), copy, 1e-3)
+        assert found is not None
+        assert found.relative == {"x": pytest.approx(0.1 / 1.1)}
+        assert copy.commands == [0, 0, 1, 2, 3]
     found = unexplained(numbers(x="one"), Scripted(*[numbers(x="another")] * 4), 1e-3)
     assert found is not None
     assert found.other.keys() == {"x"}
@@ -692,8 +706,8 @@ def test_a_difference_is_one_if_eager_repeats_itself_and_roundings_do_not_matter
 
 @pytest.mark.parametrize(
     "answers",
-    [(1.0, 1.3, 1.0, 1.0), (1.0, 1.0, 1.05, 1.0001), (1.0, 1.0, 1.0, "text")],
-    ids=["eager varies", "roundings make as much", "roundings change what it is"],
+    [(1.0, 1.3, 1.0, 1.0), (1.0, 1.0, 1.05, 1.0001), (1.0, 1.0, 1.0, "text"), (1.0, 1.0, 1.0, 1.0, 1.05)],
+    ids=["eager varies", "roundings make as much", "roundings change what it is", "exact operations differ as much"],
 )
 def test_a_difference_may_have_another_reason(answers: Any) -> None:
     found = unexplained(numbers(x=1.1), Scripted(*[numbers(x=value) for value in answers]), 1e-3)

@@ -46,10 +46,10 @@ MAX_SHOWN = 3  # differences in a message
 MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
 FEW = 10  # captured steps of a run, of which too few audits are nothing to tell
 
-_PLAIN, _ROUNDED = 0, (1, 2)  # commands: the step as it is; with other roundings
-_EXACT = (
-    2  # the one of them whose operations are exact: a loss near 0 may be the rounding of what it is a difference of
-)
+# commands: the step as it is; with other roundings; with those and exact operations, since a loss near 0 may be the
+# rounding of what it is a difference of
+_PLAIN, _ROUNDED, _EXACT = 0, (1, 2), 3
+_EXACT_PATIENCE = 6.0  # times the limit of all others: a convolution in float64 takes up to 20 times as long
 # relative differences that no audit looks into, and which need no second audit
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 _LARGE = 0.1
@@ -62,9 +62,11 @@ def unexplained(
 ) -> Findings | None:
     """Return in what a captured step differs from eager; ``None`` if that cannot be told.
 
+    Exact operations take much longer than others: without an answer, what they might explain counts.
+
     Args:
         own: What the captured step computed.
-        copy: Returns what eager computes: as it is for 0, with other roundings for 1 and 2.
+        copy: Returns what eager computes: as it is for 0, with other roundings for 1 and 2, exactly for 3.
         tolerance: Relative differences up to this are none.
 
     """
@@ -79,22 +81,25 @@ def unexplained(
     unsteady = differences(again, eager, 0.0).names  # clocks, and what is random beyond torch's generators
     if found.names <= unsteady:
         return Findings()
-    explained = Findings()
-    for command in _ROUNDED:
+    explained, left = Findings(), found
+    for command in (*_ROUNDED, _EXACT):
+        if command == _EXACT and not left.relative:
+            break
         if (rounded := copy(command)) is None:
-            return None
+            return left if command == _EXACT else None
         change = differences(rounded, eager, 0.0)
         unsteady |= change.other.keys()
         for name, relative in change.relative.items():
             explained.relative[name] = max(relative, explained.relative.get(name, 0.0))
-    return Findings(
-        {
-            name: relative
-            for name, relative in found.relative.items()
-            if name not in unsteady and relative > _ROUNDINGS * explained.relative.get(name, 0.0)
-        },
-        {name: text for name, text in found.other.items() if name not in unsteady},
-    )
+        left = Findings(
+            {
+                name: relative
+                for name, relative in found.relative.items()
+                if name not in unsteady and relative > _ROUNDINGS * explained.relative.get(name, 0.0)
+            },
+            {name: text for name, text in found.other.items() if name not in unsteady},
+        )
+    return left
 
 
 def may_copy_process(device: torch.device) -> bool:
@@ -331,13 +336,13 @@ class _Audit:
         self.seconds = 0.0  # all that the step took, but for compiling: beside its copy it is slower itself
         self.processor_seconds = 0.0  # of its copy
         self._begun = time.perf_counter()
-        self._limit = self._begun + seconds
+        self._limit, self._exact_limit = self._begun + seconds, _EXACT_PATIENCE * seconds
         self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module))
         self._own: dict[str, Value] = {}
         self._eager: Mapping[str, Value] = {}
 
         def compute(command: int) -> dict[str, Value]:
-            if command in _ROUNDED:
+            if command != _PLAIN:
                 _round(module, (args, kwargs), command)
             exact = InDouble() if command == _EXACT else nullcontext()
             with torch.compiler.set_stance("force_eager"), without_collectives(), exact:
@@ -348,7 +353,8 @@ class _Audit:
         self._step_begun = time.perf_counter()
 
     def _ask(self, command: int) -> None:
-        self._copy.ask(command, max(0.01, self._limit - time.perf_counter()))
+        left = self._exact_limit if command == _EXACT else self._limit - time.perf_counter()
+        self._copy.ask(command, max(0.01, left))
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
         """Run the step in eager, in the copy."""
