@@ -151,6 +151,34 @@ def test_the_step_is_compiled_before_it_runs(
     assert all(options.get("auto_chunker.enable", True) for options in graphs)
 
 
+@pytest.mark.parametrize("fails_in_run", [1, 3])
+def test_a_step_that_goes_back_to_pytorch_is_not_said_to_be_compiled(
+    fails_in_run: int, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 0
+
+    def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == fails_in_run:
+                raise NotImplementedError
+            return gm.forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    monkeypatch.setattr(inductor, "cpp_compiler", lambda: "/usr/bin/g++")
+    stock, ours = Small(), Small()
+    fit(stock, make_trainer, "auto")
+    report = fit(ours, make_trainer, ORTStrategy(config={"activation_memory_budget": 0.5}))
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert runs == fails_in_run
+    found = [note.reason.type for note in report.notes]
+    assert ReasonType.INDUCTOR_FAILED in found
+    assert ReasonType.INDUCTOR_WON not in found
+
+
 def test_what_cannot_compile_is_said(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then ONNX Runtime's graphs keep less."""
     monkeypatch.setattr(inductor, "cpp_compiler", lambda: None)

@@ -43,9 +43,7 @@ class RaceView:
     def begin_run(self) -> None:
         """Begin a run of the Trainer: what was said of the last one about waiting is over."""
         self._counted, self._excluded = (0.0, 0.0, 0.0), False
-        report = self._module.backend.report
-        stale = [(self._name, kind) for kind in (ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)]
-        report.notes = [note for note in report.notes if (note.where, note.reason.type) not in stale]
+        self._take_back(ReasonType.NOT_COMPILED, ReasonType.NOT_TRIED)
         self._waits_no_more()
 
     def update(self, race: Race) -> None:
@@ -98,7 +96,7 @@ class RaceView:
             self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
             self._excluded = True
-            if ENGINES[event.way.engine].backend is not None:
+            if event.way == race.champion and ENGINES[event.way.engine].backend is not None:
                 self._note(ReasonType.INDUCTOR_WON, "memory is the aim, so nothing was timed", announced=True)
             self._print(f"{self._compiled_in(race, event.way)}: the settings exclude timing it", _DIM)
         elif event.what in ("wins", "loses"):
@@ -113,6 +111,8 @@ class RaceView:
                 self._module.backend.report.run.waiting = f"{self._name} used up its compile budget"
             self._keep(race.champion)
         elif event.what in ("fails", "refused"):
+            if ENGINES[race.champion.engine].backend is None:
+                self._take_back(ReasonType.INDUCTOR_WON)
             self._keep(race.champion)
 
     def _show_verdict(self, race: Race, event: Event) -> None:
@@ -182,6 +182,10 @@ class RaceView:
         run = self._module.backend.report.run
         if run.waiting.startswith(f"{self._name}: "):
             run.waiting = ""
+
+    def _take_back(self, *kinds: ReasonType) -> None:
+        report = self._module.backend.report
+        report.notes = [note for note in report.notes if note.where != self._name or note.reason.type not in kinds]
 
     def _note(self, kind: ReasonType, text: str, announced: bool = False) -> None:
         self._module.record_choice(self._name, kind, text, announced)
