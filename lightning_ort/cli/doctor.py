@@ -86,12 +86,19 @@ class Machine:
         """Return the facts of this machine."""
         return cls(
             platform.python_version(),
-            torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+            _capability(),
             torch.backends.cuda.matmul.fp32_precision == "tf32",
             torch.backends.cuda.is_flash_attention_available(),
             matches_torch(),
             mask_unsupported_reason(),
         )
+
+
+def _capability() -> tuple[int, int] | None:
+    try:
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    except Exception:  # a broken driver, of which `_torch` tells
+        return None
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -52,7 +52,7 @@ def repaired() -> Iterator[None]:
             if (old := getattr(owner, name, None)) is not None:
                 stack.enter_context(patch.object(owner, name, functools.wraps(old)(make(old))))
         # it looks methods up once, perhaps for a function of somebody else's, before they were replaced
-        stack.enter_context(patch.object(variables.BuiltinVariable, "call_function_handler_cache", {}))
+        stack.enter_context(patch.object(variables.BuiltinVariable, "call_function_handler_cache", {}, create=True))
         yield
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_ort.cli.doctor as doctor_command  # before anything is faked
 from lightning_ort.cli import main
@@ -192,3 +193,15 @@ def test_a_cache_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None
     (cache,) = [finding for finding in doctor_command._memory(THIS) if finding.what == "cache"]
     assert cache.state == "absent"
     assert "LIGHTNING_ORT_CACHE_DIR" in cache.todo
+
+
+def test_a_gpu_that_does_not_answer_keeps_nothing_else_from_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fails)
+    found = {finding.what: finding for finding in examine(Machine.this())}
+    assert "CUDA unknown error" in found["torch"].text
+    assert {"Python", "onnxruntime", "cache"} <= found.keys()

@@ -99,7 +99,11 @@ def in_parts(
     """
 
     def register(function: Converter) -> Converter:
-        (PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS).update(dict.fromkeys(overloads, function))
+        table = PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS
+        for overload in overloads:
+            if overload in table:
+                raise ValueError(f"in_parts({overload}): already {table[overload].__qualname__}")
+            table[overload] = function
         return function
 
     return register
