@@ -1,7 +1,7 @@
 """Progress bars that are drawn when somebody can see it, and wait for no GPU: :class:`Bars`."""
 
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Bars:
             return False
         if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
             return False  # it is drawn rarely, in batches that it chooses itself
-        now = time.monotonic()
+        now = monotonic()
         if self.must_draw or now - self._drawn_at >= PICTURES:
             if self.must_draw or not self._copies():
                 self._drawn_at, self._copied = now, None
