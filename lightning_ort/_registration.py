@@ -71,7 +71,9 @@ class StrategyNames(list[str]):
         if super().__contains__(name):
             return True
         if isinstance(name, type) and name.__name__ in STRATEGIES:
-            raise ValueError(f"Trainer(strategy={name.__name__}): pass an object and not the class, {name.__name__}().")
+            raise ValueError(
+                f"Trainer(strategy={name.__name__}): that is the class; pass an object, {name.__name__}()."
+            )
         # those of Lightning too, so that `fdsp` is no question about ours
         meant = {**dict.fromkeys(self), **_MEANT}
         close = difflib.get_close_matches(name.lower(), meant, n=1) if isinstance(name, str) else []

@@ -337,7 +337,7 @@ def test_a_class_in_place_of_an_object() -> None:
 
     from lightning_ort import ORTStrategy
 
-    with pytest.raises(ValueError, match=r"ORTStrategy\(\)"):
+    with pytest.raises(ValueError, match=r"class; pass an object, ORTStrategy\(\)"):
         Trainer(strategy=ORTStrategy, accelerator="cpu", logger=False)  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ def _run_command(started: float) -> None:
             module = importlib.import_module(f"lightning_ort.cli.{name}")
             module.add_arguments(own)
     parsers.add_parser("run", help=run.SUMMARY)
-    passed = vars(parser.parse_args(arguments))
+    passed = vars(parser.parse_args(arguments or ["--help"]))
     command = getattr(module, wanted)
     if _STARTED in inspect.signature(command).parameters:
         passed[_STARTED] = started

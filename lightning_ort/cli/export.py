@@ -112,10 +112,19 @@ def export(
     if given := [name for name, value in for_training.items() if value not in (None, False)]:
         sys.exit(f"{', '.join(given)}: pass --training too, or leave this out.")
     if checkpoint is None or module is None:
-        sys.exit("Pass a checkpoint and --module, or --training to export a module's training step.")
+        sys.exit(_what_is_missing(checkpoint))
     inputs = (sample, input_shape)
     settings: dict[str, Any] = {"dynamic_batch": dynamic_batch, "tolerance": tolerance, "quantize": quantize}
     _export_checkpoint(checkpoint, module, output, args or {}, inputs, trust, settings)
+
+
+def _what_is_missing(checkpoint: Path | None) -> str:
+    if checkpoint is not None and ":" in checkpoint.name and not checkpoint.exists():
+        return (
+            f"{checkpoint} names a module: pass a checkpoint and --module {checkpoint}, or --training {checkpoint} to"
+            " export its training step."
+        )
+    return "Pass a checkpoint and --module, or --training to export a module's training step."
 
 
 def _export_checkpoint(

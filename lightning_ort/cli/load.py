@@ -71,7 +71,7 @@ def load_project(
             f"--config={config}: its model has no class_path, so name the class that main.py passes to LightningCLI, as"
             f" in: lightning-ort {command} main.py:Model --data main.py:Data --config config.yaml"
         )
-    return Project(
+    project = Project(
         module=load(module, "module") if module else None,
         args=args or {},
         data=load(data, "data") if data else None,
@@ -79,6 +79,12 @@ def load_project(
         config=settings,
         **more,
     )
+    if project.lacks_data:
+        sys.exit(
+            f"lightning-ort {command}: there is no data to train with: name a LightningDataModule, or a function that"
+            " returns a DataLoader, as --data package.module:name or --data path/to/file.py:name."
+        )
+    return project
 
 
 def _configuration(path: Path) -> dict[str, Any]:

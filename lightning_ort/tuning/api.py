@@ -13,7 +13,6 @@ import torch
 
 from lightning_ort._arguments import check_integer, check_number, passed
 from lightning_ort._busy import is_busy
-from lightning_ort._imports import NAMESPACES
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.tuning.candidate import configured
 from lightning_ort.tuning.machine import machine
@@ -93,21 +92,15 @@ def tune(
             f"tune({type(trainer).__name__}): pass a LightningModule, and what the Trainer is made with as"
             ' config={"trainer": {...}}.'
         )
-    if datamodule is None and not (config or {}).get("data") and _lacks_data(module):
+    project = Project(
+        module=module, data=datamodule, config=config, accelerator=accelerator, devices=devices, seed=seed
+    )
+    if project.lacks_data:
         raise ValueError(
             f"tune({getattr(module, '__name__', type(module).__name__)}): there is no data to train with: pass a"
             " LightningDataModule or a DataLoader, or give the module a train_dataloader."
         )
-    project = Project(
-        module=module, data=datamodule, config=config, accelerator=accelerator, devices=devices, seed=seed
-    )
     return tune_project(project, limits, started + limits.seconds, listen)
-
-
-def _lacks_data(module: Any) -> bool:
-    """Return whether a LightningModule, or a class of one, has no ``train_dataloader`` but Lightning's own."""
-    own = getattr(getattr(module, "train_dataloader", None), "__module__", "")
-    return any(f"{own}.".startswith(f"{namespace.package}.core.") for namespace in NAMESPACES)
 
 
 def checked_limits(

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lightning_ort._imports import LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort._imports import NAMESPACES, LightningNamespace, namespace_of, preferred_namespace
 from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 from lightning_ort.tuning import candidate as candidates
@@ -67,6 +67,13 @@ class Project:
             kind = _imported((self.config.get("model") or {}).get("class_path"))
         kind = kind if isinstance(kind, type) or kind is None else type(kind)
         return (namespace_of(kind) if kind is not None else None) or preferred_namespace()
+
+    @property
+    def lacks_data(self) -> bool:
+        """Whether no data is named, and the module has no ``train_dataloader`` but Lightning's own."""
+        own = getattr(getattr(self.module, "train_dataloader", None), "__module__", "")
+        in_lightning = any(f"{own}.".startswith(f"{namespace.package}.core.") for namespace in NAMESPACES)
+        return self.data is None and not (self.config or {}).get("data") and in_lightning
 
     @property
     def batch_argument(self) -> candidates.Path | None:

@@ -25,6 +25,10 @@ class Small(LightningModule):
         return Data(self.net[0].in_features).train_dataloader()
 
 
+class WithoutData(Small):
+    train_dataloader = LightningModule.train_dataloader
+
+
 class Data(LightningDataModule):
     def __init__(self, width: int = 8) -> None:
         super().__init__()

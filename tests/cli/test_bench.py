@@ -300,6 +300,7 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
         ([f"{MODULES}:Small", "--output=/proc/x"], "--output='/proc/x'"),
         ([f"{MODULES}:Small", "--ort_config.placment=always"], "did you mean 'placement'"),
         ([f"{MODULES}:Small", "--variants=[ort+adamw_bnb_8bits]"], "did you mean 'adamw_bnb_8bit'"),
+        ([f"{MODULES}:WithoutData"], "there is no data to train with"),
         (["--config=nowhere.yaml"], "--config=nowhere.yaml: there is no such file"),
     ],
 )

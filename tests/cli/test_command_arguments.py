@@ -37,6 +37,10 @@ def test_help_is_for_people(
 def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(monkeypatch, capsys)
     assert all(f"\n    {command} " in text for command in (*COMMANDS, "run"))
+    monkeypatch.setattr(sys, "argv", ["lightning-ort"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == text  # without a command too
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

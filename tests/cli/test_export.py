@@ -129,6 +129,11 @@ def test_bad_input(
     assert not (tmp_path / "model.onnx").exists()
 
 
+def test_a_module_in_place_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"net.py:Net names a module: pass a checkpoint and --module .*--training"):
+        run(monkeypatch, "net.py:Net", "-o", tmp_path / "model.onnx")
+
+
 def test_files(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("--module", f"{__file__}:WithExample", "-o")
     with pytest.raises(SystemExit, match="trained.ckpt already exists"):
