@@ -124,8 +124,8 @@ class ORTConfig:
             ``placement="measured"`` on a GPU, and on a CPU if one of them can compile there and ``start`` is
             ``"amortized"``; else ``"ort"``.
         placement: ``"measured"`` times every region on ONNX Runtime and in torch on the real shapes, and each step of
-            a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs everything on ONNX
-            Runtime that it supports.
+            a LightningModule with and without capture, and keeps the faster one; ``"always"`` runs on ONNX Runtime
+            what it supports, except single operations (``debug.min_region_nodes``).
         start: ``"amortized"`` leaves each step of a LightningModule unchanged until compiling it is expected to take
             no more than a share of what the steps still to come take; ``"now"`` compiles after one step, which runs
             unchanged to show errors early, or at once if there is only one. ``None`` is ``"amortized"``, but ``"now"``
