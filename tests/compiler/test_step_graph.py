@@ -40,12 +40,12 @@ def loss_step(module, x, y):
 class Pair:
     """A module in eager and its copy compiled, each called from the same seed."""
 
-    def __init__(self, step=loss_step, module=None, direct=False, one_graph=True, **options):
+    def __init__(self, step=loss_step, module=None, direct=False, leave=lambda make: False, one_graph=True, **options):
         torch.manual_seed(0)
         self.eager = Net() if module is None else module
         self.module = copy.deepcopy(self.eager)
         self.misfits = []
-        request = CompileRequest(writes_gradients=lambda: direct, split=self.misfits.append)
+        request = CompileRequest(writes_gradients=lambda: direct, leave_gradients=leave, split=self.misfits.append)
         self.backend = ORTBackend(config_of(**{**OPTIONS, **options}), lambda: request)
         self._one_graph = one_graph
         self._step = step
@@ -202,13 +202,27 @@ def test_gradients_of_gradients(direct):
             module.zero_grad()
 
 
-def test_gradients_of_gradients_are_refused_after_plain_ones():
-    pair = Pair()
+def test_gradients_that_wait_are_added_to_differentiable_ones():
+    waiting = []
+    pair = Pair(direct=True, leave=lambda make: not waiting.append(make()))
     pair.run()
-    loss = pair._compiled(pair.module, *batch())
-    (gradient,) = torch.autograd.grad(loss, [pair.module.scale], create_graph=True)
+    for module in (pair.eager, pair.module):
+        for parameter in module.layers.parameters():
+            parameter.grad = torch.ones_like(parameter, requires_grad=True)
+    pair.run(lambda loss, module: waiting.pop().hand_over() if module is pair.module else loss.backward())
+    assert waiting == []
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_of_gradients_are_refused_after_plain_ones(direct):
+    pair = Pair(direct=direct)
+    pair.run()
+    (gradient,) = torch.autograd.grad(pair._compiled(pair.module, *batch()), [pair.module.scale], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         gradient.backward()
+    pair._compiled(pair.module, *batch()).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        pair.module.scale.grad.backward()
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -10,6 +10,7 @@ from ort_settings import config_of
 from small_modules import Appends, Small, loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.backend import ORTFallbackError
@@ -90,12 +91,25 @@ def test_step_is_one_graph(make_trainer: Callable[..., Any]) -> None:
     assert any("mse_loss" in op or "pow" in op for region in report.graphs[0].regions for op in region.ops)
 
 
+class Measured(Small):
+    """Has a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.metric(batch[0], batch[0] + 1)
+        return super().training_step(batch, batch_idx)
+
+
 def test_modules_mode_leaves_the_step_alone(make_trainer: Callable[..., Any]) -> None:
-    plain, module = Small(), Small()
+    plain, module = Measured(), Measured()
     fit(plain, "auto", make_trainer)
     report = fit(module, always(capture="modules"), make_trainer)
     assert module.losses == pytest.approx(plain.losses, rel=1e-3)
     assert report.ort_runs > 0
+    assert report.graph_breaks == report.recompiles == 0  # metrics stay as they are, too
     assert not any("mse_loss" in op or "pow" in op for region in report.graphs[0].regions for op in region.ops)
 
 

@@ -232,6 +232,18 @@ def test_a_copy_reaches_nothing_outside(tmp_path: Path, rounds: int) -> None:
     assert after == before
 
 
+@pytest.mark.parametrize(
+    "call",
+    [(157, 1, 0, 0, 0, 0), (56, 0x8000, 0, 0, 0, 0), (222, 1, None, ctypes.byref(ctypes.c_int()))],
+    ids=["prctl", "clone", "timer_create"],
+)
+def test_what_makes_a_copy_is_not_for_the_code_in_it(call: tuple[Any, ...]) -> None:
+    """It would outlive its parent or its limit of time."""
+    answer, problem = ask(lambda: NOTHING.syscall(*call) and 0)
+    assert answer is None
+    assert problem
+
+
 def test_memory_that_is_shared_with_other_processes_stays_as_it_is(tmp_path: Path) -> None:
     tensor = torch.zeros(4).share_memory_()
     number = multiprocessing.Value("i", 5)

@@ -292,7 +292,8 @@ class StepGraph:
                 self._expect(tangent)
             if one.gradients is None:
                 one.args, one.state = (), None  # a loss that is kept, as people do, keeps no batch
-            if one.parameters and self._direct() and _accumulate(one.parameters, gradients):
+            may_write = one.parameters and not torch.is_grad_enabled() and self._direct()
+            if may_write and _accumulate(one.parameters, gradients):
                 return [None] * len(gradients)
             found = [*gradients]
         if torch.is_grad_enabled():
@@ -354,12 +355,13 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
                 return False
             new.append((parameter, gradient))
         else:
-            if before.requires_grad or before.layout is not torch.strided:
+            if before.layout is not torch.strided:
                 return False
             sums.append(before)
             summands.append(gradient)
     if sums:
-        torch._foreach_add_(sums, summands)
+        with torch.no_grad():
+            torch._foreach_add_(sums, summands)
     for parameter, gradient in new:
         parameter.grad = gradient
     return True

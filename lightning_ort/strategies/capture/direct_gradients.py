@@ -34,7 +34,7 @@ def may_drop_gradients(strategy: "Strategy", namespace: LightningNamespace) -> b
 
     Then they may go before the new ones are computed, and never take memory beside these.
     """
-    if not may_write_gradients(strategy, namespace) or len(strategy.optimizers) != 1:
+    if not may_write_gradients(strategy, namespace) or not strategy.optimizers:  # there is none but in a fit
         return False
     base = namespace.submodule("core.module").LightningModule
     return (

@@ -37,7 +37,6 @@ from lightning_ort.strategies.lean.log import is_lean
 _HELPERS = (
     "all_gather",
     "clip_gradients",
-    "lr_schedulers",
     "manual_backward",
     "optimizers",
     "print",
@@ -112,8 +111,7 @@ class DeferredLogger:
             elif isinstance(item, MetricCollection):
                 for metric in item.children():
                     metrics.append((metric, value_of_batch(metric)))
-        if not kwargs.get("enable_graph", False):
-            value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
+        value = {key: _snapshot(item) for key, item in value.items()} if is_dict else _snapshot(value)
         self.calls.append((owner, method, names, value, args, kwargs, metrics))
 
     def _call(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
