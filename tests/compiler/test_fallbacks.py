@@ -1,6 +1,7 @@
 """A compiled graph that fails while it runs: eager takes its place, and nothing else changes."""
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from lightning_ort import ORTConfig
 from lightning_ort.compiler import compilation as backend_module
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
+from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running import fallbacks
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
@@ -66,6 +68,26 @@ def test_a_failing_pass_changes_no_number(where, monkeypatch, caplog):
     assert (fallback.where, fallback.reason.type) == ("graph_0", ReasonType.RUN_FAILED)
     (warning,) = caplog.messages
     assert f"injected into {where}" in warning
+
+
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_compiled_graph_that_runs_out_of_memory_changes_no_number(after):
+    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 3))
+    stock, failures, runs = copy.deepcopy(module), [], itertools.count()
+
+    def compile(gm, inputs):
+        def run(*args):
+            results = gm.forward(*args)
+            if next(runs) == after:
+                raise torch.OutOfMemoryError("injected")
+            return results
+
+        return run
+
+    call = torch.compile(module, backend=inductor.GuardedBackend(compile, failures.append))
+    assert train(module, call, steps=after + 3)[0] == train(stock, stock, steps=after + 3)[0]
+    assert len(failures) == 1
+    assert next(runs) == after + 1
 
 
 def test_a_region_that_torch_cannot_time_stays_on_onnxruntime(monkeypatch, caplog):

@@ -34,11 +34,10 @@ def may_drop_gradients(strategy: "Strategy", namespace: LightningNamespace) -> b
 
     Then they may go before the new ones are computed, and never take memory beside these.
     """
-    if not may_write_gradients(strategy, namespace) or not strategy.optimizers:  # there is none but in a fit
-        return False
     base = namespace.submodule("core.module").LightningModule
     return (
-        _keeps(strategy.lightning_module, base, "optimizer_zero_grad")
+        may_write_gradients(strategy, namespace)  # what is asked of a fit, which then has one optimizer
+        and _keeps(strategy.lightning_module, base, "optimizer_zero_grad")
         and _keeps_hook(strategy, namespace, "on_before_zero_grad")
         and _keeps(strategy.optimizers[0], Optimizer, "zero_grad")
     )
