@@ -75,6 +75,25 @@ def test_a_step_that_takes_gradients_itself_is_never_compiled(
     assert not strategy.report.fallbacks
 
 
+class Adversarial(Small):
+    """Takes one gradient itself, which is not differentiated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        (gradient,) = autograd.grad(self.loss((x, y)), x)
+        return self.loss((x.detach() + 0.1 * gradient.sign(), y))
+
+
+def test_the_children_of_a_step_that_takes_a_first_gradient_are_compiled(make_trainer: Callable[..., Any]) -> None:
+    modules = [Adversarial(), Adversarial()]
+    strategy = ORTStrategy(config={"placement": "always", "debug": {"capture": "modules"}})
+    for module, chosen in zip(modules, ("auto", strategy), strict=True):
+        make_trainer(strategy=chosen, max_epochs=2, limit_val_batches=0).fit(module)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-4)
+    assert strategy.report.ort_runs > 0
+
+
 @pytest.mark.parametrize("way", ["func", "disabled"])
 def test_gradients_that_graphs_hold_or_leave_out_do_not_count(
     way: str, make_trainer: Callable[..., Any], compiled: list[str]
