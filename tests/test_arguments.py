@@ -360,7 +360,7 @@ OTHERS: list[Case] = [
         (CompileReport.from_dict, {"data": value}, ValueError, ("not a report of",))
         for value in (None, 3, [], {}, "x", {"graphs": 3})
     ],
-    (Candidate.parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, ort")),
+    (Candidate.parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, torch, ort")),
     (Candidate.parse, {"text": "stock+adamw_torch_fuse"}, ValueError, ("adamw_torch_fuse", "'adamw_torch_fused'")),
 ]
 

@@ -144,7 +144,7 @@ def test_export(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("json_", [True, False])
 def test_doctor(json_: bool, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding(HOSTILE, "ok", HOSTILE, HOSTILE)])
+    monkeypatch.setattr(doctor, "examine", lambda machine: [doctor.Finding(HOSTILE, "ok", HOSTILE, HOSTILE)])
     shown = command("doctor", *(["--json"] if json_ else []))
     if json_:
         assert json.loads(shown)[0]["text"] == HOSTILE

@@ -86,9 +86,9 @@ def _edit(gm: torch.fx.GraphModule) -> None:
 
 def test_joint_pass() -> None:
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
-    inductor.joint_pass(_edit)(gm.graph)
+    inductor.joint_pass([_edit])(gm.graph)
     assert gm.meta["edited"] is True
-    assert inductor.joint_pass(_edit).uuid() is not None
+    assert inductor.joint_pass([_edit]).uuid() is not None
 
 
 def test_has_triton() -> None:

@@ -10,7 +10,7 @@ import torch
 from small_modules import Small
 
 from lightning_ort import ORTConfig, ORTOptimizer, ORTStrategy
-from lightning_ort.cli.doctor import examine
+from lightning_ort.cli.doctor import Machine, examine
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.environment import CONFIG, OPTIM
 
@@ -30,7 +30,7 @@ def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG, " ")
     monkeypatch.setenv(OPTIM, "")
     assert ORTStrategy().ort_config == ORTConfig()
-    assert not [finding for finding in examine() if finding.what == "settings"]
+    assert not [finding for finding in examine(Machine.this()) if finding.what == "settings"]
 
 
 def test_what_is_passed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_wrong_config(value: str, message: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(CONFIG, value)
     with pytest.raises(ValueError, match=message):
         make_trainer(strategy="ort")
-    (finding,) = [finding for finding in examine() if finding.what == "settings"]
+    (finding,) = [finding for finding in examine(Machine.this()) if finding.what == "settings"]
     assert finding.state == "failed"
     assert CONFIG in finding.text
 
@@ -109,7 +109,7 @@ def test_optim(
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG, "placement: always")
     monkeypatch.setenv(OPTIM, "keep")
-    found = [finding for finding in examine() if finding.what == "settings"]
+    found = [finding for finding in examine(Machine.this()) if finding.what == "settings"]
     assert [finding.state for finding in found] == ["ok", "ok"]
     assert "placement='always'" in found[0].text
     assert "optim='keep'" in found[1].text
