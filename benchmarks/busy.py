@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import zoo
-from harness import console, table_of
+from harness import BARE, console, table_of
 from lightning.pytorch import Trainer, seed_everything
 
 import lightning_ort
@@ -58,10 +58,7 @@ def fit(name: str, variant: str, steps: int) -> dict[str, Any]:
             max_steps=steps,
             max_epochs=-1,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **BARE,
         )
         watch = Stopwatch()
         trainer.fit(module)

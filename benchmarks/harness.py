@@ -12,6 +12,14 @@ from lightning_ort.tuning.machine import machine
 
 _Name = TypeVar("_Name", bound=Hashable)
 
+# arguments of a Trainer without what it has by default
+BARE: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 def console(width: int = 120) -> Console:
     """Return a console that has shown what the figures depend on."""

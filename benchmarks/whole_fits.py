@@ -26,10 +26,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from harness import console, table_of
+from harness import BARE, console, table_of
 
 DEFAULT = ("ResNet:20000", "Llama:8000")  # five to seven minutes each on two cores
-BARE = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 BY_HAND = {"hand": False, "fused": True}
 
 

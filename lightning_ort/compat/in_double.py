@@ -1,11 +1,11 @@
 """Operations that compute as exactly as they can: :class:`InDouble`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from lightning_ort.compat.torch import OpOverload, TorchDispatchMode, tree_map
+from lightning_ort.compat.torch import OpOverload, TorchDispatchMode
 
 _LESS_EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -23,19 +23,13 @@ class InDouble(TorchDispatchMode):
         if has_views or torch.Tag.nondeterministic_seeded in func.tags:
             return result
         try:
-            exact = func(*tree_map(_in_double, args), **tree_map(_in_double, kwargs or {}))
+            exact = func(*_pytree.tree_map(_in_double, args), **_pytree.tree_map(_in_double, kwargs or {}))
         except Exception:  # one that has no float64
             return result
-        pairs = zip(_flat(result), _flat(exact), strict=True)
-        rounded = iter([_rounded(one, other) for one, other in pairs])
-        return tree_map(lambda _: next(rounded), result)
-
-
-def _flat(results: Any) -> list[Any]:
-    found: list[Any] = []
-    collect: Callable[[Any], None] = found.append
-    tree_map(collect, results)
-    return found
+        results, form = _pytree.tree_flatten(result)
+        return _pytree.tree_unflatten(
+            [_rounded(*pair) for pair in zip(results, _pytree.tree_leaves(exact), strict=True)], form
+        )
 
 
 def _in_double(value: Any) -> Any:

@@ -24,6 +24,7 @@ from lightning_ort.compat.in_double import InDouble
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.running.graph_check import PLAIN, ROUNDED, TOLERANCE
 from lightning_ort.strategies.audit import forked_copy, schedule, sealed_process
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
 from lightning_ort.strategies.audit.snapshot import (
@@ -46,13 +47,11 @@ MAX_SHOWN = 3  # differences in a message
 MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
 FEW = 10  # captured steps of a run, of which too few audits are nothing to tell
 
-# commands: the step as it is; with other roundings; with those and exact operations, since a loss near 0 may be the
-# rounding of what it is a difference of
-_PLAIN, _ROUNDED, _EXACT = 0, (1, 2), 3
+# a command beside PLAIN and ROUNDED: other roundings and exact operations, since a loss near 0 may be the rounding of
+# what it is a difference of
+_EXACT = 1 + max(ROUNDED)
 _EXACT_PATIENCE = 6.0  # times the limit of all others: a convolution in float64 takes up to 20 times as long
-# relative differences that no audit looks into, and which need no second audit
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-_LARGE = 0.1
+_LARGE = 0.1  # a relative difference that needs no second audit
 # a difference may be this many times what other roundings of parameters and inputs make
 _ROUNDINGS = 30.0
 
@@ -70,19 +69,19 @@ def unexplained(
         tolerance: Relative differences up to this are none.
 
     """
-    eager = copy(_PLAIN)
+    eager = copy(PLAIN)
     if eager is None:
         return None
     found = differences(own, eager, tolerance)
     if not found.names:
         return found
-    if (again := copy(_PLAIN)) is None:
+    if (again := copy(PLAIN)) is None:
         return None
     unsteady = differences(again, eager, 0.0).names  # clocks, and what is random beyond torch's generators
     if found.names <= unsteady:
         return Findings()
     explained, left = Findings(), found
-    for command in (*_ROUNDED, _EXACT):
+    for command in (*ROUNDED, _EXACT):
         if command == _EXACT and not left.relative:
             break
         if (rounded := copy(command)) is None:
@@ -342,14 +341,14 @@ class _Audit:
         self._eager: Mapping[str, Value] = {}
 
         def compute(command: int) -> dict[str, Value]:
-            if command != _PLAIN:
+            if command != PLAIN:
                 _round(module, (args, kwargs), command)
             exact = InDouble() if command == _EXACT else nullcontext()
             with torch.compiler.set_stance("force_eager"), without_collectives(), exact:
                 return self._repeat(call, args, kwargs)
 
         self._copy = ForkedCopy(compute, seconds)
-        self._ask(_PLAIN)
+        self._ask(PLAIN)
         self._step_begun = time.perf_counter()
 
     def _ask(self, command: int) -> None:

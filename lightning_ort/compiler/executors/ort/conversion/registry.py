@@ -10,7 +10,7 @@ An operation that one function writes with standard operators needs a converter 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_ort.compat.torch import OpOverload, schema_of
@@ -76,15 +76,7 @@ def converts(
 
 def form(*overloads: OpOverload) -> Callable[[Converter], Converter]:
     """Register how ops are written in a model for everywhere, where a converter does it otherwise, or there is none."""
-
-    def register(converter: Converter) -> Converter:
-        for overload in overloads:
-            if overload in FORMS:
-                raise ValueError(f"form({overload}): already written by {FORMS[overload].__qualname__}")
-            FORMS[overload] = converter
-        return converter
-
-    return register
+    return _entering(FORMS, "form", overloads)
 
 
 def in_parts(
@@ -97,12 +89,18 @@ def in_parts(
         above_autograd: Whether their gradient is that of the function's parts.
 
     """
+    return _entering(PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS, "in_parts", overloads)
 
-    def register(function: Converter) -> Converter:
-        table = PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS
+
+def _entering(
+    table: dict[OpOverload, Callable[..., Any]], what: str, overloads: Sequence[OpOverload]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that enters a function for ops in a table, once for each."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for overload in overloads:
             if overload in table:
-                raise ValueError(f"in_parts({overload}): already {table[overload].__qualname__}")
+                raise ValueError(f"{what}({overload}): already written by {table[overload].__qualname__}")
             table[overload] = function
         return function
 
