@@ -22,7 +22,7 @@ from lightning_ort.compat.torch import (
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
-from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty
+from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty, is_random
 from lightning_ort.compiler.graphs.writes import InputWrites
 from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -206,6 +206,7 @@ class Compilation:
         start = time.perf_counter()
         self._request.check_budget()
         self.monitor.see_facts()
+        self.monitor.draws |= any(map(is_random, gm.graph.nodes))
         allow_retain_graph()
         graph = GraphReport(self._named(kind))
         self._graphs.append(graph)

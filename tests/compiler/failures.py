@@ -10,17 +10,23 @@ from lightning_ort.compiler.placement import timing
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
+def inject(monkeypatch: pytest.MonkeyPatch, where: str, after: int = 0) -> list[str]:
     """Make each compiled forward or backward pass fail at its end, or torch's side of each region's trial.
+
+    Args:
+        monkeypatch: What undoes it.
+        where: One of the names above.
+        after: Runs of passes that succeed before.
 
     Returns:
         What has failed since.
 
     """
     failed: list[str] = []
+    left = iter(range(after))
     assemble, measure = compilation.assemble, timing.measure
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any) -> Any:
         failed.append(where)
         raise RuntimeError(f"injected into {where}")
 
@@ -35,8 +41,8 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
             return run
 
         def run_and_fail(args: Any) -> Any:
-            run(args)
-            fail()
+            results = run(args)
+            return results if next(left, None) is not None else fail()
 
         return run_and_fail
 

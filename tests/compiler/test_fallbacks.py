@@ -51,14 +51,17 @@ def compiled(module, **options):
     return torch.compile(module, backend=backend), backend
 
 
-@pytest.mark.parametrize("where", [FORWARD, BACKWARD])
-def test_a_failing_pass_changes_no_number(where, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("where", "after", "step_graph"),
+    [(FORWARD, 0, "auto"), (BACKWARD, 0, "auto"), (FORWARD, 6, "split"), (FORWARD, 6, "joint")],
+)
+def test_a_failing_pass_changes_no_number(where, after, step_graph, monkeypatch, caplog):
     module = Net()
     stock = copy.deepcopy(module)
-    failed = inject(monkeypatch, where)
-    call, backend = compiled(module)
+    failed = inject(monkeypatch, where, after)
+    call, backend = compiled(module, step_graph=step_graph)
     caplog.set_level(logging.WARNING, "lightning_ort")
-    got, expected = train(module, call), train(stock, stock)
+    got, expected = train(module, call, steps=after + 3), train(stock, stock, steps=after + 3)
     assert failed == [where]  # once, then it is given up
     assert got[0] == pytest.approx(expected[0], rel=1e-6)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=1e-7)

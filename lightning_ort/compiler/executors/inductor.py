@@ -132,10 +132,10 @@ class GuardedBackend:
         except Stopped:
             return eager.forward
         monitor.facts = traced_graph_facts() or _facts_of(eager, inputs, captured.writes)
-        draws = _DRAWS.search(gm.code) is not None
-        check = GraphCheck.of(request.check(draws), gm)
+        monitor.draws = _DRAWS.search(gm.code) is not None
+        check = GraphCheck.of(request.check(monitor.draws), gm)
         told = self._give_up, self._leave_to_eager
-        guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, draws=draws, check=check)
+        guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, check=check)
         self._guards.add(guard)
         request.keep(guard)
         return guard

@@ -65,11 +65,17 @@ class ORTFallbackError(RuntimeError):
 
 
 class PassMonitor:
-    """What the guard of one captured graph learns from its compiled passes."""
+    """What the guard of one captured graph learns from its compiled passes.
+
+    Attributes:
+        draws: Whether they draw random numbers, which eager has to draw again if it takes over.
+
+    """
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs
         self.facts = GraphFacts(num_inputs, [], True)
+        self.draws = False
         self._flows: list[set[int]] = []  # to the gradients of which inputs that of each differentiable result goes
         self._differentiable: list[int] = []  # results
 
@@ -140,14 +146,14 @@ class GuardedGraph:
     ``give_up`` gets what the pass failed with and may raise to refuse eager. ``refuse`` gets why the graph is for eager
     alone, once that shows. Eager can take over the first ``passes`` backward passes, 0 if gradients need no compiled
     pass. ``separate`` tells whether, in eager, results share nothing and may have passes of their own: what these need
-    is then kept. With ``draws`` a later failure too repeats the graph's random numbers. ``check`` compares its first
-    run with eager, and the last one that eager could take over: that of a recording is then a replay.
+    is then kept. ``check`` compares its first run with eager, and the last one that eager could take over: that of a
+    recording is then a replay.
     """
 
     # dynamo wraps it, and copies what is in `__dict__`: then nothing would be freed
     __slots__ = (
         *("run", "eager", "monitor", "separate", "trusted"),
-        *("_calls", "_check", "_draws", "_give_up", "_passes", "_refuse", "__weakref__"),
+        *("_calls", "_check", "_give_up", "_passes", "_refuse", "__weakref__"),
     )
 
     def __init__(
@@ -159,11 +165,10 @@ class GuardedGraph:
         refuse: Callable[[Reason], None],
         passes: float = PASSES,
         separate: bool = False,
-        draws: bool = False,
         check: GraphCheck | None = None,
     ) -> None:
         self.run = compiled
-        self.separate, self._draws, self._check = separate, draws, check
+        self.separate, self._check = separate, check
         self._passes: float = passes  # that are left
         self._refuse = refuse
         self.eager = eager
@@ -177,8 +182,8 @@ class GuardedGraph:
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
         trusted = self.trusted
-        # what has run once fails in a pass or not at all, and passes write to nothing
-        state = None if trusted and not self._draws else RunState(args)
+        # what has run once fails in a pass or not at all, and passes write to nothing; the states take 2 us
+        state = None if trusted and not self.monitor.draws else RunState(args)
         written = {} if trusted else self.monitor.copies_of_written(args)
         try:
             if state is None or trusted:
