@@ -24,7 +24,7 @@ from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.picture import draw_bars, installed
 from lightning_ort.tuning.trials import Trial, break_even, ratios, times
 
-VARIANTS = ("stock", "stock+fused", "compile+fused", "torch", "ort")
+VARIANTS = ("stock", "stock+fused", "compile+fused", "ort", "stock+fused@bf16-mixed", "ort@bf16-mixed")  # page one
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
