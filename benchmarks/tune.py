@@ -71,14 +71,6 @@ def checked(name: str, result: lightning_ort.TuneResult, rounds: int, steps: int
     return statistics.median(ratios), min(ratios), max(ratios), differs
 
 
-def memory_of(result: lightning_ort.TuneResult) -> list[str]:
-    """Return the predicted bytes over the measured ones."""
-    predicted, measured = result.memory["predicted"], result.memory["measured"]
-    if predicted is None or measured is None:
-        return ["-"] * 4
-    return [f"{predicted[part] / measured[part]:.2f}" for part in ("gradients", "states", "activations", "peak")]
-
-
 def main() -> None:
     """Tune, check, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,7 +81,6 @@ def main() -> None:
     args = parser.parse_args()
     shown = console(170)
     numbers = ["in the search", "checked afterwards", "(rounds)", "loss differs"]
-    numbers += [f"{part}, predicted / measured" for part in ("gradients", "states", "activations", "peak")]
     table = table_of(f"lightning-ort tune, {args.time:.0f} s each", ["module", "chosen"], numbers)
     for name in args.modules:
         model, data = map(imported, MODULES[name])
@@ -97,7 +88,7 @@ def main() -> None:
         shown.print(result.table(), result.explanation())
         median, low, high, differs = checked(name, result, args.rounds, args.steps)
         speeds = [f"{result.speed_up:.2f}x", f"{median:.2f}x", f"{low:.2f}-{high:.2f}"]
-        table.add_row(name, result.best["candidate"], *speeds, differs, *memory_of(result))
+        table.add_row(name, result.best["candidate"], *speeds, differs)
     shown.print(table)
 
 

@@ -5,7 +5,7 @@ import importlib
 import tempfile
 import time as clock
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -198,31 +198,18 @@ def probed(project: Project, folder: Path, seconds: float, deadline: float, list
     listen("looking at the module and its data", "")
     if (left := deadline - clock.monotonic()) <= 0:
         raise TuneError(too_short(seconds, "it was over before anything could be trained", 4 * (seconds - left)))
+    process = start_probe(project, folder / "probe")
     try:
-        try:
-            return _probed(project, folder / "probe", True, left)
-        except VariantFailed as error:  # torch.func, for one, does not work while saved tensors are looked at
-            if (left := deadline - clock.monotonic()) <= 0:
-                raise
-            with suppress(TimeIsUp):
-                return _probed(project, folder / "probe again", False, left)
-            raise error
+        return process.finish(left)
     except VariantFailed as error:
         raise TuneError(
             f"The module does not train as it is, so there is nothing to tune: {error}. First make a few steps work"
             " with Trainer.fit (or main.py fit), then tune."
         ) from None
     except TimeIsUp:
-        raise TuneError(too_short(seconds, "three steps of the module took longer", 5 * seconds)) from None
-
-
-def _probed(project: Project, folder: Path, traced: bool, seconds: float) -> Facts:
-    process = start_probe(project, folder, traced)
-    try:
-        return process.finish(seconds)
-    except BaseException:
+        raise TuneError(too_short(seconds, "two steps of the module took longer", 5 * seconds)) from None
+    finally:
         process.stop()
-        raise
 
 
 def is_plain(project: Project) -> bool:
@@ -257,14 +244,12 @@ def result_of(project: Project, limits: Limits, facts: Facts, outcome: Outcome) 
     """Return an outcome with its configuration."""
     best, own = outcome.best, outcome.own
     made = configured(project.base(), best.candidate, project.batch_argument, project.namespace, limits.devices)
-    steps = {"predicted": facts.memory.step if facts.memory else None, "measured": facts.measured}
-    memory = {name: None if step is None else dataclasses.asdict(step) for name, step in steps.items()}
     return TuneResult(
         trials=[trial.to_dict(own) for trial in outcome.trials],
         chosen=next(place for place, trial in enumerate(outcome.trials) if trial is best),
         yaml=commented(made, comments_of(outcome), head_of(project, outcome)),
         module=facts.module,
-        memory=memory,
+        memory={"measured": None if facts.memory is None else dataclasses.asdict(facts.memory.step)},
         notes=[*facts.notes, *outcome.notes],
         settings=dataclasses.asdict(limits),
         machine=machine(),

@@ -1,4 +1,4 @@
-"""What has to be known of a module and its data before the search: :class:`Facts`, from three steps of a Trainer."""
+"""What has to be known of a module and its data before the search: :class:`Facts`, from two steps of a Trainer."""
 
 import importlib
 import json
@@ -19,11 +19,11 @@ from lightning_ort.callbacks.loaders import fixed_batches
 from lightning_ort.callbacks.training_settings import BATCH_NORMS, repeated_blocks
 from lightning_ort.strategies.whole_batches import is_made_of_tensors
 from lightning_ort.tuning.candidate import NOT_COMPILED, Candidate
-from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, Saved, SavedTensors, StepMemory, model_of, states_of
+from lightning_ort.tuning.memory import MeasuredStep, MemoryModel
 from lightning_ort.tuning.project import GIVEN, Project, train
 from lightning_ort.tuning.trainer_process import TrainerProcess, loaders_in, namespace_of_class, size_of
 
-_MEASURED, _TRACED = 2, 3  # the steps after the first one, which allocates
+_MEASURED = 2  # the step after the first one, which allocates
 _PRODUCTS, _SIZE = 5, 512
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -53,18 +53,17 @@ class Facts:
     precision: str
     bfloat16: float  # how many times as fast a matrix product is as in float32
     step_seconds: float  # of the second step
-    memory: MemoryModel | None  # None if nothing can be traced
-    measured: StepMemory | None
+    memory: MemoryModel | None  # None if nothing can be measured
     notes: list[str] = field(default_factory=list)
     given_loader: bool = False  # whether the data is a DataLoader that is passed to Trainer.fit
 
 
-def start_probe(project: Project, folder: Path, traced: bool = True) -> TrainerProcess:
-    """Start the process; its ``finish()`` returns the facts. ``traced`` says whether saved tensors are looked at."""
-    return TrainerProcess(partial(_probe, project, traced), folder)
+def start_probe(project: Project, folder: Path) -> TrainerProcess:
+    """Start the process; its ``finish()`` returns the facts."""
+    return TrainerProcess(partial(_probe, project), folder)
 
 
-def _probe(project: Project, traced: bool, connection: Connection, folder: Path) -> Facts:
+def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
     connection.recv()
     os.environ.setdefault("LIGHTNING_ORT_CONFIG", json.dumps(NOT_COMPILED))
     # as the user has it, but for the strategy, which may need several processes or compile
@@ -72,7 +71,7 @@ def _probe(project: Project, traced: bool, connection: Connection, folder: Path)
 
     def callbacks(namespace: LightningNamespace) -> list[Any]:
         base = importlib.import_module(f"{namespace.package}.callbacks").Callback
-        found.append(type("Probe", (_Probe, base), {})(traced))
+        found.append(type("Probe", (_Probe, base), {})())
         return found
 
     train(project, Candidate(engine="stock"), folder, callbacks)
@@ -84,8 +83,7 @@ def _probe(project: Project, traced: bool, connection: Connection, folder: Path)
 class _Probe:
     """A callback that looks at everything once, and ends training."""
 
-    def __init__(self, traced: bool) -> None:
-        self._is_traced = traced
+    def __init__(self) -> None:
         self._steps = 0
 
     @property
@@ -94,26 +92,17 @@ class _Probe:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._module = trainer, pl_module
-        self._traced: SavedTensors | None = None
-        self._saved: list[Saved] | None = None
         self._memory: MemoryModel | None = None
-        self._measured: StepMemory | None = None
         self._seconds = 0.0
-        self._measuring: MeasuredStep | None = None
         self._is_marked = False
-        self._levels: tuple[int, int, int] | None = None
         self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Measure the second step and trace the third."""
+        """Measure the second step."""
         self._steps += 1
         self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
-        self._batch = batch
         self._start = time.perf_counter()
-        if self._steps == _TRACED and self._is_traced:
-            self._traced = SavedTensors(pl_module, batch, profiled=trainer.strategy.root_device.type == "cpu")
-            self._traced.__enter__()
-        elif self._steps == _MEASURED:
+        if self._steps == _MEASURED:
             # Lightning zeroes gradients after the forward pass: those of the step before are there until then
             self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
             self._measuring = MeasuredStep(trainer.strategy.root_device)
@@ -132,39 +121,19 @@ class _Probe:
         self._forward_done()
 
     def _forward_done(self) -> None:
-        if self._traced is not None and self._saved is None:
-            self._traced.__exit__(None, None, None)
-            self._saved = self._traced.found
-        elif self._steps == _MEASURED and self._measuring is not None and not self._is_marked:
+        if self._steps == _MEASURED and not self._is_marked:
             self._is_marked = True
             self._measuring.forward_done()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Read what was measured, and end after the last step."""
-        if self._steps == _MEASURED and self._measuring is not None:
-            self._seconds = time.perf_counter() - self._start
-            self._levels = self._measuring.stop()
-        if self._steps == _TRACED:
-            self._read_memory()
-            trainer.should_stop = True
-
-    def _read_memory(self) -> None:
-        if self._traced is not None:
-            if self._saved is None:  # manual optimization without a backward pass
-                self._traced.__exit__(None, None, None)
-            self._traced.stop()
-        if self._saved is None:
+        """Read what was measured, and end."""
+        if self._steps < _MEASURED:
             return
-        module, optimizers = self._module, self._trainer.optimizers
-        size = _batch_size(self._trainer.train_dataloader)
-        self._memory = model_of(module, optimizers, self._batch, size, self._saved)
-        if self._levels is None:
-            return
-        forward, forward_peak, later = self._levels
-        step, states = self._memory.step, states_of(optimizers)
-        trained = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-        peak = step.parameters + states + step.other + max(self._gradients + forward_peak, later)
-        self._measured = StepMemory(step.parameters, trained, states, forward, step.other, peak)
+        self._seconds = time.perf_counter() - self._start
+        if (levels := self._measuring.stop()) is not None:
+            size = _batch_size(trainer.train_dataloader)
+            self._memory = MemoryModel.of(pl_module, trainer.optimizers, batch, size, self._gradients, levels)
+        trainer.should_stop = True
 
     def facts(self, batch_argument: bool) -> Facts:
         """Return what was seen."""
@@ -173,8 +142,7 @@ class _Probe:
         modules = list(module.modules())
         device = trainer.strategy.root_device
         bfloat16 = bfloat16_speed() if device.type == "cpu" else 1.0
-        why = "no gradient is computed by Lightning" if self._is_traced else "the step fails while it is looked at"
-        notes = [] if self._memory else [f"activations could not be traced: {why}"]
+        notes = [] if self._memory else ["the memory of a step could not be measured"]
         return Facts(
             module=type(module).__name__,
             parameters=sum(p.numel() for p in module.parameters()),
@@ -198,7 +166,6 @@ class _Probe:
             bfloat16=bfloat16,
             step_seconds=self._seconds,
             memory=self._memory,
-            measured=self._measured,
             notes=notes,
             given_loader=type(trainer.datamodule).__name__ == GIVEN,
         )

@@ -30,7 +30,7 @@ class TuneResult:
         chosen: The place of the fastest among them; 0 if nothing was clearly faster.
         yaml: A LightningCLI configuration that trains so, with comments.
         module: Class of the module.
-        memory: Bytes of a step as predicted and as measured: parameters, gradients, states, activations, peak.
+        memory: Bytes of a step as measured, with your own settings: parameters, gradients, states, activations, peak.
         notes: What else there is to say.
         settings: What was asked for.
         machine: What the measurements depend on.
@@ -97,7 +97,7 @@ class TuneResult:
         for place, trial in enumerate(self.trials):
             table.add_row(*self._row(place, trial))
         parts: list[RenderableType] = [table]
-        if self.memory.get("predicted"):
+        if self.memory.get("measured"):
             parts.append(self._memory_table())
         return Group(*parts)
 
@@ -125,8 +125,8 @@ class TuneResult:
         table = PlainTable("MB of a step, float32", title="memory of the tensors with your own settings")
         for part in parts:
             table.add_column(part, justify="right")
-        for name in ("predicted", "measured"):
-            if (found := self.memory.get(name)) is not None:
+        for name, found in self.memory.items():
+            if found is not None:
                 table.add_row(name, *(f"{found[part] / 1e6:,.1f}" for part in parts))
         return table
 

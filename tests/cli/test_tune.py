@@ -114,7 +114,7 @@ def test_a_project_of_lightning_cli(
     assert best["loss_difference"] < 1e-3
     assert best["speed"][0] > 0
     assert own["peak_bytes"] > 0
-    assert found["memory"]["measured"]["parameters"] == found["memory"]["predicted"]["parameters"] == 4 * 2 * 17 * 16
+    assert found["memory"]["measured"]["parameters"] == 4 * 2 * 17 * 16
     assert "-> " in shown
     assert "Written: tuned.yaml, tuned.json, tuned.png" in shown
     assert (project / "tuned.png").read_bytes().startswith(b"\x89PNG")

@@ -37,7 +37,6 @@ def facts(**changes: Any) -> Facts:
         "bfloat16": 2.0,
         "step_seconds": STEP,
         "memory": None,
-        "measured": None,
     }
     return Facts(**usual | changes)
 
