@@ -1,10 +1,14 @@
 """Whole fits with a default Trainer, start-up included, against what can be done by hand.
 
 ``python benchmarks/by_hand.py [MODEL[:EPOCHS] ...] [--variants ...] [--rounds N]``. A model is one of those of
-``MODELS``, or a module of the zoo. Each fit is a process of its own, on a terminal, with the progress bar, logger and
-checkpoints that a Trainer has by default; the variants take turns, and every second round goes backwards. By hand, each
-variant adds to the one before: a fused optimizer, jemalloc as malloc, torch.compile of the child modules. Short fits
-before fill the caches of compilers; with ``--cold`` they are empty in the first round.
+``MODELS``, or a module of ``zoo.py``, ``small.py`` or ``held_out.py``. Each fit is a process of its own, on a
+terminal, with the progress bar, logger and checkpoints that a Trainer has by default; the variants take turns, and
+every second round goes backwards. By hand, each variant adds to the one before: a fused optimizer, jemalloc as
+malloc, torch.compile of the child modules. Short fits before fill the caches of compilers; with ``--cold`` they are
+empty in the first round. ``hand`` and ``hand-fused`` are loops of seven lines, for ``EVERYDAY`` modules; with
+``--bare`` the Trainer has no bar, logger, checkpoints and summary. ``python benchmarks/by_hand.py ResNet:200 Llama:80
+--variants torch ort --cold --bare --rounds 1`` are fits of five to seven minutes, where inductor has time to pay: its
+output is a ``whole-fits`` of the results.
 
 ``python benchmarks/by_hand.py | tee benchmarks/results/$(date +%F)-by-hand.txt && make figures`` makes the table of
 README.md, in about 20 minutes. Figures of a machine that does something else meanwhile are worth nothing.
@@ -28,7 +32,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import console, table_of
+from harness import BARE, console, table_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -50,6 +54,9 @@ MODELS = {
 }
 
 
+EVERYDAY = ("Columns", "DigitsCNN", "GCN", "ShortLSTM", "PolicyGradient")
+
+
 class Variant(NamedTuple):
     """How it is fitted."""
 
@@ -58,6 +65,7 @@ class Variant(NamedTuple):
     jemalloc: bool = False
     compiles: bool = False
     precision: str | None = None
+    loop: bool = False  # of one's own, without a Trainer
 
 
 VARIANTS = {
@@ -69,16 +77,35 @@ VARIANTS = {
     "bf16": Variant(fused=True, jemalloc=True, precision="bf16-mixed"),
     "ort@bf16": Variant({}, precision="bf16-mixed"),
     "torch": Variant({"engine": "torch"}),
+    "hand": Variant(loop=True),
+    "hand-fused": Variant(fused=True, loop=True),
 }
-DEFAULT = tuple(VARIANTS)[:-1]
+DEFAULT = ("stock", "fused", "jemalloc", "compile", "ort", "bf16", "ort@bf16")
 
 
 def model_of(name: str) -> Model:
-    """Return a model of the table, or a module of the zoo with epochs of 100 batches."""
-    return MODELS.get(name) or Model(f"{'held_out' if name in ('ResNet', 'Llama') else 'zoo'}:{name}", 1)
+    """Return a model of the table, or a module of another script; those of the zoo have epochs of 100 batches."""
+    if name in MODELS:
+        return MODELS[name]
+    files = {"held_out": ("ResNet", "Llama"), "small": EVERYDAY}
+    return Model(f"{next((file for file, names in files.items() if name in names), 'zoo')}:{name}", 1)
 
 
-def fit(name: str, variant: Variant, epochs: int) -> dict[str, Any]:
+def by_hand(module: Any, epochs: int, ends: list[float]) -> tuple[int, float]:
+    """Train a module with a loop of one's own; return the number of steps and the last loss."""
+    optimizer, loader, steps = module.configure_optimizers(), module.train_dataloader(), 0
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = module.loss(batch)
+            loss.backward()
+            optimizer.step()
+            steps += 1
+        ends.append(time.perf_counter())
+    return steps, float(loss)
+
+
+def fit(name: str, variant: Variant, epochs: int, bare: bool) -> dict[str, Any]:
     """Fit in this process, and return what that took."""
     sys.path.append(os.fspath(EXAMPLES / "digits"))
     import torch
@@ -105,7 +132,10 @@ def fit(name: str, variant: Variant, epochs: int) -> dict[str, Any]:
         for child in module.children():
             child.compile()
     data = source.Digits() if file == "digits" else None
+    ends: list[float] = []
+    report = None
     with tempfile.TemporaryDirectory() as folder:
+        own: dict[str, Any] = BARE if bare else {}
         trainer = Trainer(
             accelerator="cpu",
             strategy="auto" if variant.ours is None else lightning_ort.ORTStrategy(config=variant.ours),
@@ -113,29 +143,33 @@ def fit(name: str, variant: Variant, epochs: int) -> dict[str, Any]:
             max_epochs=epochs,
             callbacks=[Epochs()],
             default_root_dir=folder,
+            **own,
         )
-        ends: list[float] = []
         start = time.perf_counter()
-        trainer.fit(module, data)
-        found: dict[str, Any] = {"seconds": time.perf_counter() - start, "steps": trainer.global_step}
+        if variant.loop:
+            steps, loss = by_hand(module, epochs, ends)
+        else:
+            trainer.fit(module, data)
+            steps, loss = trainer.global_step, trainer.callback_metrics["train_loss"].item()
+            report = getattr(trainer.strategy, "report", None)
+        found: dict[str, Any] = {"seconds": time.perf_counter() - start, "steps": steps, "loss": loss}
     half = (len(ends) - 1) // 2
     if len(ends) > 1:  # of the later half of the epochs
         found["settled"] = 1000 * (ends[-1] - ends[half]) / (len(ends) - 1 - half) / (found["steps"] / epochs)
     found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    found["loss"] = trainer.callback_metrics["train_loss"].item()
-    report = getattr(trainer.strategy, "report", None)
     found["report"] = [] if report is None else [report.run.verdict, *map(str, report.run.steps)]
     return found
 
 
-def in_a_process(name: str, variant: str, epochs: int, caches: Path, jemalloc: str) -> dict[str, Any]:
+def in_a_process(name: str, variant: str, epochs: int, caches: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Fit in a fresh process on a terminal, which keeps its caches in a folder."""
     kept = {"LIGHTNING_ORT_CACHE_DIR": caches / "ort", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor"}
     environment = {**os.environ, **{key: os.fspath(path) for key, path in kept.items()}, "COLUMNS": "100"}
     if VARIANTS[variant].jemalloc:
-        environment["LD_PRELOAD"] = jemalloc
+        environment["LD_PRELOAD"] = args.jemalloc
     found = caches / "found.json"
     command = [sys.executable, __file__, f"{name}:{epochs}", "--variants", variant, "--found", os.fspath(found)]
+    command += ["--bare"] * args.bare
     ours, theirs = pty.openpty()
     shown: list[bytes] = []
     with subprocess.Popen(command, env=environment, stdout=theirs, stderr=theirs) as process:
@@ -167,10 +201,10 @@ def measure(name: str, epochs: int, args: argparse.Namespace) -> dict[str, list[
         caches = Path(folder)
         for variant in args.variants:
             if not args.cold and (VARIANTS[variant].compiles or VARIANTS[variant].ours is not None):
-                in_a_process(name, variant, 1, caches, args.jemalloc)
+                in_a_process(name, variant, 1, caches, args)
         for number in range(args.rounds):
             for variant in args.variants[:: -1 if number % 2 else 1]:
-                found[variant].append(in_a_process(name, variant, epochs, caches, args.jemalloc))
+                found[variant].append(in_a_process(name, variant, epochs, caches, args))
                 print(name, variant, f"{found[variant][-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
     return found
 
@@ -205,6 +239,7 @@ def main() -> None:
     add("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT))
     add("--rounds", type=int, default=2)
     add("--cold", action="store_true", help="fill no cache before the first round")
+    add("--bare", action="store_true", help="no bar, logger, checkpoints and summary")
     add("--jemalloc", default=ctypes.util.find_library("jemalloc"), help="libjemalloc.so.2 (default: the system's)")
     add("--found", type=Path, help=argparse.SUPPRESS)  # of a single fit
     args = parser.parse_args()
@@ -212,7 +247,7 @@ def main() -> None:
     pairs = [(name, int(epochs or model_of(name).epochs)) for name, _, epochs in asked]
     if args.found is not None:
         ((name, epochs),) = pairs
-        args.found.write_text(json.dumps(fit(name, VARIANTS[args.variants[0]], epochs)), encoding="utf-8")
+        args.found.write_text(json.dumps(fit(name, VARIANTS[args.variants[0]], epochs, args.bare)), encoding="utf-8")
         return
     if not args.jemalloc and any(VARIANTS[variant].jemalloc for variant in args.variants):
         sys.exit("There is no jemalloc: install libjemalloc2, name one with --jemalloc, or leave these variants out.")

@@ -168,8 +168,8 @@ def speeds_in_bf16() -> str:
 def whole_fits() -> dict[tuple[str, str], float]:
     """Return the seconds of whole fits by module and variant; the columns are module, variant, steps, seconds."""
     lines = newest("whole-fits").read_text(encoding="utf-8").replace("│", " ").splitlines()
-    rows = [row for row in map(str.split, lines) if row[1:2] in (["off"], ["ort"], ["again"])]
-    return {(row[0], row[1]): float(row[3]) for row in rows}
+    rows = [row for row in map(str.split, lines) if len(row) > 3 and row[1] in ("off", "torch", "ort", "again")]
+    return {(row[0], row[1].replace("torch", "off")): float(row[3]) for row in rows}
 
 
 def long_fits() -> dict[tuple[str, str], float]:

@@ -1,6 +1,6 @@
 """Modules whose steps take a millisecond or two, so that what surrounds their kernels shows.
 
-Layers in many depths and widths, and five everyday modules for ``whole_fits.py``, which log their loss to the bar.
+Layers in many depths and widths, and five everyday modules for ``by_hand.py``, which log their loss to the bar.
 
 Named on a command line as those of ``zoo.py``: ``lightning-ort bench benchmarks/small.py:Layers10x64``.
 """

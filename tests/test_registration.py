@@ -250,6 +250,9 @@ def test_each_namespace_has_each_name(namespace: LightningNamespace) -> None:
         assert theirs.StrategyRegistry[kind.strategy_name]["strategy"] is kind
         assert issubclass(kind, theirs.Strategy)
         assert kind.namespace is namespace
+        # of a user's class, whatever it is called
+        own = type(kind.__name__, (kind,), {"strategy_name": "own"})
+        assert (own.strategy_name, kind.strategy_name) == ("own", STRATEGIES[kind.__name__].name)
     for name in lightning_ort.__all__:
         if name.startswith(("ORT", "Onnx")) and name != "ORTConfig":
             kind = getattr(ours, name)

@@ -125,8 +125,8 @@ class ORTMixin(_Strategy):
             read = super().precision_plugin.fget  # type: ignore[attr-defined]
             # Lightning reads it seven times a step, which a property that calls the other would double
             cls.precision_plugin = property(read, ORTMixin._set_precision_plugin)  # type: ignore[assignment]
-        if cls.__name__ in STRATEGIES:
-            cls.strategy_name, cls._names = STRATEGIES[cls.__name__].name, STRATEGIES[cls.__name__]
+            if cls.__module__ == namespace.module and cls.__name__ in STRATEGIES:  # not a user's class of that name
+                cls.strategy_name, cls._names = STRATEGIES[cls.__name__].name, STRATEGIES[cls.__name__]
 
     @classmethod
     @override
