@@ -296,20 +296,6 @@ def _advice(machine: Machine) -> Iterator[Finding]:
                 yield Finding("TF32", "advice", "off", 'Trainer(plugins=[ORTMatmulPrecision("high")]) for float32 runs')
         if not machine.flash_attention:
             yield Finding("flash attention", "advice", "not in this build of torch", "install a build that has it")
-        text = "widths and vocabularies that are multiples of 64 use the tensor cores fully"
-        yield Finding("sizes", "advice", text, "pad the vocabulary; choose a batch size that is a multiple of 8")
-        text = "convolutions in half types are faster in channels_last"
-        yield Finding("layout", "advice", text, "module.to(memory_format=torch.channels_last) for CNNs")
-        yield Finding("data", "advice", "copies to the GPU overlap with its computation", "DataLoader(pin_memory=True)")
-        text = "small steps wait for launches; steps of fixed sizes are also tried as CUDA graphs (reduce-overhead)"
-        yield Finding("launches", "advice", text, "keep batches of one size, and accumulate_grad_batches=1")
     elif cpu_has_fast_bfloat16():
         todo = 'Trainer(precision="bf16-mixed"), or plugins=[ORTMatmulPrecision("medium")] for float32 weights'
         yield Finding("bfloat16", "advice", "this CPU multiplies bfloat16 matrices faster than float32", todo)
-    if "AVX512" in torch.backends.cpu.get_cpu_capability() and machine.gpu is None:
-        yield Finding("sizes", "advice", "layer widths that are multiples of 16 use the CPU's vectors fully")
-    if (os.cpu_count() or 1) > 2:
-        yield Finding(
-            "data", "advice", "worker processes prepare batches while a step runs", "DataLoader(num_workers=1 or more)"
-        )
-    yield Finding("optimizer", "advice", 'the ort strategies fuse torch\'s Adam, AdamW, SGD and Adagrad (optim="auto")')

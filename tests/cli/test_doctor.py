@@ -165,11 +165,7 @@ def test_onnxruntime_that_cannot_train(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_advice_on_a_gpu() -> None:
     found = findings(gpu=(9, 0), tf32=False, flash_attention=False)
     advice = {what: finding for what, finding in found.items() if finding.state == "advice"}
-    expected = {"bfloat16", "TF32", "flash attention", "sizes", "layout", "data", "launches", "optimizer"}
-    assert advice.keys() >= expected
-    assert "multiples of 64" in advice["sizes"].text
-    assert "channels_last" in advice["layout"].todo
-    assert "reduce-overhead" in advice["launches"].text
+    assert advice.keys() == {"bfloat16", "TF32", "flash attention"}
 
 
 def test_no_advice_that_is_followed() -> None:

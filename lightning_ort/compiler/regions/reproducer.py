@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from lightning_ort.compat.torch import hint_of
 from lightning_ort.compiler.regions import reproducer_script
@@ -23,14 +22,14 @@ class Reproducer:
     """What a script needs of a region, without the graph and its tensors; few are asked for, so the text is made late.
 
     Args:
-        steps: The region's graph, node by node; an argument that is another node is its :class:`_Name`.
+        graph: The region's graph, without its tensors; gone once the text is made.
         inputs: Its inputs: (sizes, strides, dtype, device), or a number.
         model: Its ONNX model, if it has one.
         providers: What runs the model, as a session takes it.
 
     """
 
-    steps: Sequence["_Step"]
+    graph: fx.Graph | None
     inputs: Mapping[str, Any]
     model: bytes | None
     providers: Sequence[Any]
@@ -38,18 +37,18 @@ class Reproducer:
     @classmethod
     def of(cls, graph: fx.Graph, model: bytes | None = None, providers: Sequence[Any] = ()) -> "Reproducer":
         """Return the reproducer of a region's graph."""
-        names = {node: _Name(node.name) for node in graph.nodes}
-        steps = [
-            _Step(name, node.op, node.target, *fx.map_arg((node.args, node.kwargs or None), names.__getitem__))
-            for node, name in names.items()
-        ]
+        copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        copy.output(copy.graph_copy(graph, copied))
+        for node in copied.values():
+            node.meta.clear()
         inputs = {node.name: _spec(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
-        return cls(steps, inputs, model, providers)
+        return cls(copy, inputs, model, providers)
 
     @functools.cached_property
     def code(self) -> str:
         """The region's torch code and the shapes of its inputs."""
-        code = _graph_of(self.steps).python_code("self")
+        assert self.graph is not None
+        code = self.graph.python_code("self")
         used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
         imports = [_import(name, value) for name, value in used]
         if "torch.ops.lightning_ort" in code.src:
@@ -59,8 +58,8 @@ class Reproducer:
         return "\n".join([*imports, "\n", code.src.strip(), "\n", *inputs])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the text in place of the steps: torch's ops cannot be pickled."""
-        return {**vars(self), "steps": (), "inputs": {}, "code": self.code}
+        """Return the text in place of the graph: torch's ops cannot be pickled."""
+        return {**vars(self), "graph": None, "inputs": {}, "code": self.code}
 
     def save(self, folder: Path) -> Path:
         """Write the script and the model to a folder; return the script's path."""
@@ -74,30 +73,6 @@ class Reproducer:
         call = f"reproduce(forward, INPUTS, {model}, {self.providers!r})"
         script.write_text(f"{runner}\n{self.code}\n{call}\n", encoding="utf-8")
         return script
-
-
-class _Name(str):
-    """The name of a node where the node itself was an argument."""
-
-    __slots__ = ()
-
-
-class _Step(NamedTuple):
-    name: _Name
-    op: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] | None
-
-
-def _graph_of(steps: Sequence[_Step]) -> fx.Graph:
-    graph = fx.Graph()
-    nodes: dict[str, fx.Node] = {}
-    for name, op, target, *arguments in steps:
-        filled: Any = map_aggregate(arguments, lambda x: nodes[x] if isinstance(x, _Name) else x)
-        args, kwargs = filled
-        nodes[name] = graph.create_node(op, target, args, kwargs, name)
-    return graph
 
 
 def _import(name: str, value: Any) -> str:

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from lightning_ort._imports import namespace_of
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.optimizers import configured
 from lightning_ort.onnx_export.training.specification import ABOUT, STATE
+from lightning_ort.strategies.checkpoints import save_atomically
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,8 @@ class TrainingState:
         if hparams:
             content |= {"hparams_name": "kwargs", "hyper_parameters": dict(hparams)}
         self.module.on_save_checkpoint(content)  # type: ignore[operator]
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
-        os.close(handle)
-        try:
-            torch.save(content, temporary)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return path
+        save_atomically(content, Path(path).absolute())
+        return Path(path)
 
 
 def _steps_made(count: int) -> dict[str, Any]:
