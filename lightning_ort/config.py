@@ -268,11 +268,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _hint(name: object, value: Any, fields: list[str]) -> str:
-    """Return what to do instead of passing a field that does not exist, or no longer."""
-    if name == "cuda_graphs":
-        return "it is gone; on a GPU each step is tried as recordings of inductor by default, so leave it out."
-    if name == "recompute":
-        return "it is gone; activation_memory_budget says how much of the activations may be kept, such as 0.5."
+    """Return what to do instead of passing a field that does not exist."""
     if name == "capture" and value in ("off", False):
         return "pass engine='torch', which compiles nothing."
     if name in [each.name for each in dataclasses.fields(DebugSettings)]:

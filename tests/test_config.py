@@ -97,14 +97,6 @@ def test_unknown_key_with_nothing_close_lists_the_fields():
         ORTConfig.parse({"xyzzy": 1})
 
 
-def test_settings_that_are_gone_are_refused_with_what_to_do():
-    message = "no field 'cuda_graphs': it is gone; .* recordings of inductor by default, so leave it out"
-    with pytest.raises(TypeError, match=message):
-        ORTConfig(cuda_graphs=False)
-    with pytest.raises(ValueError, match=message):
-        ORTConfig.parse({"cuda_graphs": True})
-
-
 def test_parse_refuses_what_is_no_mapping():
     with pytest.raises(TypeError, match="pass an ORTConfig, a mapping"):
         ORTConfig.parse("always")

@@ -84,13 +84,10 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     for file in folder.glob(".*.partial"):
-        # earlier versions have written no process into the name
-        known = _OURS.fullmatch(file.name)
-        if known is None and not re.fullmatch(r"\.[0-9a-f]{8}\.partial", file.name):
+        if (known := _OURS.fullmatch(file.name)) is None:
             continue
         with suppress(OSError):  # removed, or of another user
-            here = known is not None and known[3] == _checksum(_machine())
-            ended = here and known is not None and not _is_running(int(known[2]))
+            ended = known[3] == _checksum(_machine()) and not _is_running(int(known[2]))
             if ended or time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
                 file.unlink()
 

@@ -478,8 +478,9 @@ def test_processes_share_a_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path):
-    """An entry that was there stays there, and the next process takes away what was begun."""
+def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path, monkeypatch):
+    """An entry that was there stays there, and a later process takes away what was begun."""
+    monkeypatch.setattr(cache_folder, "_ABANDONED_SECONDS", -1)
     models = [bytes(5000), b"1" * 700_000]
     fork = multiprocessing.get_context("fork")
     _store_again_and_again(tmp_path, models, times=1)
@@ -500,34 +501,17 @@ def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path):
     assert begun, "no writer was met at its work"
 
 
-def partial(folder: Path, days: float) -> Path:
-    path = folder / f"{REGION}.json.abc123.tmp"
-    path.write_text("{")
-    then = time.time() - days * 24 * 60 * 60
-    os.utime(path, (then, then))
-    return path
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_partial_files_of_dead_writers_are_taken_away(tmp_path, monkeypatch, locks):
-    """At once where a lock says that the writer is gone, after a day elsewhere."""
-    import fcntl
-
-    if not locks:
-        monkeypatch.setattr(cache_folder, "fcntl", None)
-    old, mine, entry = partial(tmp_path, days=1.1), tmp_path / "mine.tmp", tmp_path / f"{REGION}.json"
-    mine.write_text("mine")
-    os.utime(mine, (0, 0))
+def test_partial_files_of_dead_writers_are_taken_away(tmp_path):
+    old, young = (tmp_path / f"{REGION}.json.{name}.tmp" for name in ("abc123", "abc124"))
+    mine, entry = tmp_path / "mine.tmp", tmp_path / f"{REGION}.json"
+    for path, hours in ((old, 1.1), (young, 0.9), (mine, 1000)):
+        path.write_text("{")
+        then = time.time() - hours * 60 * 60
+        os.utime(path, (then, then))
     Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
     assert not old.exists()
+    assert young.exists(), "of a writer that may be at work"
     assert mine.exists()
-    young = partial(tmp_path, days=0.9)
-    with young.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
-        assert young.exists(), "of a writer at work"
-    Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION)
-    assert young.exists() is not locks
     Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing({}, Variant(1))))
     assert entry.exists()
 
@@ -583,9 +567,8 @@ def check_not_used(folder, caplog, spoil, advice):
 
 
 def test_a_system_without_owners(tmp_path, monkeypatch):
-    """As Windows is: neither ``os.getuid`` nor ``fcntl``."""
+    """As Windows is."""
     monkeypatch.delattr(os, "getuid")
-    monkeypatch.setattr(cache_folder, "fcntl", None)
     tmp_path.chmod(0o777)
     Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"model", TIMING))
     assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(REGION) == Entry(b"model", TIMING)

@@ -14,11 +14,6 @@ from pathlib import Path
 
 import platformdirs
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
 
 VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
@@ -27,9 +22,9 @@ VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 MAX_BYTES = 64 << 20
 _NAME = r"(graphs?|op|region|start|kernel)-[0-9a-f]{64}\.(json|onnx|so)"
 _ENTRY = re.compile(_NAME)
-# what killed writers leave; the second pattern is that of earlier versions
-_PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp|tmp[a-z0-9_]{{8}}\.tmp")
-_DAY = 24 * 60 * 60
+# what killed writers leave; a living one takes much less than a second
+_PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp")
+_ABANDONED_SECONDS = 60 * 60
 
 
 def default_folder() -> Path:
@@ -61,8 +56,9 @@ def prepare(folder: Path) -> str | None:
         if (reason := untrusted_reason(folder)) is not None:
             return reason
         for path in partial_files(folder):
-            if _is_abandoned(path):
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # it has become an entry
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
     except OSError as error:
         return f"{folder} cannot be used ({error})"
     return None
@@ -85,20 +81,6 @@ def untrusted_reason(folder: Path) -> str | None:
             " ORTConfig(cache_dir=...) or LIGHTNING_ORT_CACHE_DIR."
         )
     return None
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Return whether the writer of a partial file is gone: it held a lock, which the system releases at its end."""
-    try:
-        if time.time() - path.stat().st_mtime > _DAY:
-            return True
-        if fcntl is None:
-            return False
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is locked, has become an entry, or the file system has no locks
-        return False
-    return True
 
 
 def read(path: Path) -> bytes:
@@ -126,9 +108,6 @@ def write(path: Path, content: bytes) -> None:
         prefix = f"{path.name}."
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as file:
             partial = file.name
-            if fcntl is not None:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content)
         os.replace(partial, path)
     except BaseException as error:
@@ -136,7 +115,7 @@ def write(path: Path, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(partial)
         if isinstance(error, FileNotFoundError) and path.parent.is_dir():
-            return  # another process deleted the file before it was locked; a later run writes it
+            return  # another process has deleted the file; a later run writes it
         if isinstance(error, PermissionError) and os.name == "nt" and path.exists():
             return  # Windows: another process is reading the existing file
         raise
