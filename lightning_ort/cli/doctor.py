@@ -30,8 +30,8 @@ from lightning_ort.compat.torch import cpu_has_fast_bfloat16
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache.cache_folder import default_folder, untrusted_reason
 from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
+from lightning_ort.compiler.executors.mask_kernel import matches_torch
 from lightning_ort.compiler.executors.mask_kernel import unsupported_reason as mask_unsupported_reason
-from lightning_ort.compiler.executors.masks import matches_torch
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
 from lightning_ort.compiler.request import CompileRequest

@@ -13,8 +13,7 @@ import torch
 
 from lightning_ort.compat.torch import replace_kernel
 from lightning_ort.compiler.cache.cache import Cache
-from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel
-from lightning_ort.compiler.executors.masks import draw_by_kernel, matches_torch
+from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel, matches_torch
 from lightning_ort.strategies.while_running import WhileRunning
 
 _OP = "aten::bernoulli_.float"
@@ -69,7 +68,7 @@ def _kernel(original: Callable[..., Any]) -> Callable[..., Any]:
                 run.large += 1
             else:
                 run.small += 1
-        return out if large and draw_by_kernel(out, p, generator) else original(out, p, generator=generator)
+        return out if large and mask_kernel().draw(out, p, generator) else original(out, p, generator=generator)
 
     return bernoulli_
 

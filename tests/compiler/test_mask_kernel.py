@@ -11,8 +11,7 @@ import torch
 from lightning_ort.compiler.cache import cache_folder
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors import mask_kernel
-from lightning_ort.compiler.executors.mask_kernel import MaskKernel
-from lightning_ort.compiler.executors.masks import matches_torch
+from lightning_ort.compiler.executors.mask_kernel import MaskKernel, matches_torch
 from lightning_ort.config import ORTConfig
 
 pytestmark = pytest.mark.skipif(
@@ -142,6 +141,11 @@ def test_another_processor_has_a_file_of_its_own(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(mask_kernel, "_features", lambda: "flags: sse2")
     used(tmp_path, monkeypatch)
     assert len(cache_folder.entries(tmp_path)) == 2
+
+
+def test_another_way_of_drawing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_kernel, "BITS", 24)
+    assert not matches_torch.__wrapped__()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,13 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compat import dynamo
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors import mask_kernel
-from lightning_ort.compiler.executors import masks as compiled_masks
-from lightning_ort.compiler.executors.mask_kernel import MaskKernel
+from lightning_ort.compiler.executors.mask_kernel import MaskKernel, matches_torch
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import dropout_masks
 
 NO_CACHE = Cache(ORTConfig(cache_dir=None))
 needs_kernel = pytest.mark.skipif(
-    bool(mask_kernel.unsupported_reason()) or not compiled_masks.matches_torch(),
+    bool(mask_kernel.unsupported_reason()) or not matches_torch(),
     reason=mask_kernel.unsupported_reason() or "torch draws otherwise on this processor",
 )
 
@@ -76,8 +75,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
 
     monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", 1)
     new = functools.cache(Now)
-    for module in (compiled_masks, dropout_masks):
-        monkeypatch.setattr(module, "mask_kernel", new)
+    monkeypatch.setattr(dropout_masks, "mask_kernel", new)
     return new()
 
 
@@ -139,7 +137,7 @@ def test_no_part_of_it_is_traced(kernel: MaskKernel, make_trainer: Callable[...,
 def test_left_in_place_after_no_run(make_trainer: Callable[..., Any]) -> None:
     class Fails(Dropping):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            assert is_replaced() == compiled_masks.matches_torch()
+            assert is_replaced() == matches_torch()
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
@@ -211,7 +209,7 @@ def test_two_runs_at_once() -> None:
     one, other = dropout_masks.DropoutMasks(), dropout_masks.DropoutMasks()
     one.setup(torch.device("cpu"), NO_CACHE)
     other.setup(torch.device("cpu"), NO_CACHE)
-    expected = compiled_masks.matches_torch()
+    expected = matches_torch()
     one.teardown()
     one.teardown()
     assert is_replaced() == expected
@@ -228,7 +226,7 @@ def test_not_on_a_gpu() -> None:
 @needs_kernel
 @pytest.mark.parametrize(
     "draw",
-    [lambda: torch.empty(8192).bernoulli_(0.5), lambda: compiled_masks.bernoulli(torch.empty(8192), 0.5)],
+    [lambda: torch.empty(8192).bernoulli_(0.5), lambda: torch.ops.aten.bernoulli.p(torch.empty(8192), 0.5)],
     ids=["eager", "in a graph"],
 )
 def test_several_threads_draw_from_one_generator(draw: Callable[[], Tensor], kernel: MaskKernel) -> None:

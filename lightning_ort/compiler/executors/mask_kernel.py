@@ -47,6 +47,19 @@ _ONES = {
 BITS = 53
 
 
+_generator_lock = threading.RLock()
+
+
+def _reset_after_fork() -> None:
+    """Replace what a thread of the parent may have held, which does not exist in a forked process."""
+    global _generator_lock
+    _generator_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 class MaskKernel:
     """The C function, once it is compiled."""
 
@@ -68,10 +81,7 @@ class MaskKernel:
         self._cache = cache
 
     def draw(self, out: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
-        """Fill a tensor as ``out.bernoulli_(p, generator=generator)`` does; return whether that was possible.
-
-        The caller holds a lock where other threads may draw from the same generator.
-        """
+        """Fill a tensor as ``out.bernoulli_(p, generator=generator)`` does; return whether that was possible."""
         if out.dtype not in _ONES or not _is_dense(out) or not 0 <= p <= 1:
             return False
         self.drawn += out.numel()
@@ -82,7 +92,8 @@ class MaskKernel:
                 self._thread = threading.Thread(target=self._compile, name="lightning_ort_compile", daemon=True)
                 self._thread.start()
             return False
-        self._draw(self._function, out, p, torch.default_generator if generator is None else generator)
+        with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
+            self._draw(self._function, out, p, torch.default_generator if generator is None else generator)
         return True
 
     def _look_in_cache(self) -> None:
@@ -155,6 +166,16 @@ class MaskKernel:
 def mask_kernel() -> MaskKernel:
     """Return the one of this process."""
     return MaskKernel()
+
+
+@functools.cache
+def matches_torch() -> bool:
+    """Return whether torch draws in this way here; with MKL on Intel processors it uses another generator."""
+    one, other = (torch.Generator().manual_seed(0) for _ in range(2))
+    expected = torch.empty(MIN_ELEMENTS, dtype=torch.bool).bernoulli_(0.3, generator=one)
+    numbers = torch.empty(MIN_ELEMENTS, dtype=torch.int64).random_(generator=other) & (2**BITS - 1)
+    alike = torch.equal(numbers < math.ceil(0.3 * 2**BITS), expected)
+    return alike and torch.equal(one.get_state(), other.get_state())
 
 
 def unsupported_reason() -> str:

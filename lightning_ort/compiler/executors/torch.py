@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, ops
+from torch import fx
 from typing_extensions import override
 
-from lightning_ort.compiler.executors import masks
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.regions.region import TORCH, Region, Support, Variant
-
-aten = ops.aten
 
 
 class TorchExecutor(Executor):
@@ -34,9 +31,6 @@ class TorchRegion:
     def __init__(self, region: Region) -> None:
         # how it appears in the code of the compiled graph
         self.__name__, self.__module__ = region.name, __name__
-        for node in region.module.graph.find_nodes(op="call_function", target=aten.bernoulli.p):
-            if "generator" not in node.kwargs:
-                node.target = masks.bernoulli
         self._module = region.module
 
     def __call__(self, *args: Any) -> Sequence[Any]:
