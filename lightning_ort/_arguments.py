@@ -7,7 +7,7 @@ import math
 import os
 import reprlib
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,21 +125,31 @@ def _not_writable_reason(path: Path, is_folder: bool) -> str | None:
     return None
 
 
-def check_keywords(owner: str, given: Iterable[str], allowed: Collection[str], what: str = "argument") -> None:
-    """Raise TypeError for a keyword argument that does not exist; the message names the closest one."""
+def check_keywords(
+    owner: str,
+    given: Mapping[str, Any] | Iterable[str],
+    allowed: Collection[str],
+    what: str = "argument",
+    hint: Callable[[str, Any, Collection[str]], str] | None = None,
+) -> None:
+    """Raise TypeError for a keyword argument that does not exist; the message names the closest one, or has a hint."""
     for name in given:
         if name not in allowed:
-            raise TypeError(f"{owner} has no {what} {name!r}: {closest(name, allowed, f'{what}s')}")
+            value = given[name] if isinstance(given, Mapping) else None
+            text = closest(name, allowed, f"{what}s") if hint is None else hint(name, value, allowed)
+            raise TypeError(f"{owner} has no {what} {name!r}: {text}")
 
 
-def names_its_arguments(kind: type[_Kind]) -> type[_Kind]:
+def names_its_arguments(
+    kind: type[_Kind], what: str = "argument", hint: Callable[[str, Any, Collection[str]], str] | None = None
+) -> type[_Kind]:
     """Have the error about an unknown keyword name a class as the user wrote it, and the closest argument."""
     init = kind.__init__
     names = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_keywords(type(self).__name__, kwargs, names)
+        check_keywords(type(self).__name__, kwargs, names, what, hint)
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign]

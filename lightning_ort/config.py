@@ -6,9 +6,8 @@ A field says all that there is to know of a setting: its annotation which values
 
 import dataclasses
 import difflib
-import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,6 +21,7 @@ from lightning_ort._arguments import (
     check_type,
     check_writable,
     closest,
+    names_its_arguments,
     passed,
 )
 
@@ -267,7 +267,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     return tuple(value for part in parts for value in part) if all(parts) else ()
 
 
-def _hint(name: object, value: Any, fields: list[str]) -> str:
+def _hint(name: object, value: Any, fields: Collection[str]) -> str:
     """Return what to do instead of passing a field that does not exist."""
     if name == "capture" and value in ("off", False):
         return "pass engine='torch', which compiles nothing."
@@ -301,22 +301,5 @@ def _check_providers(providers: tuple[str, ...]) -> None:
             )
 
 
-def _with_keywords_checked(kind: type) -> None:
-    """Make the constructor name the closest field for an unknown keyword, without changing its signature."""
-    fields = [each.name for each in dataclasses.fields(kind)]
-    init, owner = kind.__init__, kind.__name__  # type: ignore[misc]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args:
-            raise TypeError(f"{owner} takes settings by name; got {args[0]!r}. The fields are {', '.join(fields)}.")
-        for name, value in kwargs.items():
-            if name not in fields:
-                raise TypeError(f"{owner} has no field {name!r}: {_hint(name, value, fields)}")
-        init(self, **kwargs)
-
-    kind.__init__ = checked  # type: ignore[misc]
-
-
-_with_keywords_checked(ORTConfig)
-_with_keywords_checked(DebugSettings)
+names_its_arguments(ORTConfig, "field", _hint)
+names_its_arguments(DebugSettings, "field", _hint)

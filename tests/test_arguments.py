@@ -71,7 +71,6 @@ CONFIG: list[Case] = [
     (ORTConfig, {"capture": "modules"}, TypeError, ("'capture'", "debug={'capture': 'modules'}")),
     *[(ORTConfig, {"capture": value}, TypeError, ("'capture'", "engine='torch'")) for value in ("off", False)],
     (ORTConfig.parse, {"value": {"torch_ops": ["aten.mm"]}}, ValueError, ("debug={'torch_ops': ['aten.mm']}",)),
-    (ORTConfig, {"recompute": 1}, TypeError, ("'recompute'", "it is gone; activation_memory_budget says")),
     *[
         (ORTConfig, {"activation_memory_budget": value}, kind, ("ORTConfig(activation_memory_budget=", "from 0 to 1"))
         for value, kind in (

@@ -93,7 +93,6 @@ class RunReport:
         host_memory: ``"retained"`` or ``"default"``, and why; empty without a Trainer.
         peak_bytes: The most memory that the process has used so far, or reserved on a GPU; 0 if nobody knows.
         peak_bytes_before: The same before anything was compiled; 0 if nothing was.
-        session_memory: What sessions hold of a GPU's memory; empty on a CPU.
         step_time: What the time of a training step is made of; ``None`` if a fit was too short, or there was none.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
@@ -114,7 +113,6 @@ class RunReport:
     host_memory: str = ""
     peak_bytes: int = 0
     peak_bytes_before: int = 0
-    session_memory: str = ""
     step_time: StepTimeReport | None = None
     dropout_masks: str = ""
     startup_seconds: float = 0.0

@@ -26,7 +26,6 @@ from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
 from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
-from lightning_ort.compiler.machine import gpu_memory
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
@@ -167,7 +166,6 @@ class ORTMixin(_Strategy):
         self._times.teardown()
         self.report.run.step_time = advice_on_time(self._times.ms, self.lightning_module)
         self.report.dropout_masks = self._masks.text
-        self.report.run.session_memory = gpu_memory.describe(self.root_device)
         self._capture.teardown()
         self._delivery.teardown(self.report)
         super().teardown()

@@ -14,8 +14,7 @@ from lightning_ort._arguments import check_choice, check_type
 from lightning_ort.compat.lightning import hand_over, wrap_start_of_scripts
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.distributed import relaunch, watchdog
-from lightning_ort.strategies.distributed.run_store import open_run_store
-from lightning_ort.strategies.distributed.shared_timings import Agree, share_timings
+from lightning_ort.strategies.distributed.run_store import Agree, open_run_store, share_timings
 from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
 from lightning_ort.strategies.mixin import ORTMixin
 

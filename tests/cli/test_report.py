@@ -161,11 +161,10 @@ def test_graphs_of_a_step_that_was_left_to_torch_say_so() -> None:
 
 
 def test_page_and_text_say_the_same_of_a_run() -> None:
-    said = RunReport(session_memory="3 MB", dropout_masks="drawn by PyTorch: no C compiler", audits=1)
+    said = RunReport(dropout_masks="drawn by PyTorch: no C compiler", audits=1)
     report = CompileReport(run=said)
     page = squeezed(Page(render(report, "report.json")).text)
     for name, text in (
-        ("session memory", said.session_memory),
         ("dropout masks", said.dropout_masks),
         ("audits", said.audit_text),
     ):

@@ -19,7 +19,6 @@ from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
-from lightning_ort.compiler.machine import gpu_memory
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import Region
@@ -265,20 +264,6 @@ def test_a_session_whose_run_failed_stays(cuda: FakeCuda) -> None:
         run()
     del run
     assert cuda.log == []
-
-
-def test_what_sessions_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_memory, "_before", {})
-    free, reserved = 900 << 20, 40 << 20
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 1000 << 20))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved)
-    assert gpu_memory.describe(CUDA) == ""  # no session
-    gpu_memory.note_first_session(CUDA)
-    free, reserved = 700 << 20, 100 << 20
-    gpu_memory.note_first_session(CUDA)
-    assert gpu_memory.describe(CUDA).startswith("140 MB of GPU 0")
-    assert gpu_memory.describe(torch.device("cpu")) == ""
 
 
 def test_torch_waits_for_a_run_that_fails(cuda: FakeCuda) -> None:

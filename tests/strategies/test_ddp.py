@@ -16,7 +16,7 @@ from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.strategies.audit import schedule
-from lightning_ort.strategies.distributed.shared_timings import agree
+from lightning_ort.strategies.distributed.run_store import agree
 from lightning_ort.strategies.race.duel import Duel
 
 

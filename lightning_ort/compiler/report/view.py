@@ -123,7 +123,6 @@ class ReportView:
             "a training step": str(run.step_time or ""),
             "host memory": "" if run.host_memory == "retained" else run.host_memory,  # or the first one says it
             "peak memory": run.peak_text,
-            "session memory": run.session_memory,
             "dropout masks": "" if run.draws_masks_faster else run.dropout_masks,
             "Trainer's loop": run.trainer_loop,
             "audits": run.audit_text if run.audits else "",

@@ -22,7 +22,6 @@ from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
 from lightning_ort.compiler.graphs.nodes import values_of
 from lightning_ort.compiler.machine import malloc
-from lightning_ort.compiler.machine.gpu_memory import note_first_session
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import Region, RegionRejected
 
@@ -126,7 +125,6 @@ def build(
     """
     import onnxruntime
 
-    note_first_session(device)
     options = session_options(threads)
     if device.type == "cpu":
         _share_memory(options)

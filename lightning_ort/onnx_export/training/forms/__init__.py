@@ -4,7 +4,7 @@
 
 - :mod:`.decomposed`: backward operations as functions of others, which torch traces instead
 - :mod:`.resampled`: average pooling and interpolation
-- :mod:`.contributed`: gelu and matrix products; :mod:`.made`: tensors from sizes
+- :mod:`.contributed`: gelu, matrix products and empty tensors
 - :mod:`.slices`: what is written to; :mod:`.random`: random numbers; :mod:`.sums`: sums at repeated places
 - :mod:`.sequences`: CTC and packed sequences
 """
@@ -12,7 +12,6 @@
 from lightning_ort.onnx_export.training.forms import (  # noqa: F401  (they register their functions)
     contributed,
     decomposed,
-    made,
     random,
     resampled,
     sequences,
