@@ -20,6 +20,7 @@ import inspect
 import math
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -38,6 +39,8 @@ from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array
 from lightning_ort.compat.dynamo_messages import is_installed
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
+_MRO, _FLAGS = (vars(type)[name].__get__ for name in ("__mro__", "__flags__"))  # a metaclass may have others
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
     GuardBuilder.DICT_CONTAINS,
     invert=True,  # torch 2.11
@@ -66,6 +69,7 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
         known = self.tx.output.side_effects
         is_new = value not in known
         result = build(self, value)
+        _guard_bases(self.tx, value if isinstance(value, type) else type(value))
         if value in known and not isinstance(value, (torch.Tensor, types.ModuleType)):
             first = known[value].source
             if is_new:
@@ -81,6 +85,21 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return __call__
+
+
+def _guard_bases(tx: Any, kind: type) -> None:
+    """Guard the bases of a class of the user's: ``isinstance``, and calls of the class, rely on them."""
+    module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
+    if not _FLAGS(kind) & _IN_PYTHON or is_installed(getattr(module, "__file__", None) or ""):
+        return
+    checked = vars(tx.output).setdefault("_lightning_ort_bases", {})
+    if not checked:
+        _add_check(tx, lambda: all(of() is not None and _bases(of()) == before for of, before in checked.values()))
+    checked.setdefault(id(kind), (weakref.ref(kind), _bases(kind)))  # not kept alive
+
+
+def _bases(kind: type) -> list[int]:
+    return [*map(id, _MRO(kind))]
 
 
 def _guard(source: Any, create: Callable[..., None]) -> None:

@@ -82,6 +82,19 @@ def full_deque(compiled: Callable[..., Any]) -> Any:
     return calls(compiled(step), [window] * 3), list(window), window.maxlen
 
 
+@case(dynamo_repairs._build)
+def other_bases(compiled: Callable[..., Any]) -> Any:
+    m = objects()
+    other = type("Other", (m.Thing,), {"gain": lambda self: 5.0})
+    replace = lambda i: i == 2 and setattr(m.Derived, "__bases__", (other,))  # noqa: E731
+    tests = (lambda one: isinstance(one, other), lambda one: issubclass(m.Derived, other), lambda _: m.Derived().gain())
+    found = []
+    for test in tests:
+        m.Derived.__bases__ = (m.Thing,)
+        found.append(calls(compiled(lambda x, one, test=test: x * test(one)), [m.derived] * 4, replace))
+    return found
+
+
 @case(dynamo_repairs._bind)
 def another_method(compiled: Callable[..., Any]) -> Any:
     m = objects()

@@ -29,6 +29,16 @@ class Remote(collections.abc.Mapping[str, Any]):
     __iter__, __len__ = lambda self: iter("ab"), lambda self: 2
 
 
+class Kind(type):
+    """A class of classes that says nothing of them."""
+
+    __eq__ = __hash__ = __instancecheck__ = __repr__ = __subclasscheck__ = fail
+
+
+class Nameless(metaclass=Kind):
+    """Its class is none to ask."""
+
+
 class Shy:
     """Cannot be shown."""
 
@@ -49,7 +59,7 @@ class Holds(Small):
 
     def __init__(self) -> None:
         super().__init__()
-        self.objects, self.remote = [Closed(), Remote()], Remote()
+        self.objects, self.remote = [Closed(), Remote(), Nameless()], Remote()
         self.save_hyperparameters({"closed": Shy(), "remote": Remote()})
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

@@ -134,7 +134,7 @@ def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
 def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a batch, with the places where they are."""
     found = itertools.islice(_stored({"": value}), MAX_VALUES)
-    return [(path, one) for path, one, before in found if before == path and _is(one, torch.Tensor)]
+    return [(path, one) for path, one, before in found if before == path and is_one(one, torch.Tensor)]
 
 
 def _stored(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -155,9 +155,9 @@ def _stored(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 def items_of(value: Any) -> list[Any]:
     """Return the items of a container of Python's, or of a class derived from one."""
-    if _is(value, dict):
+    if is_one(value, dict):
         return [*dict.values(value)]
-    container = next((one for one in _CONTAINERS if _is(value, one)), None)
+    container = next((one for one in _CONTAINERS if is_one(value, one)), None)
     return [] if container is None else [*container.__iter__(value)]
 
 
@@ -190,7 +190,7 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
             value = known[name]
             if isinstance(value, type):
                 kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
-            elif not _is(value, *_CODE, nn.Module):
+            elif not is_one(value, *_CODE, nn.Module):
                 variables[f"{known.get('__name__')}.{name}"] = value
     return {"self": module, "globals": dict(sorted(variables.items())), "class": _attributes_of(kinds)}
 
@@ -200,35 +200,35 @@ def _attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
         f"{kind.__qualname__}.{name}": value
         for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
         for name, value in vars(kind).items()
-        if not name.startswith("__") and _is(value, *_PLAIN)
+        if not name.startswith("__") and is_one(value, *_PLAIN)
     }
 
 
 def _may_be_met_again(value: Any) -> bool:
-    return not _is(value, int, float, complex, str, bytes, enum.Enum, *_CODE, type(None))
+    return not is_one(value, int, float, complex, str, bytes, enum.Enum, *_CODE, type(None))
 
 
 def _value_of(value: Any) -> Value:
     """Return an object itself as a plain value, without its parts."""
     name = type(value).__qualname__
-    if _is(value, torch.Tensor):
+    if is_one(value, torch.Tensor):
         return _of_tensor(value)
-    if _is(value, enum.Enum):
+    if is_one(value, enum.Enum):
         return f"{name}.{value._name_}"
-    if _is(value, str, bytes):
-        return f"{name} {(str if _is(value, str) else bytes).__repr__(value)}"[:200]
-    if _is(value, bool, np.bool_, type(None)):
+    if is_one(value, str, bytes):
+        return f"{name} {(str if is_one(value, str) else bytes).__repr__(value)}"[:200]
+    if is_one(value, bool, np.bool_, type(None)):
         return f"{name} {value}"
-    if _is(value, int, float, np.number):
+    if is_one(value, int, float, np.number):
         return Numbers(name, *_finite(value))
-    if _is(value, np.ndarray) and value.dtype.kind in "biuf":
+    if is_one(value, np.ndarray) and value.dtype.kind in "biuf":
         wide = np.ndarray.view(value, np.ndarray).astype(np.float64)
         return Numbers(f"{value.dtype} {value.shape}", float(wide.sum()), float(np.abs(wide).sum()), value.size)
-    if _is(value, np.random.Generator, np.random.RandomState, torch.Generator):
+    if is_one(value, np.random.Generator, np.random.RandomState, torch.Generator):
         return f"{name} {_digest(value)}"
-    if _is(value, *_CODE):
+    if is_one(value, *_CODE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
-    if (container := next((one for one in _CONTAINERS if _is(value, one)), None)) is None:
+    if (container := next((one for one in _CONTAINERS if is_one(value, one)), None)) is None:
         return name
     items = list(container.__iter__(value))
     if container in (set, frozenset):
@@ -239,8 +239,8 @@ def _value_of(value: Any) -> Value:
     return f"{name} of {len(items)} items"
 
 
-def _is(value: Any, *kinds: type) -> bool:
-    """As ``isinstance``, which asks objects for their ``__class__``."""
+def is_one(value: Any, *kinds: type) -> bool:
+    """As ``isinstance``, which asks objects for their ``__class__``; for kinds that are not abstract."""
     return issubclass(type(value), kinds)
 
 
@@ -268,7 +268,7 @@ def _of_tensor(tensor: torch.Tensor) -> Value:
 def _finite(value: Any) -> tuple[float, float]:
     try:
         # a class derived from these may convert itself in its own way
-        number = (int if _is(value, int) else float if _is(value, float) else type(value)).__float__(value)
+        number = (int if is_one(value, int) else float if is_one(value, float) else type(value)).__float__(value)
     except OverflowError:
         number = math.copysign(math.inf, value)
     return number, abs(number)
@@ -276,18 +276,18 @@ def _finite(value: Any) -> tuple[float, float]:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of an object that are to be looked at, and what their names begin with."""
-    if _is(value, torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE):
+    if is_one(value, torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE):
         return []
-    if _is(value, nn.Module):
+    if is_one(value, nn.Module):
         attributes = [(name, item) for name, item in _attributes(value).items() if name not in _OF_MODULES]
         parts = [_attributes(value).get(name) or {} for name in _PARTS_OF_MODULES]
         registered = [pair for items in parts for pair in items.items()]
         return [(f".{name}", item) for name, item in registered + attributes]
     found: list[tuple[str, Any]] = []
-    if _is(value, dict):
+    if is_one(value, dict):
         for index, (key, item) in enumerate(dict.items(value)):
             found.append((f"[{key!r}]"[:80] if _is_plain(key) else f"[item {index}]", item))
-    elif (container := next((one for one in (list, tuple, deque) if _is(value, one)), None)) is not None:
+    elif (container := next((one for one in (list, tuple, deque) if is_one(value, one)), None)) is not None:
         found = [(f"[{index}]", item) for index, item in enumerate(container.__iter__(value))]
     if not _is_machinery(type(value)):
         found += [(f".{name}", item) for name, item in (*_attributes(value).items(), *_slots(value))]
@@ -313,7 +313,7 @@ def _slots(value: Any) -> list[tuple[str, Any]]:
                 except AttributeError:
                     item = None
                 found.append((name, item))
-    return [(name, item) for name, item in found if not _is(item, types.MethodType)]
+    return [(name, item) for name, item in found if not is_one(item, types.MethodType)]
 
 
 def _is_machinery(kind: Any) -> bool:

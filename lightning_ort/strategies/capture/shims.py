@@ -31,7 +31,7 @@ from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, wit
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
-from lightning_ort.strategies.audit.snapshot import items_of
+from lightning_ort.strategies.audit.snapshot import is_one, items_of
 from lightning_ort.strategies.lean.log import is_lean
 
 _HELPERS = (
@@ -347,7 +347,7 @@ def _metrics_in_containers(module: nn.Module) -> Iterator[nn.Module]:
     seen: dict[int, Any] = {}
     while todo:
         value = todo.pop()
-        if issubclass(type(value), _METRICS):  # `isinstance` may ask an object for its `__class__`
+        if is_one(value, nn.Module) and isinstance(value, _METRICS):
             yield value
         elif id(value) not in seen:
             seen[id(value)] = value
