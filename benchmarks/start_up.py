@@ -84,7 +84,7 @@ def measure_package(parts: Parts) -> None:
     from lightning_ort.compiler.placement import autotune, placer, timing
     from lightning_ort.compiler.regions import region_module
 
-    starts, ends = dynamo.compile_callbacks()
+    starts, ends = dynamo.COMPILE_CALLBACKS
     starts.append(lambda args: parts.enter("dynamo"))
     ends.append(parts.leave)
     for owner, function, name in (

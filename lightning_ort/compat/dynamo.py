@@ -26,6 +26,8 @@ from torch.distributions import kl
 from torch.utils._sympy.interp import handlers
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
+from lightning_ort.compat.first_compilation import load_autograd, without_collections
+
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
 # before 2.13, guards miss that `requires_grad` of a parameter has changed, or which module an attribute is, unless each
@@ -247,7 +249,9 @@ def compile_isolated(function: Callable[..., Any], **options: Any) -> Callable[.
     """
     if HAS_REGIONS:
         options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    return torch.compile(function, **options)
+    with without_collections():
+        load_autograd()
+        return torch.compile(function, **options)
 
 
 def region_of(compiled: Any) -> Region:

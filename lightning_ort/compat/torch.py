@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx, nn
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import get_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
@@ -58,11 +58,6 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
     names = [argument.name for argument in known]
     return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """Return torch's decompositions to core ATen ops (torch 2.13)."""
-    return core_aten_decompositions()  # type: ignore[return-value]
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any]:

@@ -5,7 +5,6 @@
 """
 
 import functools
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
+from lightning_ort.compat.first_compilation import without_collections
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.compiler.compilation import Compilation
@@ -91,13 +91,10 @@ class ORTBackend:
         start = time.perf_counter()
         number, self._calls = self._calls, self._calls + 1
         ORTBackend._num_compiled += 1
-        collects = gc.isenabled()
-        gc.disable()  # tracing makes many objects, which live until it is over
         try:
-            return self.compilation(self, self._request(), number, gm, len(example_inputs)).run(example_inputs)
+            with without_collections():
+                return self.compilation(self, self._request(), number, gm, len(example_inputs)).run(example_inputs)
         finally:
-            if collects:
-                gc.enable()
             self.report.compile_seconds += time.perf_counter() - start
 
     @staticmethod

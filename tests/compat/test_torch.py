@@ -73,14 +73,6 @@ def test_aten_op_names() -> None:
     assert not {"aten", "aten.", "gelu", "aten.add.default"} & compat.aten_op_names()
 
 
-def test_core_decompositions() -> None:
-    table = compat.core_decompositions()
-    assert aten.silu_backward.default in table
-    assert aten.mm.default not in table
-    grad, x = torch.randn(2, 5)
-    torch.testing.assert_close(table[aten.silu_backward.default](grad, x), aten.silu_backward(grad, x))
-
-
 def test_python_kernels() -> None:
     # torch decomposes this op above autograd, whatever AOTAutograd's table says; without that kernel it stays whole
     op = aten.hardshrink.default

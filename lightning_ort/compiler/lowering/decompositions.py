@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.torch import OpOverload, core_decompositions, python_kernels, suggest_memory_format
+from lightning_ort.compat.first_compilation import core_decompositions
+from lightning_ort.compat.torch import OpOverload, python_kernels, suggest_memory_format
 from lightning_ort.compiler.lowering.eager_layouts import LAYOUTS, as_eager_lays_out
 
 aten = torch.ops.aten

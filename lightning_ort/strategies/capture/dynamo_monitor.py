@@ -14,6 +14,7 @@ from types import CodeType
 from typing import Any
 
 from lightning_ort.compat import dynamo, dynamo_messages, dynamo_repairs
+from lightning_ort.compat.first_compilation import compiled_quickly
 from lightning_ort.compat.torch import backward_at_once
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class DynamoMonitor:
             dynamo.prepare_numbers()
             _filter_loggers()  # of modules that were imported since
             self._settings = ExitStack()
+            self._settings.enter_context(compiled_quickly())
             self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))
             self._settings.enter_context(dynamo_repairs.repaired())
             # traced, the copy of an OrderedDict is empty (2.13), and that of a module may hold what we put on it
