@@ -39,7 +39,7 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def compiled_quickly() -> Iterator[None]:
-    """Within the block dynamo compiles without looks at garbage, and without loading ``local_map`` to know its calls."""
+    """Within the block dynamo looks at no garbage, and does not load ``local_map`` to know its calls."""
     with ExitStack() as stack:
         stack.enter_context(without_collections())
         owner = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
@@ -86,6 +86,6 @@ def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return torch's decompositions to core ATen ops; it lists the ops of C++ once, and not for each library: 70 ms."""
     listed = getattr(export_utils, "_materialize_cpp_cia_ops", None)
     if listed is None:
-        return dict(core_aten_decompositions())  # type: ignore[arg-type]
+        return dict(core_aten_decompositions())
     with patch.object(export_utils, "_materialize_cpp_cia_ops", functools.cache(listed)):
-        return dict(core_aten_decompositions())  # type: ignore[arg-type]
+        return dict(core_aten_decompositions())
