@@ -1,6 +1,7 @@
 """A step as one graph: forward pass, loss and gradients at once, and nothing that a user sees changes."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.compiler.running.step_graph import WaitingGradients
 
 OPTIONS = {"placement": "always", "cache_dir": None, "debug": {"step_graph": "joint"}}
 
@@ -481,3 +483,13 @@ def test_the_setting():
         Pair(one_graph=False, **options).run()
     with pytest.raises(ValueError, match="step_graph='whole'"):
         ORTConfig(debug={"step_graph": "whole"})
+
+
+def test_gradients_of_a_loss_whose_gradient_is_on_a_gpu_are_scaled_once():
+    """Nobody knows there what number was expected, which is a tensor that stays on the device."""
+    weight, loss = nn.Parameter(torch.zeros(2)), torch.ones(())
+    waiting = WaitingGradients(loss, (math.nan, torch.tensor(0.5)), [weight], [torch.full((2,), 0.5)], lambda _: None)
+    assert not waiting.are_of(loss)
+    (loss / 4).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.25, 0.25]

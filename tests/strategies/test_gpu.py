@@ -44,6 +44,14 @@ def test_mixed_precision(precision: Any, tolerance: float, make_trainer: Callabl
     assert trainer.strategy.report.ort_runs > 0
 
 
+def test_accumulated_gradients(make_trainer: Callable[..., Any]) -> None:
+    settings = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    stock, _ = train(Small(), "auto", make_trainer, **settings)
+    ours, trainer = train(Small(), ORTStrategy(config=ALWAYS), make_trainer, **settings)
+    assert ours == pytest.approx(stock, rel=1e-3)
+    assert trainer.strategy.report.ort_runs > 0
+
+
 def test_by_name_it_takes_the_gpu(make_trainer: Callable[..., Any]) -> None:
     module = Small()
     _, trainer = train(module, "ort", make_trainer, max_epochs=1)

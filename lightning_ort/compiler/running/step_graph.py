@@ -101,7 +101,7 @@ class WaitingGradients:
 
     Args:
         loss: The loss.
-        expected: The gradient of it for which they were computed.
+        expected: The gradient of it for which they were computed, as a number too; NaN if nobody knows that.
         parameters: What they are the gradients of.
         gradients: They.
         taken: Called with the gradient of the loss when they are asked for, if another one is.
@@ -111,7 +111,7 @@ class WaitingGradients:
     def __init__(
         self,
         loss: torch.Tensor,
-        expected: float,
+        expected: _Expected,
         parameters: Sequence[torch.Tensor],
         gradients: list[torch.Tensor],
         taken: Callable[[torch.Tensor | None], None],
@@ -124,9 +124,8 @@ class WaitingGradients:
 
     def are_of(self, loss: torch.Tensor) -> bool:
         """Return whether they are what ``loss.backward()`` computes, where it is the loss or a share of it."""
-        return (
-            loss is self._loss if self._expected == 1 and loss.is_leaf else is_share(loss, self._loss, self._expected)
-        )
+        expected = self._expected[0]
+        return loss is self._loss if expected == 1 and loss.is_leaf else is_share(loss, self._loss, expected)
 
     def hand_over(self) -> None:
         """Do what ``backward()`` does."""
@@ -140,8 +139,10 @@ class WaitingGradients:
         gradients = [gradient.clone() for gradient in self._gradients] if keeps_graph() else self._gradients
         tangent, loss.grad = loss.grad, None
         assert tangent is not None
-        if float(tangent) != self._expected:
-            torch._foreach_mul_(gradients, tangent / self._expected)
+        number, expected = self._expected
+        # on another device, to compare would wait for it
+        if tangent.device.type != "cpu" or float(tangent) != number:
+            torch._foreach_mul_(gradients, tangent / expected)
         self._taken(tangent)
         self._add(gradients)
 
@@ -213,7 +214,8 @@ class StepGraph:
         self._drop = drop if is_large else None
         self._draws = any(is_random(node) for node in source.gm.graph.nodes)
         self._expected: _Expected | None = None
-        if not any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes):
+        self._is_half = any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes)
+        if not self._is_half:
             like = tangent.meta["val"]
             self._expected = (1.0, torch.ones((), dtype=like.dtype, device=like.device))
         self._waits = False  # for a backward pass
@@ -246,7 +248,7 @@ class StepGraph:
         inputs, others = list(map(args.__getitem__, self._targets)), map(args.__getitem__, self._others)
         if not self._keeps and all(map(_IS_LEAF, inputs)):
             loss = results[self._differentiable[self._loss]]
-            make = functools.partial(WaitingGradients, loss, expected[0], inputs, gradients, self._took)
+            make = functools.partial(WaitingGradients, loss, expected, inputs, gradients, self._took)
             if self._leave(make):
                 self._waits = True
                 return tuple(results)
@@ -303,14 +305,12 @@ class StepGraph:
     def _expect(self, tangent: torch.Tensor) -> None:
         """Expect this gradient of the loss from now on, if gradients can be computed from it."""
         new = tangent.detach().clone()
-        value = 1.0
         if new.device.type == "cpu":
-            value = float(new)
-        else:  # to look at it would wait for the device
+            if (value := float(new)) and math.isfinite(value):
+                self._expected = (value, new)
+        elif self._is_half:  # to look at it would wait for the device, so nobody knows the number
             old = torch.ones_like(new) if self._expected is None else self._expected[1]
-            new = torch.where(new.isfinite() & (new != 0), new, old)
-        if value and math.isfinite(value):
-            self._expected = (value, new)
+            self._expected = (math.nan, torch.where(new.isfinite() & (new != 0), new, old))
 
     def _again(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of several results, or such as can be differentiated: eager does the step again."""
