@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.torch import next_batch
 
 CURRENT_HOOK = "_current_fx_name"  # of a LightningModule: which hook or step of it runs
 RESTARTING = "_restarting"  # of a loop: whether it goes on in the middle
@@ -83,6 +84,31 @@ def stock_parts(namespace: LightningNamespace) -> list[Any]:
 def stock_fetcher(namespace: LightningNamespace) -> Any:
     """Return the class of what fetches batches for steps."""
     return namespace.submodule("loops.fetchers")._PrefetchDataFetcher
+
+
+def only_loader(fetcher: Any, loaders: Any) -> Any:
+    """Return what iterates over the only loader of a fetcher that fetches nothing in advance, or ``None``.
+
+    ``loaders`` is Lightning's module of combined loaders.
+    """
+    combined = fetcher.iterator
+    if combined.__class__ is not loaders.CombinedLoader or fetcher.batches or fetcher.done:
+        return None
+    cycle = combined._iterator
+    is_only = cycle.__class__ is loaders._MaxSizeCycle and len(cycle.iterators) == 1
+    return cycle if is_only and combined._iterables is combined._flattened[0] else None
+
+
+def next_of_only(cycle: Any) -> Any:
+    """Return the next batch of what :func:`only_loader` returned, its number, and 0 for the loader."""
+    try:
+        batch = next_batch(cycle.iterators[0])
+    except StopIteration:
+        cycle._consumed[0] = True
+        raise
+    number = cycle._idx
+    cycle._idx += 1
+    return batch, number, 0
 
 
 def precision_of(strategy: Any) -> Any:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_ort.strategies.lean.run import LeanObject
+from lightning_ort.compat.lightning_loops import next_of_only, only_loader
+from lightning_ort.strategies.lean.run import LeanObject, LeanRun
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -17,6 +18,7 @@ class LeanFetcher(_PrefetchDataFetcher):
     """Asks the loader itself, where there is but one and its length is known."""
 
     _put_back: Any = None
+    _lean: LeanRun
     __reduce_ex__ = LeanObject.__reduce_ex__
 
     @override
@@ -24,7 +26,18 @@ class LeanFetcher(_PrefetchDataFetcher):
         if (item := self._put_back) is not None:
             self._put_back = None
             return item
-        return super().__next__()
+        lean = self._lean
+        loader, length = only_loader(self, lean.loaders), self.length
+        if loader is None or length is None or lean.trainer.profiler.__class__ is not lean.no_profiler:
+            return super().__next__()
+        try:
+            item = next_of_only(loader)
+        except StopIteration:
+            self.done = True
+            raise
+        self.fetched += 1
+        self.done = self.fetched >= length
+        return item
 
     def put_back(self, item: Any) -> None:
         """Return this the next time."""

@@ -38,7 +38,8 @@ class LeanRun:
         self.sigterm_exception = namespace.submodule("utilities.exceptions").SIGTERMException
         self._call = namespace.submodule("trainer.call")
         self._says_each_call = says_each_call(namespace)
-        self._no_profiler = namespace.submodule("profilers").PassThroughProfiler
+        self.loaders = namespace.submodule("utilities.combined_loader")
+        self.no_profiler = namespace.submodule("profilers").PassThroughProfiler
         base: Any = namespace.submodule("strategies.strategy").Strategy
         self._batch_to_device, self._on_train_batch_start = base.batch_to_device, base.on_train_batch_start
         self.move = namespace.submodule("strategies.strategy").move_data_to_device
@@ -46,7 +47,7 @@ class LeanRun:
 
     def begin(self) -> bool:
         """Begin a batch; return whether it can be a lean one."""
-        self.on = self.trainer.profiler.__class__ is self._no_profiler and not self._says_each_call()
+        self.on = self.trainer.profiler.__class__ is self.no_profiler and not self._says_each_call()
         return self.on
 
     def begin_evaluation(self, fetcher: Any) -> None:
