@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ort._imports import NAMESPACES, LightningNamespace
+from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._memory import peak_bytes
 from lightning_ort.compiler.machine.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
@@ -235,9 +235,8 @@ def _last_error(log: Path) -> str:
 
 def namespace_of_class(kind: type) -> LightningNamespace:
     """Return the namespace of a LightningModule's class; raise ``TypeError`` if it is none."""
-    for namespace in NAMESPACES:
-        if any(base.__module__.startswith(f"{namespace.package}.") for base in kind.__mro__):
-            return namespace
+    if (namespace := namespace_of(kind)) is not None:
+        return namespace
     raise TypeError(
         f"{kind.__module__}.{kind.__qualname__} is not a LightningModule: name a class or function that creates one."
     )
