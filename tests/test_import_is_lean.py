@@ -77,7 +77,7 @@ for config in ({}, {"placement": "always", "debug": {"min_region_nodes": 1}}):
     assert trainer.global_step == 4
     print("ran", trainer.strategy.report.ort_runs, *(name for name in sys.argv[1:] if name in sys.modules))
 """
-COMPILER = {"onnx", "onnx_ir", "networkx", "torch._functorch.partitioners"}
+COMPILER = {"onnx", "onnx_ir", "torch._functorch.partitioners"}
 INDUCTOR = "torch._inductor.ir"  # takes 0.3 s and 24 MB
 ZERO = "torch.distributed.optim"  # takes 0.2 s
 

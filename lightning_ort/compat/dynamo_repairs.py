@@ -17,7 +17,9 @@ import abc
 import collections
 import functools
 import inspect
+import itertools
 import math
+import operator
 import sys
 import types
 import weakref
@@ -40,6 +42,7 @@ from lightning_ort.compat.dynamo_messages import is_installed
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
 _MRO, _FLAGS = (vars(type)[name].__get__ for name in ("__mro__", "__flags__"))  # a metaclass may have others
+_CALL: Any = weakref.ref.__call__
 _IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
     GuardBuilder.DICT_CONTAINS,
@@ -92,14 +95,33 @@ def _guard_bases(tx: Any, kind: type) -> None:
     module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
     if not _FLAGS(kind) & _IN_PYTHON or is_installed(getattr(module, "__file__", None) or ""):
         return
-    checked = vars(tx.output).setdefault("_lightning_ort_bases", {})
-    if not checked:
-        _add_check(tx, lambda: all(of() is not None and _bases(of()) == before for of, before in checked.values()))
-    checked.setdefault(id(kind), (weakref.ref(kind), _bases(kind)))  # not kept alive
+    own = vars(tx.output)
+    if "_lightning_ort_bases" not in own:
+        own["_lightning_ort_bases"] = bases = _Bases()
+        _add_check(tx, bases.are_as_before)
+    own["_lightning_ort_bases"].add(kind)
 
 
-def _bases(kind: type) -> list[int]:
-    return [*map(id, _MRO(kind))]
+class _Bases:
+    """What the classes that a graph relies on derive from; none is kept alive."""
+
+    def __init__(self) -> None:
+        self._kinds: list[weakref.ref[type]] = []
+        self._before: list[int] = []
+        self._known: set[int] = set()
+
+    def add(self, kind: type) -> None:
+        if id(kind) not in self._known:
+            self._known.add(id(kind))
+            self._kinds.append(weakref.ref(kind))
+            self._before += map(id, _MRO(kind))
+
+    def are_as_before(self) -> bool:
+        """Whether they are; asked in each step, so it calls nothing in Python."""
+        kinds = [*map(_CALL, self._kinds)]
+        if not all(map(operator.is_not, kinds, itertools.repeat(None))):
+            return False
+        return [*map(id, itertools.chain.from_iterable(map(_MRO, kinds)))] == self._before
 
 
 def _guard(source: Any, create: Callable[..., None]) -> None:
