@@ -143,13 +143,17 @@ def check_keywords(
 def names_its_arguments(
     kind: type[_Kind], what: str = "argument", hint: Callable[[str, Any, Collection[str]], str] | None = None
 ) -> type[_Kind]:
-    """Have the error about an unknown keyword name a class as the user wrote it, and the closest argument."""
+    """Have errors about arguments name a class as the user wrote it, and what it takes."""
     init = kind.__init__
-    names = [name for name in inspect.signature(init).parameters if name != "self"]
+    parameters = {name: one for name, one in inspect.signature(init).parameters.items() if name != "self"}
+    names, by_name = [*parameters], all(one.kind is one.KEYWORD_ONLY for one in parameters.values())
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_keywords(type(self).__name__, kwargs, names, what, hint)
+        owner = type(self).__name__
+        if args and by_name:
+            raise TypeError(f"{owner} takes {what}s by name; got {args[0]!r}. They are {', '.join(names)}.")
+        check_keywords(owner, kwargs, names, what, hint)
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from lightning_ort import ORTConfig
+from lightning_ort.config import DebugSettings
 
 
 def test_defaults_are_valid_and_frozen():
@@ -95,6 +96,13 @@ def test_unknown_key_names_the_closest_field():
 def test_unknown_key_with_nothing_close_lists_the_fields():
     with pytest.raises(ValueError, match="the fields are engine, placement"):
         ORTConfig.parse({"xyzzy": 1})
+
+
+@pytest.mark.parametrize("kind", [ORTConfig, DebugSettings])
+def test_settings_without_a_name_are_refused_with_the_names(kind):
+    last = dataclasses.fields(kind)[-1].name
+    with pytest.raises(TypeError, match=rf"{kind.__name__} .* by name; got 'always'.*{last}"):
+        kind("always")
 
 
 def test_parse_refuses_what_is_no_mapping():
