@@ -95,8 +95,8 @@ def main() -> None:
             table.add_row(name, done.stderr.strip().splitlines()[-1][:60], "")
             continue
         one = json.loads(done.stdout.strip().splitlines()[-1])
-        several = "one session" if one["on_ort"] == 1 and one["nodes"] == one["nodes_on_ort"] else "several regions"
-        what = several if one["on_ort"] else "PyTorch alone"
+        is_whole = one["on_ort"] == 1 and one["nodes"] == one["nodes_on_ort"]
+        what = "PyTorch alone" if not one["on_ort"] else "one session" if is_whole else "several regions"
         numbers[what] += 1
         ms, gain = one["ms"], math.nan
         if "ort" in ms and "torch" in ms:

@@ -100,7 +100,7 @@ def _batch(dataset: Any, indices: list[int]) -> Any:
     """Return the examples as ``default_collate`` returns them."""
     kind = Tensor if type(dataset) is Tensor else _kind(dataset)
     if kind is TensorDataset or kind is Tensor:
-        index = torch.from_numpy(np.array(indices, dtype=np.int64))  # a fifth of the time of torch.tensor
+        index = _positions(indices)
         rows = []
         for tensor in (dataset,) if kind is Tensor else dataset.tensors:
             if tensor.__class__ is not Tensor or tensor.requires_grad:
@@ -124,6 +124,10 @@ def _batch(dataset: Any, indices: list[int]) -> Any:
     raise _OneByOne
 
 
+def _positions(indices: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(indices, dtype=np.int64))  # a fifth of the time of torch.tensor
+
+
 def _integers(indices: list[Any]) -> list[int]:
     kinds = set(map(type, indices))
     if kinds == _INTEGERS:
@@ -142,7 +146,7 @@ def _of_subset(own: Any, indices: list[int]) -> list[int]:
     if is_vector and type(own) is np.ndarray and own.dtype.kind in "iu":
         return own[np.array(indices)].tolist()
     if is_vector and type(own) is Tensor and own.dtype is torch.int64:
-        return own[torch.tensor(indices, device=own.device)].tolist()
+        return own[_positions(indices).to(own.device)].tolist()
     raise _OneByOne
 
 
@@ -160,7 +164,7 @@ def _of_concatenated(dataset: ConcatDataset[Any], indices: list[int]) -> Any:
     if len(parts) == 1:
         return parts[0]
     order = [place for found in places.values() for place in found]
-    return _merged(parts, torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu"))
+    return _merged(parts, _positions(sorted(range(len(order)), key=order.__getitem__)))
 
 
 def _merged(parts: list[Any], index: Tensor) -> Any:

@@ -92,10 +92,6 @@ class MemoryModel:
         return cls(StepMemory(parameters, gradients, states, forward, other, peak), batch_size, known)
 
 
-def _profile_of_memory() -> profile:
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-
 def _events_of(finished: profile) -> list[dict[str, Any]]:
     """Return the events of a profile in the order of time."""
     with tempfile.TemporaryDirectory() as folder:
@@ -103,10 +99,6 @@ def _events_of(finished: profile) -> list[dict[str, Any]]:
         finished.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     return sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
-
-
-def _level(event: dict[str, Any]) -> int | None:
-    return event["args"]["Total Allocated"] if event.get("name") == "[memory]" else None
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -143,7 +135,7 @@ class MeasuredStep:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
         elif self._device.type == "cpu":
-            self._profile = _profile_of_memory()
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
 
     def forward_done(self) -> None:
@@ -166,7 +158,7 @@ class MeasuredStep:
         self._profile.__exit__(None, None, None)
         events = _events_of(self._profile)
         done = min((event["ts"] for event in events if event.get("name") == _FORWARD_DONE), default=None)
-        levels = [(event["ts"], level) for event in events if (level := _level(event)) is not None]
+        levels = [(one["ts"], one["args"]["Total Allocated"]) for one in events if one.get("name") == "[memory]"]
         if done is None or not levels:
             return None
         forward = [level for ts, level in levels if ts <= done] or [0]
