@@ -52,13 +52,7 @@ def fit(name: str, variant: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         ours = lightning_ort.ORTStrategy(config={"cache_dir": cache}) if variant == "ort" else "auto"
         trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=ours,
-            max_steps=steps,
-            max_epochs=-1,
-            limit_val_batches=0,
-            **BARE,
+            accelerator="cpu", devices=1, strategy=ours, max_steps=steps, max_epochs=-1, limit_val_batches=0, **BARE
         )
         watch = Stopwatch()
         trainer.fit(module)

@@ -126,10 +126,7 @@ def make(name: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
         sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
         config = transformers.BertConfig(**sizes, vocab_size=1000)
         labels = lambda: torch.randint(0, 2, (_BATCH,))  # noqa: E731
-        return transformers.BertForSequenceClassification(config), lambda: {
-            "input_ids": tokens(64),
-            "labels": labels(),
-        }
+        return transformers.BertForSequenceClassification(config), lambda: {"input_ids": tokens(64), "labels": labels()}
     if name == "GPT":
         config = transformers.GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=1000, n_positions=128)
 

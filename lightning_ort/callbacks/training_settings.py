@@ -67,10 +67,7 @@ class TrainingSettingsCallback(_Callback):
         for name, value in zip(lowest, (batch_size, num_workers, prefetch_factor, threads), strict=True):
             if value is not None:
                 check_integer(name, value, lowest[name], owner=_OWNER)
-        for name, value in (
-            ("channels_last", channels_last),
-            ("checkpoint_blocks", checkpoint_blocks),
-        ):
+        for name, value in (("channels_last", channels_last), ("checkpoint_blocks", checkpoint_blocks)):
             check_choice(name, value, (True, False), _OWNER)
         of_workers = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
         for name, value in of_workers.items():

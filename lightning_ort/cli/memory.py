@@ -27,17 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         action=Extend,
         help="implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them",
     )
-    add(
-        "--ranks",
-        nargs="+",
-        type=elements(int),
-        action=Extend,
-        help="numbers of processes to show ZeRO stage 1 for",
-    )
+    add("--ranks", nargs="+", type=elements(int), action=Extend, help="numbers of processes to show ZeRO stage 1 for")
     add_switch(
-        parser,
-        "--measure",
-        "create the module on the CPU, run a step with each optimizer and show what was allocated",
+        parser, "--measure", "create the module on the CPU, run a step with each optimizer and show what was allocated"
     )
 
 

@@ -13,12 +13,7 @@ from torch import fx
 from lightning_ort._busy import is_busy
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
-from lightning_ort.compat.torch import (
-    allow_retain_graph,
-    backward_at_once,
-    boxed,
-    without_fake_tensors,
-)
+from lightning_ort.compat.torch import allow_retain_graph, backward_at_once, boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
@@ -75,12 +70,7 @@ class Compilation:
     """
 
     def __init__(
-        self,
-        backend: Workplace,
-        request: CompileRequest,
-        number: int,
-        gm: fx.GraphModule,
-        num_inputs: int,
+        self, backend: Workplace, request: CompileRequest, number: int, gm: fx.GraphModule, num_inputs: int
     ) -> None:
         self._backend, self._request, self._gm, self._num_inputs = backend, request, gm, num_inputs
         self._config, self._report, self._cache = backend.config, backend.report, backend.cache

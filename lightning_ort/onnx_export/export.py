@@ -293,11 +293,7 @@ def _keep_apart(model: "ir.Model") -> None:
 
 
 def _verified(
-    module: nn.Module,
-    file: Path,
-    calls: list[inspect.BoundArguments],
-    tolerance: float,
-    source_lines: dict[str, str],
+    module: nn.Module, file: Path, calls: list[inspect.BoundArguments], tolerance: float, source_lines: dict[str, str]
 ) -> tuple[OnnxSession, float]:
     """Return the model as a session, and the largest difference of its outputs to the module's over some calls."""
     import onnx

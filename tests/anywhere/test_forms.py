@@ -51,11 +51,7 @@ CALLS: dict[str, tuple[Any, list[Sample], dict[str, Any]]] = {
         {"stride": 2, "padding": 1, "output_padding": (1, 0), "groups": 2},
     ),
     "embedding, repeated": (F.embedding, [ints(40, high=3), normal(3, 4)], {"padding_idx": 1}),
-    "index_add": (
-        lambda x, i, y: x.index_add(1, i, y, alpha=2),
-        [normal(3, 4), ints(7, high=4), normal(3, 7)],
-        {},
-    ),
+    "index_add": (lambda x, i, y: x.index_add(1, i, y, alpha=2), [normal(3, 4), ints(7, high=4), normal(3, 7)], {}),
     "two indices": (
         lambda x, i, j: x[i, :, j],
         [normal(4, 3, 5), ints(9, high=4), values([0, 1, 4] * 3, torch.int64)],

@@ -76,18 +76,10 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "missing": (changed(target=None), ValueError, r"has the fields numbers, category; expected are .*target: float32"),
     "unknown": (changed(other=BATCH["target"]), ValueError, "has the fields numbers, category, target, other"),
     "count": ([BATCH["numbers"]], ValueError, "has 1 fields; expected are"),
-    "shape": (
-        changed(numbers=BATCH["numbers"][:, 1:]),
-        ValueError,
-        r"'numbers' has shape \[6, 15\]",
-    ),
+    "shape": (changed(numbers=BATCH["numbers"][:, 1:]), ValueError, r"'numbers' has shape \[6, 15\]"),
     "rank": (changed(target=BATCH["target"][:, None]), ValueError, r"'target' has shape \[6, 1\]"),
     "rows": (changed(target=BATCH["target"][1:]), ValueError, r"'target' has shape \[5\].* with \{'batch': 6\}"),
-    "dtype": (
-        changed(target=BATCH["target"].astype("f8")),
-        TypeError,
-        "'target' is float64, but the model takes",
-    ),
+    "dtype": (changed(target=BATCH["target"].astype("f8")), TypeError, "'target' is float64, but the model takes"),
     "no numbers": (changed(category=["a"] * 6), TypeError, "field 'category' is <U1"),
     "empty": (changed(**{name: value[:0] for name, value in BATCH.items()}), ValueError, "it must be at least 1"),
 }

@@ -454,10 +454,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "global step": (lambda self, hidden: hidden * self.global_step, r"reads trainer\.global_step"),
     "epoch": (lambda self, hidden: hidden * self.current_epoch, r"reads trainer\.current_epoch"),
     "optimizers": (lambda self, hidden: hidden * len(self.optimizers()), r"calls self\.optimizers\(\)"),
-    "autocast": (
-        narrow,
-        r"aten\.\S+: torch\.bfloat16: a model computes in float32; leave out autocast",
-    ),
+    "autocast": (narrow, r"aten\.\S+: torch\.bfloat16: a model computes in float32; leave out autocast"),
     "print": (lambda self, hidden: self.print(hidden) or hidden, r"calls self\.print\(\)"),
 }
 

@@ -74,8 +74,7 @@ def test_lists_are_written_in_three_ways(given: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [["--args", '{"net": {"width": 8, "deep": true}}'], ["--args", "net.width=8", "--args.net.deep=true"]],
+    "given", [["--args", '{"net": {"width": 8, "deep": true}}'], ["--args", "net.width=8", "--args.net.deep=true"]]
 )
 def test_mappings_are_written_in_three_ways(given: list[str]) -> None:
     assert parsed(*given).args == {"net": {"width": 8, "deep": True}}

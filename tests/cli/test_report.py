@@ -164,10 +164,7 @@ def test_page_and_text_say_the_same_of_a_run() -> None:
     said = RunReport(dropout_masks="drawn by PyTorch: no C compiler", audits=1)
     report = CompileReport(run=said)
     page = squeezed(Page(render(report, "report.json")).text)
-    for name, text in (
-        ("dropout masks", said.dropout_masks),
-        ("audits", said.audit_text),
-    ):
+    for name, text in (("dropout masks", said.dropout_masks), ("audits", said.audit_text)):
         assert f"{name.capitalize()}: {text}" in page
         assert f"{name}: {text}" in report.to_text(200)
     assert "ost memory" not in page

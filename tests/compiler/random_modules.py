@@ -144,8 +144,7 @@ RULES: dict[str, Rule] = {
         lambda shape, i, j, k: Call(lambda x: (lambda a, b: a * b.sigmoid())(*x.split(x.shape[-1] // 2, -1))),
     ),
     "slice": Rule(
-        lambda shape: shape != () and shape[-1] > 3,
-        lambda shape, i, j, k: Call(lambda x: x[..., i % 3 :: 1 + j % 2]),
+        lambda shape: shape != () and shape[-1] > 3, lambda shape, i, j, k: Call(lambda x: x[..., i % 3 :: 1 + j % 2])
     ),
     "pad": function(lambda x, i, j, k: F.pad(x, (i % 3, j % 3), value=0.5)),
     "index_select": along(lambda x, dim: x.index_select(dim, torch.arange(x.shape[dim]).flip(0) // 2)),

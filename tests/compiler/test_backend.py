@@ -658,10 +658,7 @@ class SelfAttention(nn.MultiheadAttention):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
-        lambda: SelfAttention(16, 2, batch_first=True),
-    ],
+    [lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), lambda: SelfAttention(16, 2, batch_first=True)],
     ids=["encoder layer", "attention"],
 )
 def test_kernels_for_inference_that_cast_within(

@@ -137,11 +137,7 @@ def assert_as_eager(module: nn.Module, step_graph: str) -> ORTBackend:
 
 
 @pytest.mark.parametrize("step_graph", ["joint", "split"])
-@pytest.mark.parametrize(
-    "make",
-    [Precision, Noise, lambda: Clamped(late=True)],
-    ids=["kept", "noise", "late"],
-)
+@pytest.mark.parametrize("make", [Precision, Noise, lambda: Clamped(late=True)], ids=["kept", "noise", "late"])
 def test_what_only_eager_does_stays_there(make: Callable[[], nn.Module], step_graph: str) -> None:
     torch.manual_seed(0)
     backend = assert_as_eager(make(), step_graph)

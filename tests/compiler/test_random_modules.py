@@ -62,10 +62,7 @@ def check(program: Program, step_graph: str) -> None:
 
 
 def compare(
-    fn: Callable[..., Any],
-    exact: Sequence[torch.Tensor],
-    compiled: Callable[..., Any],
-    given: Sequence[torch.Tensor],
+    fn: Callable[..., Any], exact: Sequence[torch.Tensor], compiled: Callable[..., Any], given: Sequence[torch.Tensor]
 ) -> None:
     """Assert that a compiled function is as near to float64 as eager, on float32 copies of the inputs."""
     expected = harness.run(fn, harness.copies(exact))

@@ -129,13 +129,7 @@ for _fn in (torch.asin, torch.acos, torch.atan, torch.sinh, torch.cosh, torch.as
 op("acosh", torch.acosh, uniform(4, low=1.1, high=9), no_f64="acosh.default")
 AXES = [-INF, -2.0, -0.0, 0.0, 2.0, INF, NAN]
 op("atan2", torch.atan2, X, Y, no_f64="atan2.default")
-op(
-    "atan2_axes",
-    torch.atan2,
-    values([[y] for y in AXES]).fixed(),
-    values(AXES).fixed(),
-    no_f64="atan2.default",
-)
+op("atan2_axes", torch.atan2, values([[y] for y in AXES]).fixed(), values(AXES).fixed(), no_f64="atan2.default")
 op("sign_weird", torch.sign, values(WEIRD).fixed())
 op("log1p_small", torch.log1p, values([0.0, 1e-30, -1e-9, 1e-5, -0.5, 1e20, INF]).fixed(), tolerance={F32: (1e-6, 0)})
 op(
@@ -347,10 +341,7 @@ op("scatter_add_part", lambda x, i, y: x.scatter_add(1, i, y), X.fixed(), ints(4
 for _how in ("sum", "mean", "prod", "amax", "amin"):
     op(
         f"scatter_reduce_{_how}",
-        lambda x, i, y, how=_how: (
-            x.scatter_reduce(1, i, y, how),
-            x.scatter_reduce(1, i, y, how, include_self=False),
-        ),
+        lambda x, i, y, how=_how: (x.scatter_reduce(1, i, y, how), x.scatter_reduce(1, i, y, how, include_self=False)),
         *(distinct(4, 6).fixed(), ints(4, 3, high=6), distinct(4, 3).fixed()),
     )
 op("scatter_reduce_nan", lambda x, i: x.scatter_reduce(1, i, x, "amax"), NAN_ROWS.fixed(), ints(4, 4, high=3))

@@ -122,10 +122,7 @@ def test_capture_off(make_trainer: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("module_class", [Untraceable, Skipped])
 @pytest.mark.parametrize("capture", ["auto", "step"])
 def test_untraceable_step(
-    module_class: type[Untraceable],
-    capture: str,
-    make_trainer: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    module_class: type[Untraceable], capture: str, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, module = module_class(), module_class()
     fit(plain, "auto", make_trainer)
@@ -386,9 +383,7 @@ class WritesInStep(Writes):
 @pytest.mark.parametrize("module_class", [Writes, WritesInStep])
 @pytest.mark.usefixtures("torchs_loggers_reach_caplog")
 def test_operation_that_no_graph_holds(
-    module_class: type[Small],
-    make_trainer: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    module_class: type[Small], make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock, ours = module_class(), module_class()
     fit(stock, "auto", make_trainer)

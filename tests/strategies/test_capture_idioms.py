@@ -535,10 +535,7 @@ class TwoOptimizers(Manual):
         self.second = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.net.parameters(), lr=0.01),
-            torch.optim.SGD(self.second.parameters(), lr=0.1),
-        ]
+        return [torch.optim.Adam(self.net.parameters(), lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.1)]
 
 
 @idiom()

@@ -94,11 +94,7 @@ def test_saved_config_repeats_the_run(tmp_path: Path) -> None:
     args = ["fit", *arguments, f"--trainer.default_root_dir={tmp_path}"]
     first = LightningCLI(Small, args=args, trainer_defaults=QUIET)
     saved = tmp_path / "config.yaml"
-    again = LightningCLI(
-        Small,
-        args=["fit", f"--config={saved}"],
-        save_config_kwargs={"overwrite": True},
-    )
+    again = LightningCLI(Small, args=["fit", f"--config={saved}"], save_config_kwargs={"overwrite": True})
     assert again.trainer.strategy.ort_config == first.trainer.strategy.ort_config == ORTConfig(placement="always")
     assert again.trainer.strategy.report.ort_runs == first.trainer.strategy.report.ort_runs > 0
     assert again.model.losses == first.model.losses

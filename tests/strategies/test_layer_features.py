@@ -277,11 +277,7 @@ def crf(self: Any, batch: Any) -> Tensor:
 # --- distributions
 
 
-@module(
-    "Distributions",
-    "variational autoencoder",
-    lambda: {"encode": nn.Linear(8, 6), "decode": nn.Linear(3, 8)},
-)
+@module("Distributions", "variational autoencoder", lambda: {"encode": nn.Linear(8, 6), "decode": nn.Linear(3, 8)})
 def vae(self: Any, batch: Any) -> Tensor:
     x, _ = batch
     mean, log_variance = self.encode(x).chunk(2, -1)

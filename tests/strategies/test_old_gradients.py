@@ -52,10 +52,7 @@ def joint() -> ORTStrategy:
 
 @pytest.mark.parametrize(("accumulate", "expected"), [(1, [0] * 7), (2, [0, 4, 0, 4, 0, 4]), (3, [0, 0, 4, 4, 0])])
 def test_they_go_before_the_run(
-    accumulate: int,
-    expected: list[int],
-    make_trainer: Callable[..., Any],
-    at_run: Callable[[Small], list[int]],
+    accumulate: int, expected: list[int], make_trainer: Callable[..., Any], at_run: Callable[[Small], list[int]]
 ) -> None:
     plain = fit(Small(), "auto", make_trainer, accumulate_grad_batches=accumulate)
     module, strategy = Small(), joint()

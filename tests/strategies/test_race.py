@@ -348,10 +348,7 @@ def test_without_measuring_too() -> None:
     race = make(share=NO_LIMIT, measured=False, first=0)
     assert drive(
         race, {"unchanged": 0.1, "ort": 0.1, "children": 0.1}, 10, failures={"ort": Failure("", CHILDREN)}
-    ) == [
-        "ort",
-        *["children"] * 9,
-    ]
+    ) == ["ort", *["children"] * 9]
 
 
 def test_a_champion_that_fails_goes_back_to_unchanged() -> None:

@@ -194,8 +194,7 @@ class Counts(Slow):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "others"),
-    [("ddp", ["gloo:broadcast"]), ("ort_ddp", []), ("ort_zero1_native", 4 * ["gloo:broadcast"])],
+    ("strategy", "others"), [("ddp", ["gloo:broadcast"]), ("ort_ddp", []), ("ort_zero1_native", 4 * ["gloo:broadcast"])]
 )
 def test_collectives_of_a_settled_step(
     strategy: str, others: list[str], start: Callable[..., Run], tmp_path: Path

@@ -129,11 +129,7 @@ CONFIG = {
         "fast_dev_run": True,
         "profiler": "simple",
         "max_epochs": 1,
-        "callbacks": [
-            {"class_path": f"{__name__}.Stops"},
-            {"class_path": "ModelCheckpoint"},
-            f"{__name__}.SavesTimer",
-        ],
+        "callbacks": [{"class_path": f"{__name__}.Stops"}, {"class_path": "ModelCheckpoint"}, f"{__name__}.SavesTimer"],
     },
     "model": {"class_path": f"{__name__}.Own"},
 }

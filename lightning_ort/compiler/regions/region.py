@@ -118,11 +118,7 @@ class RegionRejected(Exception):
     """A region is not run by its executor, or some of its ``nodes``; ``timing`` is its time, if it was timed."""
 
     def __init__(
-        self,
-        type: ReasonType,
-        error: BaseException | str,
-        timing: Timing | None = None,
-        nodes: Sequence[fx.Node] = (),
+        self, type: ReasonType, error: BaseException | str, timing: Timing | None = None, nodes: Sequence[fx.Node] = ()
     ) -> None:
         text = error if isinstance(error, str) else f"{error.__class__.__name__}: {error}"
         self.reason = Reason(type, text.strip().splitlines()[0])

@@ -7,14 +7,7 @@ from typing import Any
 from lightning_ort._text import duration
 from lightning_ort.compiler.engines import ENGINES, label_of, step_label
 from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, ReportData, engines, in_use
-from lightning_ort.compiler.report.view import (
-    ReportView,
-    named_ops,
-    share_text,
-    short_ops,
-    speedup,
-    startup_parts,
-)
+from lightning_ort.compiler.report.view import ReportView, named_ops, share_text, short_ops, speedup, startup_parts
 
 _SUMMARY = 3  # operations that a closed row names
 
@@ -125,11 +118,7 @@ def _steps(report: ReportData) -> dict[str, Any] | None:
         return None
     tried = [engine for engine in ENGINES if any(engine in step.ms for step in report.steps)]
     rows = [
-        [
-            step.name,
-            step_label(step.engine),
-            *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried),
-        ]
+        [step.name, step_label(step.engine), *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried)]
         for step in report.steps
     ]
     return {"columns": ["step", "continues with", *(f"{step_label(engine)}, ms" for engine in tried)], "rows": rows}

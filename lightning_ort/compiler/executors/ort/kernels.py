@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
-from lightning_ort.compat.onnxruntime import (
-    binds_bfloat16,
-    ep_devices,
-    import_onnxruntime,
-    without_device_warning,
-)
+from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_onnxruntime, without_device_warning
 from lightning_ort.compiler.executors.ort.providers import CPU, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.reason import Reason, ReasonType

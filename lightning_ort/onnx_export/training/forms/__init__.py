@@ -9,12 +9,4 @@
 - :mod:`.sequences`: CTC and packed sequences
 """
 
-from lightning_ort.onnx_export.training.forms import (  # noqa: F401  (they register their functions)
-    contributed,
-    decomposed,
-    random,
-    resampled,
-    sequences,
-    slices,
-    sums,
-)
+from lightning_ort.onnx_export.training.forms import contributed, decomposed, random, resampled, sequences, slices, sums  # noqa: F401  (they register their functions)

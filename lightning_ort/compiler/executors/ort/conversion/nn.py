@@ -5,11 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import (
-    per_dimension,
-    refuse_parallel_sums,
-    static_sizes,
-)
+from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, refuse_parallel_sums, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
