@@ -27,7 +27,6 @@ class Job:
         parameters: Of the model.
         tokens: For each GPU, in a step.
         bytes_per_gradient: Also of a gathered weight.
-
     """
 
     name: str
@@ -47,7 +46,6 @@ class Cluster:
         between: The same to other nodes.
         node: GPUs of a node.
         latency: Of one message, in seconds; assumed.
-
     """
 
     flops: float = 989e12  # NVIDIA H100 SXM datasheet: bfloat16, dense

@@ -57,7 +57,6 @@ def preferred_namespace() -> LightningNamespace:
 
     Raises:
         ModuleNotFoundError: If neither is installed.
-
     """
     for namespace in NAMESPACES:
         if namespace.available:

@@ -19,7 +19,6 @@ def free_bytes(device: "torch.device | None" = None) -> int | None:
     Args:
         device: Of a GPU's memory, if it is one, with what torch's allocator keeps there for the next tensors, but not
             with what recorded graphs keep for themselves.
-
     """
     if device is not None and device.type == "cuda":
         import torch
@@ -42,7 +41,6 @@ def resident_bytes(device: "torch.device | None" = None) -> int | None:
 
     Args:
         device: Of a GPU's memory, if it is one.
-
     """
     if device is not None and device.type == "cuda":
         import torch
@@ -60,7 +58,6 @@ def peak_bytes(device: "torch.device | None" = None) -> int | None:
 
     Args:
         device: Of a GPU's memory, as torch's allocator reserved them, if it is one: what recorded graphs keep counts.
-
     """
     if device is not None and device.type == "cuda":
         import torch

@@ -17,7 +17,6 @@ class StrategyNames:
         description: For ``StrategyRegistry``.
         variants: What may follow the name, each with the arguments that it stands for.
         several_processes: Whether it is for more than one process.
-
     """
 
     name: str

@@ -75,7 +75,6 @@ class DebugSettings:
     Raises:
         ValueError: If a value is not one of the allowed ones, or a path cannot be written.
         TypeError: If a value has the wrong type, or a field does not exist; the message names the closest one.
-
     """
 
     capture: Capture = _setting("auto")
@@ -158,7 +157,6 @@ class ORTConfig:
     Raises:
         ValueError: If a value is not one of the allowed ones, or a path cannot be written.
         TypeError: If a value has the wrong type, or a field does not exist; the message names the closest one.
-
     """
 
     engine: EngineSetting | None = _setting(None)
@@ -230,7 +228,6 @@ class ORTConfig:
         Raises:
             ValueError: If the mapping has a key that is not a field; the message names the closest field.
             TypeError: If ``value`` is something else.
-
         """
         if value is None:
             return cls()

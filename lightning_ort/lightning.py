@@ -33,7 +33,6 @@ class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):
         trainer = Trainer(strategy=ORTStrategy(config=ORTConfig(placement="always")))
         trainer.fit(model)
         print(trainer.strategy.report.to_text())
-
     """
 
 
@@ -43,7 +42,6 @@ class ORTDDPStrategy(ORTDDPMixin, DDPStrategy):
     Example::
 
         trainer = Trainer(strategy=ORTDDPStrategy(find_unused_parameters=True), accelerator="cpu", devices=2)
-
     """
 
 
@@ -66,7 +64,6 @@ class ORTZeRO1Strategy(ORTParallelMixin, DeepSpeedZeRO1Mixin, DeepSpeedStrategy)
     Example::
 
         trainer = Trainer(strategy="ort_zero1", accelerator="cpu", devices=2)
-
     """
 
 

@@ -18,7 +18,6 @@ class Row:
         model: Its name for the reader.
         steps: Batches that take stock Lightning about two seconds on two cores.
         package: Its name for the reader, and for the version; the group's name if left out.
-
     """
 
     group: str

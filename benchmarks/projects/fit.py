@@ -29,7 +29,6 @@ class Watch:
     Args:
         namespace: The Lightning whose Trainers are watched.
         record: What a fit adds to.
-
     """
 
     def __init__(self, namespace: Any, record: dict[str, Any]) -> None:

@@ -48,7 +48,6 @@ def federated(clients: int = 4, rounds: int = 5, folder: Path | None = None) -> 
         clients: Number of clients, each with digits of mostly other kinds.
         rounds: How often states are put together.
         folder: Where to write the exported folder and the states.
-
     """
     work = Path(tempfile.mkdtemp()) if folder is None else folder
     images, labels = export(work / "exported")  # the only part that needs PyTorch

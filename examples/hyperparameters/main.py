@@ -71,7 +71,6 @@ def search(
         widths: Least and most.
         learning_rates: Least and most.
         start: When ort compiles the step; a trial of seconds is too short for it to pay.
-
     """
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     for name in ("optuna", "lightning.pytorch", "lightning_ort"):  # one line for each search

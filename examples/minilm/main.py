@@ -57,7 +57,6 @@ class DocstringClassifier(LightningModule):
     Args:
         lora_rank: Train low-rank updates of the attention's queries and values in place of all weights.
         learning_rate: AdamW's.
-
     """
 
     def __init__(self, lora_rank: int | None = None, learning_rate: float = 5e-5) -> None:

@@ -52,7 +52,6 @@ class ExportOnnxCallback(_Callback):
     Example::
 
         Trainer(callbacks=OnnxExport("model.onnx", sample=torch.zeros(1, 3, 224, 224)))
-
     """
 
     def __init__(

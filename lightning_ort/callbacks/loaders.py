@@ -29,7 +29,6 @@ def changed(loader: DataLoader, *, batch_size: int | None = None, **settings: An
 
     Raises:
         ValueError: If the loader cannot be changed so; the message says why.
-
     """
     reason = fixed_batches(loader)
     if reason is not None and (batch_size is not None or type(loader) is not DataLoader):

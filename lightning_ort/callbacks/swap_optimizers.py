@@ -38,7 +38,6 @@ class SwapOptimizersCallback(OptimizerSettings, _Callback):
     Example::
 
         Trainer(callbacks=ORTOptimizer("adamw_bnb_8bit", bits={"lm_head": 32}))
-
     """
 
     def __init__(

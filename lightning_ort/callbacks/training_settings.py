@@ -49,7 +49,6 @@ class TrainingSettingsCallback(_Callback):
     Example::
 
         Trainer(callbacks=ORTTrainingSettings(channels_last=True))
-
     """
 
     def __init__(

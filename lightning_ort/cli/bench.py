@@ -136,7 +136,6 @@ def named(variants: Sequence[str]) -> list[Trial]:
 
     Raises:
         ValueError: If an engine or an optimizer is unknown.
-
     """
     trials: list[Trial] = []
     for place, text in enumerate(variants):

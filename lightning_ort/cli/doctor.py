@@ -71,7 +71,6 @@ class Machine:
         flash_attention: Whether torch has it.
         masks_as_torch: Whether large dropout masks are the same when a compiled function draws them.
         no_mask_function: Why none can be compiled here; nothing if one can.
-
     """
 
     python: str

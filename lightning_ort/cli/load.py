@@ -24,7 +24,6 @@ def load(path: str, argument: str) -> Any:
     Args:
         path: The path.
         argument: The argument of the command that it came by, for the message.
-
     """
     source, _, name = path.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):

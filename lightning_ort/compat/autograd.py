@@ -42,7 +42,6 @@ class JointFacts(NamedTuple):
     Args:
         written: Indices of the inputs that the graph writes to, whose new values are its first outputs.
         differentiable: Indices of the outputs after those that have a tangent, in the order of the tangents.
-
     """
 
     written: list[int]
@@ -145,7 +144,6 @@ class GradientCalls(AbstractContextManager["GradientCalls"]):
     Attributes:
         own: Whether `torch.autograd.grad` was called.
         second: Whether gradients are to be differentiated, as by ``create_graph=True``.
-
     """
 
     def __init__(self) -> None:

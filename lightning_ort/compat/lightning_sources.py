@@ -50,7 +50,6 @@ def digest(lines: list[str], first: int, package: str) -> str:
         lines: Those of the file.
         first: Counted from 1: the first decorator, or the ``def``.
         package: The import package that the file is in.
-
     """
     depth, kept, in_body = len(lines[first - 1]) - len(lines[first - 1].lstrip()), [], False
     for line in lines[first - 1 :]:

@@ -63,7 +63,6 @@ def share_cpu_memory(*, in_arena: bool) -> bool:
     Returns:
         Whether it is registered; not if the program has registered something itself, which will do, and which
         onnxruntime 1.32 replaces.
-
     """
     from onnxruntime.capi import onnxruntime_pybind11_state as ort
 

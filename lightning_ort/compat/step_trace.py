@@ -112,7 +112,6 @@ def functional(graph: fx.GraphModule, mode: Any, inputs: Sequence[Tensor], table
         mode: The mode it was recorded in.
         inputs: Real or fake values of its inputs.
         table: Decompositions.
-
     """
 
     def run(*values: Any) -> Any:

@@ -364,7 +364,6 @@ class GraphFacts(NamedTuple):
         num_inputs: Inputs, each tensor counted once.
         written: Indices of the inputs that the graph writes to.
         separate: Whether no output is an input or a view of one, and no input that it writes to needs a gradient.
-
     """
 
     num_inputs: int

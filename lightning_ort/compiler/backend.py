@@ -53,7 +53,6 @@ class ORTBackend:
         compiled = torch.compile(module, backend=backend)
         compiled(x).sum().backward()
         print(backend.report.to_text())
-
     """
 
     compilation: ClassVar[type[Compilation]] = Compilation  # what compiles a graph
@@ -115,7 +114,6 @@ class ORTBackend:
 
         Raises:
             ORTFallbackError: Under ``fallback="raise"``.
-
         """
         self.report.fallbacks.append(FallbackReport(where, reason))
         if self.config.fallback == "raise":
@@ -147,6 +145,5 @@ def ort(
         gm: The captured graph.
         example_inputs: Its inputs.
         options: Fields of :class:`~lightning_ort.config.ORTConfig`.
-
     """
     return _backend_for(ORTConfig.parse(options))(gm, example_inputs)

@@ -66,7 +66,6 @@ class Compilation:
 
     Attributes:
         monitor: Tells which errors come from compiled passes.
-
     """
 
     def __init__(

@@ -50,7 +50,6 @@ class StepFacts:
         is_first: Whether nothing was compiled for ONNX Runtime in this process.
         on_ort: Seconds that compiling it for ONNX Runtime has taken in this run; 0 if it was not tried.
         training: The same of the training step, for this engine.
-
     """
 
     on_gpu: bool
@@ -81,7 +80,6 @@ class Engine:
         records: Whether its results are at the same addresses in each run, as those of CUDA graphs. Sizes may not vary
             then, nor may gradients add up to older ones.
         otherwise: The engine that is tried where this one cannot go on; "" for none.
-
     """
 
     label: str
@@ -165,7 +163,6 @@ def order(on_gpu: bool, trains: bool, may_record: bool) -> list[str]:
         on_gpu: Whether it computes on a GPU of CUDA.
         trains: Whether it has a backward pass.
         may_record: Whether it may be a recording.
-
     """
     names = [name for name in (ON_GPU if on_gpu else ON_CPU) if not (on_gpu and trains and name == ORT)]
     allowed = (ENGINES[name].otherwise if ENGINES[name].records and not may_record else name for name in names)

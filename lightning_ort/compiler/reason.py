@@ -74,7 +74,6 @@ class Reason:
     Args:
         type: The kind of reason.
         text: Details for the reader.
-
     """
 
     type: ReasonType

@@ -58,7 +58,6 @@ class CompileRequest:
         keep: Gets what runs each compiled graph: whoever calls its ``leave()`` frees what was compiled.
         activation_memory_budget: As in ``ORTConfig``.
         check: Takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything.
-
     """
 
     label: str = ""

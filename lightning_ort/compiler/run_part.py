@@ -14,7 +14,6 @@ class OptimizerReport:
         configured: What ``configure_optimizers`` returned, such as ``torch.AdamW``.
         runs_as: What replaced it, such as ``torch.AdamW (fused)``.
         reason: Why it was not replaced, or a remark on the choice; may be empty.
-
     """
 
     configured: str
@@ -37,7 +36,6 @@ class StepReport:
         kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
         slowdown: How many times as long other programs made the steps take while an engine was timed; the times are
             without that.
-
     """
 
     name: str
@@ -71,7 +69,6 @@ class StepTimeReport:
         ms: Mean time of each of :data:`STEP_PARTS` in a few steps, in ms: the DataLoader; the training step with its
             backward pass; the optimizer's step with clipping and hooks; all else.
         advice: What would help.
-
     """
 
     ms: dict[str, float]
@@ -105,7 +102,6 @@ class RunReport:
         audit_seconds: Wall clock of these steps, with their copies, and of others that found nothing out.
         audit_difference: The largest relative difference of a result or gradient that audits found.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
-
     """
 
     optimizers: list[OptimizerReport] = field(default_factory=list)

@@ -99,7 +99,6 @@ def export_onnx(
         TypeError: If inputs or outputs are something else than tensors.
         ModuleNotFoundError: If onnxscript is not installed.
         ExportFailed: If an op or construct cannot be exported, which names the line; or if the results differ.
-
     """
     check_type("module", module, nn.Module, "a torch.nn.Module")
     check_settings(path, dynamic_batch, tolerance, quantize)

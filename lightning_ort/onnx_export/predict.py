@@ -36,7 +36,6 @@ class PredictorMixin(_LightningModule):
         predictor = ORTPredictor("model.onnx")
         logits = predictor(images)
         batches = trainer.predict(predictor, dataloaders=loader)
-
     """
 
     def __init__(self, path: str | Path, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
@@ -60,7 +59,6 @@ class PredictorMixin(_LightningModule):
         Raises:
             TypeError: If an input is missing or unknown, is no tensor or has another dtype.
             ValueError: If an input has another shape.
-
         """
         if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
             return self.session(args[0])

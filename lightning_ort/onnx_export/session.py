@@ -56,7 +56,6 @@ class OnnxSession:
         ValueError: If the installed onnxruntime has not such a provider, or the file is no model for it.
         TypeError: If an argument is of another type.
         RuntimeError: If the provider does not load.
-
     """
 
     def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:

@@ -19,7 +19,6 @@ def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments
     Raises:
         ValueError: If there is no sample, or the module has no ``forward``.
         TypeError: If the sample does not fit the parameters, or has something else than tensors in it.
-
     """
     name = type(module).__name__
     if type(module).forward.__module__.endswith((".core.module", "torch.nn.modules.module")):  # only a base class's

@@ -26,7 +26,6 @@ class AnyPrecisionAdamW(Optimizer):
 
     Raises:
         ValueError: If a hyperparameter is out of its range.
-
     """
 
     def __init__(

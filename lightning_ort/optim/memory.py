@@ -55,7 +55,6 @@ def predict(module: nn.Module, optim: str) -> Memory:
 
     Raises:
         ValueError: If ``optim`` is not one of :data:`STATES`, or no parameter is trainable.
-
     """
     check_choice("optim", optim, STATES)
     trainable = _trainable(module)
@@ -76,7 +75,6 @@ def measure(module: nn.Module, optim: str) -> Memory:
     Raises:
         ValueError: If no parameter is trainable, or the implementation does not support the module's parameters.
         ModuleNotFoundError: If the implementation's package is missing.
-
     """
     trainable = _trainable(module)
     optimizer = torch.optim.AdamW(trainable, lr=0.0, weight_decay=0.0)

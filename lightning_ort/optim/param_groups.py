@@ -71,7 +71,6 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
     Example::
 
         torch.optim.AdamW(lightning_ort.param_groups(self, weight_decay=0.1), lr=3e-4)
-
     """
     check_type("module", module, nn.Module, "a torch.nn.Module", "param_groups")
     check_number("weight_decay", weight_decay, "param_groups")

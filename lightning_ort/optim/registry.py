@@ -95,7 +95,6 @@ class Implementation:
         state_bytes: Returns the bytes of the states of a parameter, for ``lightning-ort memory``; ``None`` where nobody
             has measured them.
         embedding_bytes: The bytes of states for an element of an embedding, if these are not as others.
-
     """
 
     path: str

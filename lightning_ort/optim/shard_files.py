@@ -40,7 +40,6 @@ def load(file: Path, trust: bool = False, device: str = "cpu") -> Any:
     Raises:
         NotTrusted: If it names functions or classes that are not known to be harmless, without ``trust``.
         ValueError: If it cannot be read.
-
     """
     try:
         with safe_globals(_HARMLESS), warnings.catch_warnings():

@@ -63,7 +63,6 @@ class OptimizerSwap:
         Raises:
             ModuleNotFoundError: If a package is missing. The optimizers are as they were.
             ValueError: If the implementation cannot stand for one of them. All are as they were.
-
         """
         configured = [registry.runs(optimizer) for optimizer in optimizers]
         plans = [self._plan(module, optimizer, device) for optimizer in optimizers]

@@ -28,7 +28,6 @@ class BFloat16Mixin(_HalfPrecision):
     Raises:
         ValueError: If ``master_weights`` is not a boolean; when the fit starts, if an optimizer is neither Adam without
             weight decay nor AdamW.
-
     """
 
     def __init__(self, master_weights: bool = True) -> None:

@@ -32,7 +32,6 @@ class MatmulPrecisionMixin(_Precision):
 
     Raises:
         ValueError: If the level is another one.
-
     """
 
     precision = "32-true"

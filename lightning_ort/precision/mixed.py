@@ -46,7 +46,6 @@ class MixedPrecisionMixin(_MixedPrecision):
     Raises:
         ValueError: If a setting is out of range.
         TypeError: If a setting is of another type.
-
     """
 
     def __init__(

@@ -126,7 +126,6 @@ def what_would_help(ms: Mapping[str, float], workers: int | None, of_tensors: bo
         workers: Of the DataLoader; ``None`` if the data comes from something else.
         of_tensors: Whether a batch is fetched at once.
         processors: Of this machine.
-
     """
     much = _MUCH * sum(ms.values())
     if ms["loader"] > much:

@@ -29,7 +29,6 @@ class AutoDeviceMixin(_SingleDeviceStrategy):
     Args:
         device: The device; ``None`` for the one that the Trainer's ``accelerator`` and ``devices`` say.
         **kwargs: For the strategy.
-
     """
 
     namespace: ClassVar[LightningNamespace]

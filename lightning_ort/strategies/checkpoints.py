@@ -40,7 +40,6 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
 
     Raises:
         OSError: If the system cannot write the file, such as on a full disk, with the path and what it has written.
-
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)

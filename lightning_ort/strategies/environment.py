@@ -58,7 +58,6 @@ def read_environment() -> Environment:
 
     Raises:
         ValueError: If one of them is not allowed; the message names it and what is allowed.
-
     """
     optim = os.environ.get(OPTIM, "").strip() or None
     if optim is not None:

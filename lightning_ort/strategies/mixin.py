@@ -78,7 +78,6 @@ class ORTMixin(_Strategy):
     Raises:
         TypeError: If a keyword argument is unknown.
         ValueError: If a setting is not one of the allowed ones.
-
     """
 
     namespace: ClassVar[LightningNamespace]

@@ -35,7 +35,6 @@ def choose_swap(
 
     Raises:
         ValueError: If they contradict each other.
-
     """
     chosen = [callback.swap for callback in callbacks if isinstance(callback, OptimizerSettings)]
     if len(chosen) > 1:

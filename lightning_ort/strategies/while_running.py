@@ -12,7 +12,6 @@ class WhileRunning(Generic[Run]):
 
     Args:
         replace: Replaces it, and returns what undoes that.
-
     """
 
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:

@@ -81,7 +81,6 @@ def tune(
 
         result = lightning_ort.tune(MyModule(), MyDataModule(), time=120)
         trainer = Trainer(max_epochs=3, **result.trainer_arguments())
-
     """
     started = clock.monotonic()
     limits = checked_limits(time, memory, effective_batch, keep_numerics, devices, tolerance)
@@ -224,7 +223,6 @@ def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
 
     Raises:
         TuneError: If the data cannot be batched as asked for.
-
     """
     start = base(facts, limits)
     found = [] if limits.memory is None else [memory_stage(facts, limits)]

@@ -77,7 +77,6 @@ class Candidate:
         channels_last: The memory layout of convolutions.
         threads: Threads of torch's operations.
         checkpoint_blocks: Recompute repeated blocks.
-
     """
 
     engine: str | None = None
@@ -101,7 +100,6 @@ class Candidate:
 
         Raises:
             ValueError: If the engine or the optimizer is unknown.
-
         """
         rest, _, precision = text.partition("@")
         engine, _, optim = rest.partition("+")
@@ -186,7 +184,6 @@ def configured(
         namespace: Whose classes it names.
         devices: Processes, if the candidate's strategy is one for several.
         ort_config: Settings of ``ORTConfig`` for strategies of this package, where the candidate has no others.
-
     """
     made = Configured(copy.deepcopy(dict(config)))
     prefix = "lightning_ort." if namespace is LIGHTNING else f"{namespace.module}."

@@ -39,7 +39,6 @@ def compare(
 
     Raises:
         TuneError: If the first one does not train.
-
     """
     first: dict[str, float] = {}  # seconds of a step while it compiles and warms up
     with ExitStack() as stack:

@@ -29,7 +29,6 @@ class Measurer:
         runner: Runs candidates.
         deadline: When, by the runner's clock, all has to be done.
         tell: Called with what is done.
-
     """
 
     def __init__(

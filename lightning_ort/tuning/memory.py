@@ -44,7 +44,6 @@ class MemoryModel:
         step: What was measured.
         batch_size: With which batch size.
         states: Bytes of optimizer states by implementation, as far as they are known.
-
     """
 
     step: StepMemory
@@ -78,7 +77,6 @@ class MemoryModel:
             batch_size: Its size.
             before: Bytes of the gradients that were there in the forward pass.
             levels: What :meth:`MeasuredStep.stop` returned.
-
         """
         forward, forward_peak, later = levels
         gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)

@@ -46,7 +46,6 @@ class Project:
         devices: Processes.
         seed: For the initial weights and the order of the data.
         ort_config: Settings of ``ORTConfig`` for the candidates that train under a strategy of this package.
-
     """
 
     module: Any = None

@@ -34,7 +34,6 @@ class TuneResult:
         notes: What else there is to say.
         settings: What was asked for.
         machine: What the measurements depend on.
-
     """
 
     trials: list[dict[str, Any]]
@@ -78,7 +77,6 @@ class TuneResult:
 
         Raises:
             ValueError: If it is something else.
-
         """
         try:
             found = json.loads(text)
@@ -165,7 +163,6 @@ class TuneResult:
         Raises:
             FileExistsError: If one of them is there: nothing is overwritten.
             ValueError: If ``path`` ends with ``.json`` or ``.png``.
-
         """
         paths = files_of(path)
         if not installed():
@@ -187,7 +184,6 @@ def files_of(path: Path) -> list[Path]:
 
     Raises:
         ValueError: If two of them have one name.
-
     """
     if path.suffix in (".json", ".png"):
         raise ValueError(f"-o {path}: {path.suffix} is written beside the configuration: call that {path.stem}.yaml.")

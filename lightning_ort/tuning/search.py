@@ -47,7 +47,6 @@ class Search:
         runner: Runs candidates.
         deadline: When, by the runner's clock, all has to be done.
         listen: Called with what is done and the best so far.
-
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Search:
 
         Raises:
             TuneError: If the user's own settings cannot train, nothing fits, or the time is too short.
-
         """
         own = self._trial(Option(Candidate(), "what you have"), "yours")
         self._own = self._best = own

@@ -30,7 +30,6 @@ class Limits:
         keep_numerics: Keep float32 and the algorithm of the optimizer.
         devices: Processes.
         tolerance: Largest relative difference of the loss.
-
     """
 
     seconds: float = 300.0
@@ -62,7 +61,6 @@ def base(facts: Facts, limits: Limits) -> Candidate:
 
     Raises:
         TuneError: If the data cannot be batched so.
-
     """
     wanted = limits.effective_batch
     if wanted is None or wanted == facts.batch_size * facts.accumulate:

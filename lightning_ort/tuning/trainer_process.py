@@ -106,7 +106,6 @@ class TrainerProcess:
             :func:`make_sampler` makes, and returns what :meth:`finish` shall return. It must be picklable where
             processes cannot be forked.
         folder: What it prints goes to ``log.txt`` there.
-
     """
 
     def __init__(self, fit: Callable[[Connection, Path], Any], folder: Path) -> None:
@@ -126,7 +125,6 @@ class TrainerProcess:
         Raises:
             VariantFailed: If the Trainer fails or ends before.
             TimeIsUp: If it has not finished after ``timeout`` seconds.
-
         """
         answer = self._ask(steps, timeout)
         if not isinstance(answer, Sample):

@@ -138,7 +138,6 @@ def break_even(trial: Trial, own: Trial, times: float | None) -> int | None:
         trial: A trial.
         own: What it is compared with.
         times: How many times as fast as that it is, if that is known.
-
     """
     if times is None or trial.startup is None or own.startup is None or own.seconds_per_example is None:
         return None

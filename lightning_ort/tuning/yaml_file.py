@@ -18,7 +18,6 @@ def commented(made: Configured, comments: Mapping[str, str], head: list[str]) ->
         made: The configuration, and which of its values are of which setting.
         comments: For each setting, why it has its value.
         head: Comments above everything.
-
     """
     text = yaml.safe_dump(made.config, sort_keys=False, width=_WIDTH, allow_unicode=True)
     lines = text.splitlines()

@@ -30,7 +30,6 @@ class Page(HTMLParser):
     Attributes:
         rows: The text of each table's body, row by row and cell by cell.
         links: What the page would load.
-
     """
 
     def __init__(self, text: str) -> None:

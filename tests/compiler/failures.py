@@ -20,7 +20,6 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str, after: int = 0) -> list[
 
     Returns:
         What has failed since.
-
     """
     failed: list[str] = []
     left = iter(range(after))

@@ -43,7 +43,6 @@ class Rule:
     Args:
         fits: Whether it takes an input of a shape.
         make: The layer, for the shape and three drawn numbers from 0 to 11.
-
     """
 
     fits: Callable[[Shape], bool]
@@ -165,7 +164,6 @@ class Program:
         embedded: Whether the input are indices, which an embedding turns into vectors first.
         layers: A rule's name and the three numbers for its ``make``, for each layer.
         seed: Of the input and the parameters.
-
     """
 
     shape: Shape

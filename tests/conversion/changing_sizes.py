@@ -19,7 +19,6 @@ class Sizes:
     Args:
         first: The size at first.
         inputs: Of each call, the first one's first.
-
     """
 
     first: int
@@ -67,7 +66,6 @@ def changes(fn: Callable[..., Any], inputs: Sequence[Any], few: bool, with_empty
         inputs: Of the first call.
         few: Whether to call it with one and none as well.
         with_empty: Whether eager takes none; its kernels may end the process.
-
     """
     for size in sizes_of(inputs):
         calls = [resized(inputs, size, new) for new in other_sizes(size, few) if new or with_empty]

@@ -81,7 +81,6 @@ class Found:
         ort: How many graphs ONNX Runtime ran alone, ``"forward"`` and ``"backward"``.
         total: Of how many.
         reasons: What stayed in torch, and why.
-
     """
 
     ort: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
@@ -181,7 +180,6 @@ def examine(op: OpOverload, dtype: torch.dtype, kernel_set: str = "auto") -> Fou
     Raises:
         AssertionError: If a result differs from eager's, or a region failed.
         KeyError: If the op has no sample.
-
     """
     found = Found()
     for call in SAMPLES[name_of(op)]:
@@ -233,7 +231,6 @@ def row(op: OpOverload) -> Row:
 
     Raises:
         AssertionError: If a result differs from eager's, or a region failed.
-
     """
     training, standard = examine(op, torch.float32), examine(op, torch.float32, "standard")
     assert training is not None, "eager has no float32 kernel for a sample"

@@ -120,7 +120,6 @@ def check(
         tolerance: Relative and absolute tolerance against eager in float64.
         in_torch: ATen ops that are known to stay in torch.
         **config: Fields of the config.
-
     """
     config.setdefault("fallback", "warn" if in_torch else "raise")
     report = compare(fn, inputs, tolerance=tolerance, **config)

@@ -28,7 +28,6 @@ class Op:
         in_torch: For a dtype, the ATen ops that have no kernel in some onnxruntime and stay in torch.
         tolerance: Relative and absolute tolerance for a dtype, where the default is too tight.
         dtypes: What to test; other inputs than floating ones have their own dtype.
-
     """
 
     name: str

@@ -5,7 +5,6 @@ with eager; some of each op's samples besides with special values, in other memo
 and with the standard kernels. Run as ``make conformance``, or by hand for some ops::
 
     python -m tests.conversion.opinfo --ops add softmax --limit 2 --plain 5
-
 """
 
 import argparse

@@ -46,7 +46,6 @@ class Case:
         elementwise: Whether each element of the result is computed of one element of each input.
         reduces: Whether it adds up or multiplies elements, which may cancel.
         ties: Whether it lists the places of values, and those of equal values in any order.
-
     """
 
     fn: Callable[..., tuple[Any, ...]]

@@ -42,7 +42,6 @@ class Outcome:
         forward: Whether ONNX Runtime ran in the forward pass.
         backward: The same for the backward pass.
         ops: The ATen ops that it ran.
-
     """
 
     status: Status
@@ -79,7 +78,6 @@ def check(
 
     Returns:
         An outcome for its own values, and, where ONNX Runtime runs anything, one for each kind.
-
     """
     at("eager")
     eager = _attempt(case.fn, copies(case.inputs))

@@ -20,7 +20,6 @@ class Leeway:
             another not.
         small: The size of what may cancel: for each element that of the one that it is computed of, up to 1, or that
             of the largest that is added up.
-
     """
 
     ordinary: bool
@@ -41,7 +40,6 @@ def judge(got: torch.Tensor, eager: torch.Tensor, references: list[Any], leeway:
         eager: Eager's.
         references: Eager's in float64, and with inputs moved up and down; may be empty.
         leeway: What is known of it.
-
     """
     if not (eager.is_floating_point() or eager.is_complex()):
         wrong = got != eager

@@ -17,7 +17,6 @@ class Known:
         variants: The memory layouts; all if empty.
         values: The kinds of special values; all if empty.
         dtypes: The dtypes; all if empty.
-
     """
 
     ops: tuple[str, ...]

@@ -40,7 +40,6 @@ class Key:
         variant: ``"plain"``, ``"in place"``, ``"changing sizes"`` or a memory layout.
         kernels: Of the config.
         sample: Its number.
-
     """
 
     op: str
@@ -70,7 +69,6 @@ def calls(
 
     Yields:
         Which call, a function that makes it, and the special values to try on it.
-
     """
     op = OPS[name]
     supported = op.supported_dtypes("cpu")
@@ -168,7 +166,6 @@ class Worker:
         limits: Of :func:`calls`.
         work: What the process does; see :func:`_work`.
         start_method: How it starts, one of those of :mod:`multiprocessing`.
-
     """
 
     def __init__(
@@ -235,7 +232,6 @@ def run_all(names: Sequence[str], limits: Limits, workers: int) -> Iterator[tupl
 
     Yields:
         Which call, and an outcome of it.
-
     """
     todo: queue.Queue[str] = queue.Queue()
     for name in names:

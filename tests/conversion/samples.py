@@ -15,7 +15,6 @@ class Sample:
         make: Makes the tensor in a dtype; drawing uses torch's generator.
         grad: Whether it takes part in the backward pass.
         change: A view to take of it, such as a transpose.
-
     """
 
     make: Callable[[torch.dtype], torch.Tensor]

@@ -139,7 +139,6 @@ class Sweep:
         inputs: One example of what each function takes; all take the same.
         loose: Names of functions that may differ by the rounding of numbers near 1: those that take one from another.
         **config: Fields of the config.
-
     """
 
     def __init__(

@@ -71,7 +71,6 @@ class Training(LightningModule):
 
     Args:
         made: The network, and what draws a batch.
-
     """
 
     def __init__(self, made: Made) -> None:
@@ -107,7 +106,6 @@ class Row:
         parameters: Largest difference of a parameter or buffer.
         change: Norm of these differences, relative to that of what training changed.
         report: Of the strategy.
-
     """
 
     model: Model
@@ -184,7 +182,6 @@ def examine(model: Model) -> Row:
 
     Raises:
         AssertionError: If a loss or a parameter differs, a region failed, or ONNX Runtime ran nothing.
-
     """
     stock, start = train(model, "auto")
     strategy = ORTStrategy(config={"placement": "always", "cache_dir": None})
@@ -231,7 +228,6 @@ def main(names: list[str]) -> None:
 
     Args:
         names: Of the models; empty for all, and the page.
-
     """
     if unknown := set(names) - set(MODELS):
         sys.exit(f"no such model: {', '.join(sorted(unknown))}. The models are {', '.join(MODELS)}.")

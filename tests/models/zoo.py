@@ -29,7 +29,6 @@ class Model:
         name: As people call it.
         library: The distribution it is of.
         make: Makes the network and the function that draws a batch.
-
     """
 
     name: str

@@ -37,7 +37,6 @@ class Slow(Small):
     Args:
         folder: For what it says.
         seconds: For each batch.
-
     """
 
     def __init__(self, folder: Path, seconds: float = 0.05) -> None:
@@ -154,7 +153,6 @@ class Run:
         folder: Where they write.
         run: What they run.
         torchrun: Started as torchrun starts them, and not by rank 0.
-
     """
 
     def __init__(self, folder: Path, run: Callable[[], None], torchrun: bool = False) -> None:

@@ -40,7 +40,6 @@ class Trainers:
     Args:
         ort: Whether the strategy is ours; else it is the stock one.
         folder: Where the Trainers write.
-
     """
 
     ort: bool
@@ -76,7 +75,6 @@ class Feature:
         run: Uses the feature, and returns the numbers and tensors to compare.
         how: How ONNX Runtime gets at it: it runs the steps, or only the child modules, or nothing.
         slow: Whether it takes more than a few seconds.
-
     """
 
     group: str

@@ -29,7 +29,6 @@ class Model:
         start: Seconds of the first compilation.
         operations: With a gradient.
         ort: Seconds of a step on ONNX Runtime.
-
     """
 
     stock: float
@@ -99,7 +98,6 @@ def fit(model: Model, race: Race, steps: int, left: float | None = None) -> floa
         race: Of its step, in its first run.
         steps: How many.
         left: What is told of the steps left, if not the truth; NaN for nothing.
-
     """
     seconds, compiled = 0.0, set[str]()
     costs: Mapping[str, float] = {"inductor": model.start, "inductor-graphs": model.start, "ort": 22.8}

@@ -49,7 +49,6 @@ class Recorded(Records, Small):
         folder: For the files.
         name: Of this run.
         unused: Add a layer that no loss depends on.
-
     """
 
     def __init__(self, folder: Path, name: str, unused: bool = False) -> None:

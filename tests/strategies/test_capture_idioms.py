@@ -28,7 +28,6 @@ def idiom(mode: str = "step") -> Callable[[type[Small]], type[Small]]:
 
     Args:
         mode: How its training_step ends up being captured: "step", "modules" or "either".
-
     """
 
     def enter(module: type[Small]) -> type[Small]:

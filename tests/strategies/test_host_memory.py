@@ -30,7 +30,6 @@ class Hungry(Small):
 
     Args:
         by_default: Page faults of a large block where they are not.
-
     """
 
     def __init__(self, by_default: int) -> None:

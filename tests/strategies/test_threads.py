@@ -21,7 +21,6 @@ class Twin(Small):
 
     Args:
         together: Where they wait for each other.
-
     """
 
     def __init__(self, together: threading.Barrier | None = None) -> None:

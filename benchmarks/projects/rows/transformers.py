@@ -17,7 +17,6 @@ class LanguageModel(pl.LightningModule):
 
     Args:
         network: The model.
-
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -90,7 +90,6 @@ class Classifier(pl.LightningModule):
     Args:
         name: Of the network.
         sizes: Arguments of the network.
-
     """
 
     def __init__(self, name: str, **sizes: Any) -> None:

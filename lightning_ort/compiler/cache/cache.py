@@ -72,7 +72,6 @@ class Startup:
         finished: Whether the step was compiled, and not given up before.
         refused: Why the step was found to be for eager alone; "" if it was not.
         program: Of which program and settings that is true.
-
     """
 
     cold: float

@@ -102,7 +102,6 @@ class GuardedBackend:
         compile: The backend.
         on_failure: Gets what a graph failed with. From then on all graphs of this backend run in eager.
         request: Returns what is compiled now; asked for each graph.
-
     """
 
     def __init__(
@@ -207,7 +206,6 @@ class RecordedGradients:
     Args:
         unseen: Returns whether nobody sees them after the optimizer has.
         drop: Drops the gradients of the last step, if nobody sees them any more.
-
     """
 
     def __init__(self, unseen: Callable[[], bool], drop: Callable[[], None]) -> None:

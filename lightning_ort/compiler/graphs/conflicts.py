@@ -30,7 +30,6 @@ class Captured:
         inputs: Examples of its inputs.
         request: What it is compiled for.
         writes: What it writes to its inputs.
-
     """
 
     gm: fx.GraphModule

@@ -35,7 +35,6 @@ class InputWrites:
         conflict: Why a compiled graph would differ from eager; ``None`` if it does not.
         indices: Of the inputs that are written to.
         of_data: The indices of the inputs that are written to through ``.data`` alone.
-
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:

@@ -49,7 +49,6 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
     Returns:
         The graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
         recomputed, a gradient is sparse, or the graph holds an operation of a higher order.
-
     """
     if any(is_recomputed(node) or is_higher_order(node) for node in joint.graph.nodes):
         return None

@@ -73,7 +73,6 @@ class Placer:
         fall_back: Reports a failure; may raise to refuse the fallback.
         record_choice: Reports a choice.
         agree: Takes a key and what was measured in this process; returns what all processes of the run use.
-
     """
 
     config: ORTConfig
@@ -211,7 +210,6 @@ class RegionBuilder:
 
     Attributes:
         timed: Whether anything was run to time it.
-
     """
 
     def __init__(

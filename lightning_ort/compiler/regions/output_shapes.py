@@ -20,7 +20,6 @@ def output_shapes_fn(region: Region) -> Shapes | Callable[..., Shapes]:
 
     Raises:
         RegionRejected: If the inputs do not determine a size.
-
     """
     shapes = tuple(tuple(node.meta["val"].shape) for node in region.outputs)
     inputs = [sizes_of(node.meta["val"]) for node in region.inputs if isinstance(node.meta["val"], torch.Tensor)]
@@ -68,7 +67,6 @@ def _function(shapes: Sequence[Sequence[Any]], where: dict[sympy.Symbol, sympy.S
 
     Raises:
         RegionRejected: If the inputs do not show a symbol.
-
     """
     sizes = sympy.Tuple(*(sympy.Tuple(*map(expression_of, shape)) for shape in shapes))
     if missing := sizes.free_symbols - where.keys():

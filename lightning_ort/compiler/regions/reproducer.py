@@ -26,7 +26,6 @@ class Reproducer:
         inputs: Its inputs: (sizes, strides, dtype, device), or a number.
         model: Its ONNX model, if it has one.
         providers: What runs the model, as a session takes it.
-
     """
 
     graph: fx.Graph | None

@@ -34,7 +34,6 @@ def in_column(
         of_equal: Makes one figure of those of regions with equal operations, which share a row; their sizes may differ.
             By default the first one's; ``sum`` for what adds up, if each has one.
         text: Returns what a cell says; by default a number, or nothing for ``None``.
-
     """
     return {"column": (heading, of_equal, text)}
 
@@ -56,7 +55,6 @@ class RegionReport:
         threads: Intra-op threads of the session.
         runs: How often the executor ran it; torch's own runs are not counted.
         cached: Whether its model and timing come from an earlier run.
-
     """
 
     name: str
@@ -103,7 +101,6 @@ class RegionReport:
 
         Raises:
             RuntimeError: If the report was loaded from JSON, or the graph was not compiled in that run.
-
         """
         if self.reproducer is None:
             raise RuntimeError(
@@ -122,7 +119,6 @@ class GraphReport:
         name: Such as ``forward_0`` or ``backward_0``.
         regions: In order of execution.
         seconds: How long it took to compile.
-
     """
 
     name: str
@@ -147,7 +143,6 @@ class FallbackReport:
     Args:
         where: The graph, region or step.
         reason: Why.
-
     """
 
     where: str

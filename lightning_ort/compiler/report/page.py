@@ -19,7 +19,6 @@ def render(report: ReportData, name: str, ranks: Sequence[ReportData] = ()) -> s
         report: That of rank 0.
         name: What the page calls the report.
         ranks: The reports of all ranks in order, if there are several.
-
     """
     return _template("report.html.jinja").render(
         report=report,

@@ -30,7 +30,6 @@ class CompileReport(ReportData):
         compile_seconds: Time spent in the backend (AOTAutograd included), in seconds.
         run: What a Trainer run adds; its lists are also at ``report.optimizers`` and ``report.steps``, and its lines
             about memory and masks at ``report.host_memory`` and ``report.dropout_masks``.
-
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +50,6 @@ class CompileReport(ReportData):
 
         Raises:
             ValueError: If it is something else, or of a later version with another format.
-
         """
         if not isinstance(data, dict) or "graphs" not in data:
             raise ValueError("not a report of lightning-ort")
@@ -76,7 +74,6 @@ class CompileReport(ReportData):
         Raises:
             TypeError: If the width is not an integer.
             ValueError: If it is not positive.
-
         """
         check_integer("width", width, 1)
         return render_text(self, width)
@@ -92,7 +89,6 @@ class CompileReport(ReportData):
 
         Returns:
             The path.
-
         """
         from lightning_ort.compiler.report.page import render
 

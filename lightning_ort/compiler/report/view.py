@@ -67,7 +67,6 @@ class Column:
     Args:
         heading: Its heading.
         cell: Returns what it says in a row.
-
     """
 
     heading: str
@@ -104,7 +103,6 @@ class ReportView:
         graphs: Each with its rows.
         columns: Of figures, in each row.
         facts: Lines about a run, by what they are about.
-
     """
 
     graphs: Sequence[tuple[GraphReport, Sequence[EqualRegions]]]

@@ -69,7 +69,6 @@ class PassMonitor:
 
     Attributes:
         draws: Whether they draw random numbers, which eager has to draw again if it takes over.
-
     """
 
     def __init__(self, num_inputs: int) -> None:
@@ -271,7 +270,6 @@ class Aftermath:
         fall_back: Takes a place and a reason; reports a fallback and warns, or raises under ``fallback="raise"``.
         refuse: Takes why the graph is for eager alone. The race then gives up the whole step, if it is one; else it is
             a note in the report.
-
     """
 
     where: str

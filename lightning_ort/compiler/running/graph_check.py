@@ -41,7 +41,6 @@ class GraphCheck:
         count: Gets the seconds of each comparison and the largest relative difference.
         skipped: Gets why there was none.
         names: Of the graph's inputs.
-
     """
 
     count: Callable[[float, float], None]
@@ -87,7 +86,6 @@ class GraphCheck:
 
         Raises:
             GraphDiffers: If that is something else.
-
         """
         dtype = least_exact([*args, *gradients], state.casts)
 
@@ -192,7 +190,6 @@ def rounded(args: Sequence[Any], seed: int, dtype: torch.dtype) -> list[Any]:
         args: The inputs.
         seed: Of the roundings.
         dtype: What they are rounded to.
-
     """
     if seed == PLAIN:
         return [*args]

@@ -44,7 +44,6 @@ class GraphSource:
         run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
         others: Inputs on which results depend, but the loss does not.
         can_repeat: Whether the step can be done again from what its buffers are afterwards.
-
     """
 
     def __init__(self, loss: int, num_inputs: int) -> None:
@@ -105,7 +104,6 @@ class WaitingGradients:
         parameters: What they are the gradients of.
         gradients: They.
         taken: Called with the gradient of the loss when they are asked for, if another one is.
-
     """
 
     def __init__(
@@ -179,7 +177,6 @@ class StepGraph:
         drop: Called before each run if the gradients are large; drops those of the last one where that is possible.
         leave: Called with the gradients of a run; returns whether somebody hands them over when their time has come,
             without autograd's engine.
-
     """
 
     def __init__(

@@ -15,7 +15,6 @@ def fields_of(batch: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: If something in it is no tensor, or of a dtype that ONNX has not.
         ValueError: If it is empty, or two tensors have one name.
-
     """
     found: dict[str, Tensor] = {}
 

@@ -146,7 +146,6 @@ def export_training(
             line; or if the results differ.
         TypeError: If the module is no LightningModule, or the batch has something else than tensors.
         ValueError: If a setting is not one of the allowed ones; or if float16 has nothing to store, or holds it not.
-
     """
     check_type("module", module, nn.Module, "a LightningModule")
     settings = (gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches, dropout, tolerance, float16)

@@ -31,7 +31,6 @@ def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
 
     Raises:
         ExportFailed: If it is not right for the sample, or the module's loss is NaN there.
-
     """
     sample = _sample(trace)
     known: dict[tuple[tuple[str, int], ...], bool] = {}

@@ -36,7 +36,6 @@ class Port:
             numbers.
         dtype: Its dtype.
         shape: Its sizes: numbers, names of those that may change, and what is computed from these.
-
     """
 
     name: str
@@ -55,7 +54,6 @@ class Settings:
         clip_value: Clip by norm, or by value.
         clip_algorithm: ``"norm"`` or ``"value"``.
         accumulate: Batches whose gradients are added before an update.
-
     """
 
     optimizer: Optimizer | None
@@ -99,7 +97,6 @@ def convert(
 
     Raises:
         ExportFailed: If an operation cannot be written, with its module and the user's line.
-
     """
     writer = _Writer(trace, what)
     writer.declare(state, tensors, halved)

@@ -38,7 +38,6 @@ class Optimizer:
         states: The values of its states, by kind and then by parameter.
         step: How many updates it has made.
         scheduler: The class of the learning rate's schedule, if the module configures one.
-
     """
 
     name: str
@@ -136,7 +135,6 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
 
     Raises:
         ExportFailed: If it is of another class, or has settings that the model cannot have.
-
     """
     kind = type(optimizer)
     if kind not in _SETTINGS:

@@ -27,7 +27,6 @@ class TrainingState:
         module: The module.
         steps: Updates of the parameters so far, those before the export included.
         states: The optimizer's states, by kind and then by parameter.
-
     """
 
     module: nn.Module
@@ -39,7 +38,6 @@ class TrainingState:
 
         Raises:
             ValueError: If it is of another class, or other parameters are in it.
-
         """
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         wanted = {name for values in self.states.values() for name in values}
@@ -70,7 +68,6 @@ class TrainingState:
         Args:
             path: The file.
             optimizer: The optimizer; by default that of ``configure_optimizers``.
-
         """
         check_writable("path", check_path("path", path), is_folder=False)
         namespace = namespace_of(type(self.module))
@@ -128,7 +125,6 @@ def load_training_state(module: nn.Module, folder: str | Path) -> TrainingState:
 
         state = load_training_state(module, "classifier_training")
         trainer.fit(module, ckpt_path=state.checkpoint("back.ckpt"))
-
     """
     check_type("module", module, nn.Module, "the LightningModule that was exported")
     path = Path(check_path("folder", folder, allowed="an exported folder, or a state.safetensors"))

@@ -59,7 +59,6 @@ class Training:
         fields: What a batch has, by name: dtype and shape, in which a name stands for a size that may change.
         updates: How many updates of the parameters there have been.
         gradients: Those of the last step, if the model has no optimizer.
-
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], state: Arrays, counts: tuple[int, int], **options: Any):
@@ -100,7 +99,6 @@ class Training:
             threads: Of onnxruntime; by default as many as the model is large enough for.
             providers: Execution providers of onnxruntime, in order of preference.
             seed: Of the random numbers; None for others each time.
-
         """
         folder = Path(folder) if folder is not None else Path(__file__).resolve().parent
         about = _read_about(folder)
@@ -149,7 +147,6 @@ class Training:
             batches: An iterable of batches.
             lr: As in `step`, or a function of the number of updates so far.
             progress: Called after each step with its number and results; if it returns False, the training ends.
-
         """
         losses = []
         for number, batch in enumerate(batches):

@@ -26,7 +26,6 @@ class Limits:
     Args:
         sizes: The lowest and the highest value of each, by name.
         conditions: What has to hold besides: a formula, and the line where the step asks for it.
-
     """
 
     sizes: dict[str, list[int | None]]
@@ -48,7 +47,6 @@ def formula(expression: sympy.Basic, names: Mapping[Any, str]) -> Formula:
 
     Raises:
         ExportFailed: If something in it has no operator there.
-
     """
     if expression.is_Integer:
         return int(expression)

@@ -38,7 +38,6 @@ class Dtype:
     Args:
         code: Its name in a safetensors file.
         javascript: Whether JavaScript has arrays of it.
-
     """
 
     code: str

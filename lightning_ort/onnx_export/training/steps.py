@@ -62,7 +62,6 @@ class Step:
         name: The name of the method.
         optimizer: What Lightning would pass to hooks, of a step that trains.
         accumulate: By how much Lightning would divide the loss.
-
     """
 
     def __init__(
@@ -233,7 +232,6 @@ def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None
     Args:
         module: The module.
         step: What to call the step in the error; without it nothing is refused.
-
     """
     before = [(child, dict(vars(child))) for child in module.modules()]
     containers = [

@@ -38,7 +38,6 @@ def traces_of(
         optimizer: What hooks of the training step get.
         accumulate: By how much its loss is divided.
         means: Whether dropout's numbers are replaced by their mean.
-
     """
     name = type(module).__name__
 

@@ -60,7 +60,6 @@ class Trace:
         gradients: Those of the parameters that get one.
         sizes: The symbols of the sizes that may change, with their lowest and highest value.
         guards: What was asked about them, and answered with yes.
-
     """
 
     what: str
@@ -131,7 +130,6 @@ def trace(
 
     Raises:
         ExportFailed: If torch cannot trace it, with the line of the user's.
-
     """
     mode, fakes = fake_fields(fields, sizes)
     values = Values(module)

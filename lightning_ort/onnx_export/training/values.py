@@ -37,7 +37,6 @@ class Restored(AbstractContextManager["Restored"]):
         module: The module.
         values: Whether something may be written to them.
         gradients: Whether something may be written to the gradients; otherwise they are replaced at most.
-
     """
 
     def __init__(self, module: nn.Module, values: bool = True, gradients: bool = False) -> None:

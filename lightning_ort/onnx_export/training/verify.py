@@ -127,7 +127,6 @@ class Task:
         tolerance: The largest difference, as a share of the largest value. What rounding alone may do is allowed too.
         halved: The frozen parameters that it has in float16; they are compared with a module that has them so too.
         means: Whether what dropout draws is replaced by its mean.
-
     """
 
     module: nn.Module
@@ -154,7 +153,6 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
 
     Raises:
         ExportFailed: If there is a larger difference.
-
     """
     import_onnxruntime()
     try:

@@ -50,7 +50,6 @@ class ForkedCopy:
 
     Raises:
         OSError: If no process can be started, or what was started could do more than compute.
-
     """
 
     def __init__(self, compute: Callable[[int], Any], seconds: float) -> None:
@@ -81,7 +80,6 @@ class ForkedCopy:
         Args:
             command: From 0 to 255.
             seconds: The computation ends after these.
-
         """
         self._limit = time.monotonic() + seconds
         with contextlib.suppress(OSError):  # it has ended

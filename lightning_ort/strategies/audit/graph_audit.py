@@ -21,7 +21,6 @@ class GraphAudit:
 
     Attributes:
         compared: Whether something was compared since it was last set to ``False``.
-
     """
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget) -> None:
@@ -33,7 +32,6 @@ class GraphAudit:
 
         Args:
             draws: Whether it draws random numbers of its own.
-
         """
         config = self._run.config
         if config.audit == "off" or may_copy_process(self._run.device):

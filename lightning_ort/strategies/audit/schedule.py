@@ -19,7 +19,6 @@ class Schedule:
 
     Args:
         seed: Makes it the same in the same run.
-
     """
 
     def __init__(self, seed: str) -> None:
@@ -42,7 +41,6 @@ class Schedule:
             step: The one that was due.
             epoch: Its epoch.
             again: Whether the next step is to confirm what was found.
-
         """
         self._epoch = epoch
         longest = 1 if again else min(max(1, step // 2), LONGEST_GAP)
@@ -57,7 +55,6 @@ def expected_seconds(usual: float, threads: int, processor: float, slowdown: flo
         threads: How many it computes with; a copy has one.
         processor: The processor's seconds of the last copy; 0 if there was none.
         slowdown: How many times as long as on an idle machine anything takes now.
-
     """
     return slowdown * max(processor, COPYING + usual * threads)
 

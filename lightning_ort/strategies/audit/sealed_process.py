@@ -107,7 +107,6 @@ def copy_process(serve: Callable[[], NoReturn], commands: int, answers: int) -> 
 
     Raises:
         OSError: If no process can be started.
-
     """
     own, pid = os.getpid(), ctypes.c_int(0)
     with contextlib.ExitStack() as undo:

@@ -49,7 +49,6 @@ class Numbers:
         total: The sum of its elements.
         magnitude: The sum of their absolute values.
         count: How many elements there are.
-
     """
 
     kind: str
@@ -71,7 +70,6 @@ class Findings:
     Args:
         relative: How far numbers are apart, relative to their magnitude.
         other: What is no number, or numbers of other dtypes and shapes, with a description.
-
     """
 
     relative: dict[str, float] = field(default_factory=dict)

@@ -67,7 +67,6 @@ def unexplained(
         own: What the captured step computed.
         copy: Returns what eager computes: as it is for 0, with other roundings for 1 and 2, exactly for 3.
         tolerance: Relative differences up to this are none.
-
     """
     eager = copy(PLAIN)
     if eager is None:
@@ -125,7 +124,6 @@ class AuditBudget:
 
     Args:
         run: The run.
-
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -168,7 +166,6 @@ class StepAudit:
         budget: What the run's audits may take.
         shims: What replaces Lightning's helpers while a step runs.
         monitor: Tells whether a step has compiled.
-
     """
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget, shims: StepShims, monitor: DynamoMonitor) -> None:
@@ -210,7 +207,6 @@ class StepAudit:
             args: Its arguments.
             kwargs: Its arguments by name.
             logs: Whether shims keep what the captured step logs until it is over.
-
         """
         if self.audit is not None:
             self.close()

@@ -15,7 +15,6 @@ class CompiledWays:
 
     Args:
         before_freeing: Called before anything is freed.
-
     """
 
     def __init__(self, before_freeing: Callable[[], None]) -> None:

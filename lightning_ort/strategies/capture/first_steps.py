@@ -25,7 +25,6 @@ class FirstSteps:
     Attributes:
         seen: How many steps have run.
         operations: How many operations with a gradient a step calls, the most of any; 0 where gradients are disabled.
-
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:

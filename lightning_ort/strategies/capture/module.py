@@ -62,7 +62,6 @@ class CapturedModule(RunFacts):
         module: The module.
         config: Settings.
         backend: What compiles its graphs.
-
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class Room:
 
     Args:
         run: Whose steps they are.
-
     """
 
     def __init__(self, run: RunFacts) -> None:

@@ -62,7 +62,6 @@ class DeferredLogger:
     Args:
         module: The module.
         outside: Makes a method one that runs outside of graphs, after what was logged before.
-
     """
 
     def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -61,7 +61,6 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
 
     Raises:
         ValueError: If the configuration has another stage than 1, or options that this strategy does not support.
-
     """
 
     namespace: ClassVar[LightningNamespace]

@@ -241,7 +241,6 @@ def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
     Raises:
         NotTrusted: If a file names functions or classes that are not known to be harmless, without ``trust``.
         ValueError: If it is not such a directory, or parts of it are missing or damaged.
-
     """
     folder = deepspeed.checkpoint_folder(directory)
     model_files, files = deepspeed.checkpoint_files(folder)

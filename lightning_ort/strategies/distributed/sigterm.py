@@ -45,7 +45,6 @@ class CoordinatedSigterm:
     in a collective, since what is said needs no main thread.
 
     If they do not agree because a process is stuck, each process ends by itself, without a checkpoint.
-
     """
 
     def __init__(self, trainer: "pl.Trainer", store: "torch.distributed.Store | None", status: int) -> None:

@@ -23,7 +23,6 @@ class Duel:
         champion: The other one.
         ran: The ways that have run before.
         memory: Bytes that the process used before it began; 0 if nobody knows.
-
     """
 
     def __init__(self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0) -> None:

@@ -35,7 +35,6 @@ class Cause:
         reason: In words.
         warns: Whether that is a failure, with a warning, and not a known limit.
         error: What our compiler raised, which is an error under ``fallback="raise"``.
-
     """
 
     reason: Reason
@@ -52,7 +51,6 @@ class Situation:
         in_a_row: How many steps in a row have compiled again, with this one.
         in_all: How many since the way began.
         closure: Whether an optimizer was given a closure.
-
     """
 
     children: bool
@@ -128,7 +126,6 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
         way: The way.
         failure: Why.
         was_used: Whether it was the fastest.
-
     """
     reason: Reason = failure.why.reason
     if reason.type is ReasonType.MISMATCH:  # which says it

@@ -19,7 +19,6 @@ class Outlook:
     Args:
         steps: Steps of one kind that are to come.
         seconds: Until a limit of time ends the run.
-
     """
 
     steps: float | None
@@ -31,7 +30,6 @@ class Outlook:
         Args:
             done: How many this run has done.
             working: The seconds that the run has taken, without what was spent on compiling.
-
         """
         known = [] if self.steps is None else [self.steps]
         if self.seconds is not None and working > 0:
@@ -48,7 +46,6 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
         name: Of the step in question.
         done: How many steps of that name this run has done.
         first_batch: The fit loop's count of batches when the run began, which is not 0 after a checkpoint.
-
     """
     if trainer.state.fn != "fit":
         batches = {

@@ -57,7 +57,6 @@ class Race:
         charged: The same in working seconds, which the budget counts.
         tried: Of these, what the steps of duels took longer.
         saved: Working seconds that this run has saved, as duels measured it.
-
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Race:
 
         Args:
             first: How many steps run before anything is tried.
-
         """
         self._challengers.extendleft(reversed(self._dear))
         if (trying := self.trying) is not None:  # it was not timed to the end
@@ -215,7 +213,6 @@ class Race:
             seconds: How many.
             way: What was compiled.
             working: The same without what other programs took; ``None`` if only the steps tell.
-
         """
         self.spent += seconds
         self.charged += seconds / self.slowdown if working is None else working

@@ -34,7 +34,6 @@ class RunFacts:
     Attributes:
         races: Of steps that have run, by name.
         operations: With a gradient, that unchanged steps call, by name.
-
     """
 
     def __init__(

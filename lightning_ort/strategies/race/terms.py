@@ -15,7 +15,6 @@ class Way:
         engine: What runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step.
         part: What is compiled: the step, or its child modules.
         graphs: Of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2.
-
     """
 
     engine: str
@@ -41,7 +40,6 @@ class Now:
         may_change: Whether another way may begin here, and not within a window of accumulated gradients.
         obstacle: Returns why a way may not run now beside the champion; may be empty.
         memory: Returns the bytes that the process uses; 0 if nobody knows.
-
     """
 
     steps_left: float | None = None
@@ -63,7 +61,6 @@ class Took:
             uncompiled.
         counts: Whether the time says how fast the way is.
         memory: Bytes that the process uses; it matters in duels.
-
     """
 
     seconds: float = 0.0
@@ -93,7 +90,6 @@ class Expected:
         saves: The share of the unchanged step that it saves at most: 1 if nobody knows, 0 if it has lost before.
         why: Where that is from, for people; may be empty.
         stake: The share of what it saves that it may cost at most.
-
     """
 
     cost: float
@@ -110,7 +106,6 @@ class Failure:
         why: For people; nothing here reads it.
         instead: What is tried in its place, if anything.
         final: Whether nothing else can go on either: the step is for eager alone.
-
     """
 
     why: Any
@@ -153,7 +148,6 @@ class Event:
         step: How many steps of the run were done.
         why: For people; a :class:`Waiting` or :class:`Verdict` where that says it.
         seconds: Of compiling, or the medians of a duel (working seconds), by way.
-
     """
 
     way: Way

@@ -18,7 +18,6 @@ class Turn:
         quiet: How many there may be; 0 if the race is to be told how the first went.
         is_timed: Whether the time of the first matters.
         synchronize: Waits for the device.
-
     """
 
     def __init__(

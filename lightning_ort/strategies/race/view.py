@@ -31,7 +31,6 @@ class RaceView:
     Args:
         module: The module whose step it is.
         name: The name of the step.
-
     """
 
     def __init__(self, module: RunFacts, name: str) -> None:

@@ -47,7 +47,6 @@ class Ways:
         module: Whose step it is.
         name: The step's name.
         batch: Its arguments.
-
     """
 
     def __init__(self, module: RunFacts, name: str, batch: Any) -> None:
@@ -107,7 +106,6 @@ class Ways:
         Args:
             seconds: What they took.
             done: How many operations they hold.
-
         """
         if done <= 0 or seconds <= self._fixed:
             return seconds

@@ -50,7 +50,6 @@ class KeptOutputs:
     Args:
         specs: The form of each output.
         kept: Which of them stay.
-
     """
 
     def __init__(self, specs: Iterable[Spec], kept: frozenset[int]) -> None:

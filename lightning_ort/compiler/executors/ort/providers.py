@@ -40,7 +40,6 @@ class Provider:
         asked_alone: Whether a node stays in torch that it has no kernel for, since tensors would be copied. If not, the
             next provider runs it, at last that of the CPU, for whose kernels regions are then converted.
         load_error: Returns why its library does not load, in more words than onnxruntime has.
-
     """
 
     tensors: str = ""

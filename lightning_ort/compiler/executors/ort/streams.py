@@ -42,7 +42,6 @@ class OrderedRun:
         run: The session's function.
         device: The GPU.
         stream: The stream for which the session was built.
-
     """
 
     def __init__(self, run: Callable[..., None], device: torch.device, stream: torch.cuda.Stream) -> None:

@@ -26,7 +26,6 @@ def axis_of(dim: int, rank: int) -> int:
 
     Raises:
         IndexError: If there is no such dimension.
-
     """
     if not -rank <= dim < rank:
         raise IndexError(f"dimension {dim} of a tensor with {rank}")

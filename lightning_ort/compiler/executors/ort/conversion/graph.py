@@ -258,7 +258,6 @@ class GraphBuilder:
 
         Returns:
             The output, or a tuple of them if there are several.
-
         """
         values = [
             None if arg is None else self.ints(arg) if isinstance(arg, (list, tuple)) else self.value(arg)

@@ -50,7 +50,6 @@ def converts(
     Raises:
         TypeError: If one is not an overload, such as ``aten.add`` instead of ``aten.add.Tensor``.
         ValueError: If one has a converter already, or the docstring is not the schema of one of them.
-
     """
 
     def register(converter: Converter) -> Converter:
@@ -87,7 +86,6 @@ def in_parts(
     Args:
         *overloads: The ops.
         above_autograd: Whether their gradient is that of the function's parts.
-
     """
     return _entering(PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS, "in_parts", overloads)
 
