@@ -10,19 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StrategyNames:
-    """The names of one strategy.
+    """The names of one strategy."""
 
-    Args:
-        name: That of ``Trainer(strategy=...)``.
-        description: For ``StrategyRegistry``.
-        variants: What may follow the name, each with the arguments that it stands for.
-        several_processes: Whether it is for more than one process.
-    """
-
-    name: str
-    description: str
+    name: str  # that of ``Trainer(strategy=...)``
+    description: str  # for ``StrategyRegistry``
+    # what may follow the name, each with the arguments that it stands for
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    several_processes: bool = True
+    several_processes: bool = True  # whether it is for more than one process
 
     @property
     def arguments(self) -> dict[str, Mapping[str, Any]]:

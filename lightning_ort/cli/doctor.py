@@ -62,23 +62,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What findings are drawn from; everything else they find out themselves.
-
-    Args:
-        python: Its version.
-        gpu: The compute capability of the GPU; ``None`` if there is none.
-        tf32: Whether products in float32 use TF32.
-        flash_attention: Whether torch has it.
-        masks_as_torch: Whether large dropout masks are the same when a compiled function draws them.
-        no_mask_function: Why none can be compiled here; nothing if one can.
-    """
+    """What findings are drawn from; everything else they find out themselves."""
 
     python: str
-    gpu: tuple[int, int] | None
-    tf32: bool
-    flash_attention: bool
-    masks_as_torch: bool
-    no_mask_function: str
+    gpu: tuple[int, int] | None  # the compute capability of the GPU; ``None`` if there is none
+    tf32: bool  # whether products in float32 use TF32
+    flash_attention: bool  # whether torch has it
+    masks_as_torch: bool  # whether large dropout masks are the same when a compiled function draws them
+    no_mask_function: str  # why none can be compiled here; nothing if one can
 
     @classmethod
     def this(cls) -> "Machine":

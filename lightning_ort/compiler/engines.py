@@ -40,25 +40,15 @@ INDUCTOR_TO_ORT = 2.0  # times as long as compiling the same graphs for ONNX Run
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known of a step that an engine has not compiled yet.
+    """What is known of a step that an engine has not compiled yet."""
 
-    Args:
-        on_gpu: Whether it computes on a GPU of CUDA.
-        trains: Whether it is the training step.
-        operations: How many operations with a gradient it calls.
-        usual: The seconds that it takes unchanged; 0 if they are not known.
-        is_first: Whether nothing was compiled for ONNX Runtime in this process.
-        on_ort: Seconds that compiling it for ONNX Runtime has taken in this run; 0 if it was not tried.
-        training: The same of the training step, for this engine.
-    """
-
-    on_gpu: bool
-    trains: bool
-    operations: float
-    usual: float
-    is_first: bool
-    on_ort: float
-    training: float
+    on_gpu: bool  # whether it computes on a GPU of CUDA
+    trains: bool  # whether it is the training step
+    operations: float  # how many operations with a gradient it calls
+    usual: float  # the seconds that it takes unchanged; 0 if they are not known
+    is_first: bool  # whether nothing was compiled for ONNX Runtime in this process
+    on_ort: float  # seconds that compiling it for ONNX Runtime has taken in this run; 0 if it was not tried
+    training: float  # the same of the training step, for this engine
 
 
 @dataclass(frozen=True, kw_only=True)

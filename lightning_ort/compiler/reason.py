@@ -69,15 +69,10 @@ _FAILURES = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a node, a region or a step runs in torch.
-
-    Args:
-        type: The kind of reason.
-        text: Details for the reader.
-    """
+    """Why a node, a region or a step runs in torch."""
 
     type: ReasonType
-    text: str = ""
+    text: str = ""  # details for the reader
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", " ".join(self.text.split()))  # one line

@@ -35,44 +35,32 @@ def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., A
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What the backend is told about the step whose graphs it compiles, and whom it tells what it finds out.
+    """What the backend is told about the step whose graphs it compiles, and whom it tells what it finds out."""
 
-    Args:
-        label: Prefix for the names of graphs, such as ``"training_step"``.
-        one_graph: Whether a captured graph with a loss is run as one graph under ``step_graph="auto"``.
-        by_hand: Whether the step calls for backward passes itself (manual optimization), and so maybe for several.
-        began_at: The number of autograd's first node of the step; 0 if there is none.
-        logs_graphs: Whether each graph gets a line in the log.
-        may_compile: Takes a captured graph; returns whether to compile it.
-        check_budget: Called between the stages and trials of compiling; raises :class:`Stopped` if that may go on no
-            longer.
-        writes_gradients: Returns whether ``loss.backward()`` may write gradients to parameters without the autograd
-            engine.
-        drop_gradients: Drops the gradients of the last step, where that is possible, before large new ones are made.
-        leave_gradients: Takes a function that returns the gradients of a run
-            (:class:`.WaitingGradients`); calls it, and returns True, if they are
-            handed over in place of ``loss.backward()``.
-        agree: Takes a key and what was measured in this process; returns what all processes of the run use.
-        refuse: Takes why something in the step is for eager alone; ``None`` if nobody wants to know.
-        split: Takes why a step that was run as one graph needs separate passes.
-        keep: Gets what runs each compiled graph: whoever calls its ``leave()`` frees what was compiled.
-        activation_memory_budget: As in ``ORTConfig``.
-        check: Takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything.
-    """
-
-    label: str = ""
-    one_graph: bool = False
+    label: str = ""  # prefix for the names of graphs, such as ``"training_step"``
+    one_graph: bool = False  # whether a captured graph with a loss is run as one graph under ``step_graph="auto"``
+    # whether the step calls for backward passes itself (manual optimization), and so maybe for several
     by_hand: bool = False
-    began_at: int = 0
-    logs_graphs: bool = True
+    began_at: int = 0  # the number of autograd's first node of the step; 0 if there is none
+    logs_graphs: bool = True  # whether each graph gets a line in the log
+    # takes a captured graph; returns whether to compile it
     may_compile: Callable[[fx.GraphModule], bool] = lambda gm: True
+    # called between the stages and trials of compiling; raises :class:`Stopped` if that may go on no longer
     check_budget: Callable[[], None] = lambda: None
+    # returns whether ``loss.backward()`` may write gradients to parameters without the autograd engine
     writes_gradients: Callable[[], bool] = lambda: False
+    # drops the gradients of the last step, where that is possible, before large new ones are made
     drop_gradients: Callable[[], None] = lambda: None
+    # takes a function that returns the gradients of a run (:class:`.WaitingGradients`); calls it, and returns True, if
+    # they are handed over in place of ``loss.backward()``
     leave_gradients: Callable[[Callable[[], Any]], bool] = lambda make: False
+    # takes a key and what was measured in this process; returns what all processes of the run use
     agree: Callable[[str, dict[str, Any]], Mapping[str, Any]] | None = None
+    # takes why something in the step is for eager alone; ``None`` if nobody wants to know
     refuse: Callable[[Reason], None] | None = None
-    split: Callable[[str], None] = lambda why: None
+    split: Callable[[str], None] = lambda why: None  # takes why a step that was run as one graph needs separate passes
+    # gets what runs each compiled graph: whoever calls its ``leave()`` frees what was compiled
     keep: Callable[[Any], None] = lambda graph: None
     activation_memory_budget: float | None = None
+    # takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything
     check: Callable[[bool], GraphCheck | None] = lambda draws: None

@@ -59,40 +59,23 @@ class TuneError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train. What is ``None`` stays as the user has it.
+    """One way to train. What is ``None`` stays as the user has it."""
 
-    Args:
-        engine: One of :data:`STRATEGIES`.
-        precision: A ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for
-            :class:`~lightning_ort.ORTMatmulPrecision`.
-        optim: An implementation of the optimizer.
-        batch_size: Examples in a batch of one process.
-        accumulate: Batches whose gradients are added up.
-        activation_memory_budget: As in ``ORTConfig``.
-        host_memory: As in ``ORTStrategy``.
-        num_workers: This and the others as in ``ORTTrainingSettings``.
-        pin_memory: Have the data in memory from which a GPU copies faster.
-        persistent_workers: Keep the processes from epoch to epoch.
-        prefetch_factor: Batches that each of the processes has ready.
-        channels_last: The memory layout of convolutions.
-        threads: Threads of torch's operations.
-        checkpoint_blocks: Recompute repeated blocks.
-    """
-
-    engine: str | None = None
+    engine: str | None = None  # one of :data:`STRATEGIES`
+    # a ``Trainer(precision=...)``, or ``"high"`` or ``"medium"`` for :class:`~lightning_ort.ORTMatmulPrecision`
     precision: str | None = None
-    optim: str | None = None
-    batch_size: int | None = None
-    accumulate: int | None = None
+    optim: str | None = None  # an implementation of the optimizer
+    batch_size: int | None = None  # examples in a batch of one process
+    accumulate: int | None = None  # batches whose gradients are added up
     activation_memory_budget: float | None = None
-    host_memory: str | None = None
-    num_workers: int | None = None
-    pin_memory: bool | None = None
-    persistent_workers: bool | None = None
-    prefetch_factor: int | None = None
-    channels_last: bool | None = None
-    threads: int | None = None
-    checkpoint_blocks: bool | None = None
+    host_memory: str | None = None  # as in ``ORTStrategy``
+    num_workers: int | None = None  # this and the others as in ``ORTTrainingSettings``
+    pin_memory: bool | None = None  # have the data in memory from which a GPU copies faster
+    persistent_workers: bool | None = None  # keep the processes from epoch to epoch
+    prefetch_factor: int | None = None  # batches that each of the processes has ready
+    channels_last: bool | None = None  # the memory layout of convolutions
+    threads: int | None = None  # threads of torch's operations
+    checkpoint_blocks: bool | None = None  # recompute repeated blocks
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":

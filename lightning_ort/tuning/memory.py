@@ -38,17 +38,11 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Predicts the memory of a step for other batch sizes and optimizers.
+    """Predicts the memory of a step for other batch sizes and optimizers."""
 
-    Args:
-        step: What was measured.
-        batch_size: With which batch size.
-        states: Bytes of optimizer states by implementation, as far as they are known.
-    """
-
-    step: StepMemory
-    batch_size: int
-    states: dict[str, int]
+    step: StepMemory  # what was measured
+    batch_size: int  # with which batch size
+    states: dict[str, int]  # bytes of optimizer states by implementation, as far as they are known
 
     def peak(self, batch_size: int | None = None, optim: str | None = None, kept: float = 1.0) -> int:
         """Return the peak; ``kept`` is the share of the activations that are not recomputed."""

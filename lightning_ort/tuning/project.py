@@ -34,28 +34,19 @@ _DROPPED = ("EarlyStopping", "Checkpoint", "ProgressBar", "ModelSummary", "Timer
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A module and its data.
+    """A module and its data."""
 
-    Args:
-        module: A LightningModule, or a class or function that makes one; ``None`` if the configuration names it.
-        args: Keyword arguments for it.
-        data: A LightningDataModule or DataLoader, or what makes one; ``None`` if the module or configuration has it.
-        data_args: Keyword arguments for it.
-        config: A LightningCLI configuration, or ``None``.
-        accelerator: The Trainer's, if there is no configuration.
-        devices: Processes.
-        seed: For the initial weights and the order of the data.
-        ort_config: Settings of ``ORTConfig`` for the candidates that train under a strategy of this package.
-    """
-
+    # a LightningModule, or a class or function that makes one; ``None`` if the configuration names it
     module: Any = None
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments for it
+    # a LightningDataModule or DataLoader, or what makes one; ``None`` if the module or configuration has it
     data: Any = None
-    data_args: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
-    accelerator: str = "auto"
-    devices: int = 1
-    seed: int = 0
+    data_args: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments for it
+    config: Mapping[str, Any] | None = None  # a LightningCLI configuration, or ``None``
+    accelerator: str = "auto"  # the Trainer's, if there is no configuration
+    devices: int = 1  # processes
+    seed: int = 0  # for the initial weights and the order of the data
+    # settings of ``ORTConfig`` for the candidates that train under a strategy of this package
     ort_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property

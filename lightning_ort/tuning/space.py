@@ -21,23 +21,14 @@ _AHEAD = 8  # batches that a process loads ahead; torch's DataLoader has 2
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the user insists on.
+    """What the user insists on."""
 
-    Args:
-        seconds: For everything.
-        memory: Bytes of the process, or of the GPU's memory.
-        effective_batch: Examples between two steps of the optimizer; ``None`` keeps the user's.
-        keep_numerics: Keep float32 and the algorithm of the optimizer.
-        devices: Processes.
-        tolerance: Largest relative difference of the loss.
-    """
-
-    seconds: float = 300.0
-    memory: int | None = None
-    effective_batch: int | None = None
-    keep_numerics: bool = False
-    devices: int = 1
-    tolerance: float = 0.01
+    seconds: float = 300.0  # for everything
+    memory: int | None = None  # bytes of the process, or of the GPU's memory
+    effective_batch: int | None = None  # examples between two steps of the optimizer; ``None`` keeps the user's
+    keep_numerics: bool = False  # keep float32 and the algorithm of the optimizer
+    devices: int = 1  # processes
+    tolerance: float = 0.01  # largest relative difference of the loss
 
 
 @dataclass(frozen=True)

@@ -63,23 +63,14 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Startup:
-    """What starting a step took in earlier runs.
+    """What starting a step took in earlier runs."""
 
-    Args:
-        cold: Seconds with an empty cache.
-        warm: Seconds with what that run kept; ``None`` if there was no such run.
-        ms: Time of the step on each engine, if it was tried.
-        finished: Whether the step was compiled, and not given up before.
-        refused: Why the step was found to be for eager alone; "" if it was not.
-        program: Of which program and settings that is true.
-    """
-
-    cold: float
-    warm: float | None = None
-    ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    finished: bool = True
-    refused: str = ""
-    program: str = ""
+    cold: float  # seconds with an empty cache
+    warm: float | None = None  # seconds with what that run kept; ``None`` if there was no such run
+    ms: dict[str, float] = dataclasses.field(default_factory=dict)  # time of the step on each engine, if it was tried
+    finished: bool = True  # whether the step was compiled, and not given up before
+    refused: str = ""  # why the step was found to be for eager alone; "" if it was not
+    program: str = ""  # of which program and settings that is true
 
 
 class Cache:

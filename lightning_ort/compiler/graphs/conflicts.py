@@ -23,19 +23,12 @@ from lightning_ort.compiler.request import CompileRequest
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph as dynamo captured it.
-
-    Args:
-        gm: The graph.
-        inputs: Examples of its inputs.
-        request: What it is compiled for.
-        writes: What it writes to its inputs.
-    """
+    """A graph as dynamo captured it."""
 
     gm: fx.GraphModule
-    inputs: Sequence[Any]
+    inputs: Sequence[Any]  # examples of its inputs
     request: CompileRequest
-    writes: InputWrites
+    writes: InputWrites  # what it writes to its inputs
 
 
 def conflict_of(captured: Captured) -> Reason | None:

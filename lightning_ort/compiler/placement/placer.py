@@ -65,20 +65,13 @@ class PlacedGraph:
 
 @dataclass(frozen=True)
 class Placer:
-    """Places the graphs of one backend.
-
-    Args:
-        config: Settings.
-        cache: Where answers, times and artifacts are kept.
-        fall_back: Reports a failure; may raise to refuse the fallback.
-        record_choice: Reports a choice.
-        agree: Takes a key and what was measured in this process; returns what all processes of the run use.
-    """
+    """Places the graphs of one backend."""
 
     config: ORTConfig
-    cache: Cache
-    fall_back: Callable[[str, Reason], None]
-    record_choice: Callable[[str, Reason], None]
+    cache: Cache  # where answers, times and artifacts are kept
+    fall_back: Callable[[str, Reason], None]  # reports a failure; may raise to refuse the fallback
+    record_choice: Callable[[str, Reason], None]  # reports a choice
+    # takes a key and what was measured in this process; returns what all processes of the run use
     agree: Callable[[str, dict[str, Any]], dict[str, Any]]
     _reported_ops: set[str] = field(default_factory=set)
     _answers: dict[tuple[str, ...], Support] = field(default_factory=dict)  # a transformer's layers have the same nodes

@@ -19,19 +19,12 @@ _DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace k
 
 @dataclass(frozen=True, eq=False)
 class Reproducer:
-    """What a script needs of a region, without the graph and its tensors; few are asked for, so the text is made late.
+    """What a script needs of a region; few are asked for, so the text is made late."""
 
-    Args:
-        graph: The region's graph, without its tensors; gone once the text is made.
-        inputs: Its inputs: (sizes, strides, dtype, device), or a number.
-        model: Its ONNX model, if it has one.
-        providers: What runs the model, as a session takes it.
-    """
-
-    graph: fx.Graph | None
-    inputs: Mapping[str, Any]
-    model: bytes | None
-    providers: Sequence[Any]
+    graph: fx.Graph | None  # the region's graph, without its tensors; gone once the text is made
+    inputs: Mapping[str, Any]  # its inputs: (sizes, strides, dtype, device), or a number
+    model: bytes | None  # its ONNX model, if it has one
+    providers: Sequence[Any]  # what runs the model, as a session takes it
 
     @classmethod
     def of(cls, graph: fx.Graph, model: bytes | None = None, providers: Sequence[Any] = ()) -> "Reproducer":

@@ -62,15 +62,10 @@ class EqualRegions:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures in the tables of regions.
-
-    Args:
-        heading: Its heading.
-        cell: Returns what it says in a row.
-    """
+    """A column of figures in the tables of regions."""
 
     heading: str
-    cell: Callable[[EqualRegions], str]
+    cell: Callable[[EqualRegions], str]  # returns what it says in a row
 
     @classmethod
     def of_field(cls, each: "dataclasses.Field[Any]") -> "Column":
@@ -97,17 +92,11 @@ def folded(graph: GraphReport) -> list[EqualRegions]:
 
 @dataclass(frozen=True)
 class ReportView:
-    """What every form of a report shows.
+    """What every form of a report shows."""
 
-    Args:
-        graphs: Each with its rows.
-        columns: Of figures, in each row.
-        facts: Lines about a run, by what they are about.
-    """
-
-    graphs: Sequence[tuple[GraphReport, Sequence[EqualRegions]]]
-    columns: Sequence[Column]
-    facts: dict[str, str]
+    graphs: Sequence[tuple[GraphReport, Sequence[EqualRegions]]]  # each with its rows
+    columns: Sequence[Column]  # of figures, in each row
+    facts: dict[str, str]  # lines about a run, by what they are about
 
     @classmethod
     def of(cls, report: ReportData) -> "ReportView":

@@ -262,19 +262,14 @@ class GuardedGraph:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What follows once eager runs a captured graph, beside that.
-
-    Args:
-        where: The graph.
-        graphs: The reports of its passes.
-        fall_back: Takes a place and a reason; reports a fallback and warns, or raises under ``fallback="raise"``.
-        refuse: Takes why the graph is for eager alone. The race then gives up the whole step, if it is one; else it is
-            a note in the report.
-    """
+    """What follows once eager runs a captured graph, beside that."""
 
     where: str
-    graphs: Sequence[GraphReport]
+    graphs: Sequence[GraphReport]  # the reports of its passes
+    # takes a place and a reason; reports a fallback and warns, or raises under ``fallback="raise"``
     fall_back: Callable[[str, Reason], None]
+    # takes why the graph is for eager alone. The race then gives up the whole step, if it is one; else it is a note in
+    # the report
     refuse: Callable[[Reason], None]
 
     def failed(self, error: Exception) -> None:

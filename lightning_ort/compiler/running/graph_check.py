@@ -35,17 +35,11 @@ class GraphDiffers(RuntimeError):
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """What compares a graph, and whom it tells.
+    """What compares a graph, and whom it tells."""
 
-    Args:
-        count: Gets the seconds of each comparison and the largest relative difference.
-        skipped: Gets why there was none.
-        names: Of the graph's inputs.
-    """
-
-    count: Callable[[float, float], None]
-    skipped: Callable[[str], None]
-    names: Sequence[str] = ()
+    count: Callable[[float, float], None]  # gets the seconds of each comparison and the largest relative difference
+    skipped: Callable[[str], None]  # gets why there was none
+    names: Sequence[str] = ()  # of the graph's inputs
 
     @staticmethod
     def of(check: "GraphCheck | None", gm: fx.GraphModule) -> "GraphCheck | None":

@@ -27,39 +27,24 @@ SUM = "gradient_sum"  # the state of accumulated gradients
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of a model.
+    """An input or output of a model."""
 
-    Args:
-        name: Its name in the model.
-        role: One of :mod:`.specification`'s.
-        key: What it is: the name of the parameter, buffer, field, logged value or result, or the kind of random
-            numbers.
-        dtype: Its dtype.
-        shape: Its sizes: numbers, names of those that may change, and what is computed from these.
-    """
-
-    name: str
-    role: str
+    name: str  # its name in the model
+    role: str  # one of :mod:`.specification`'s
+    # what it is: the name of the parameter, buffer, field, logged value or result, or the kind of random numbers
     key: str
     dtype: torch.dtype
-    shape: tuple[Formula, ...]
+    shape: tuple[Formula, ...]  # its sizes: numbers, names of those that may change, and what is computed from these
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients become an update.
+    """How gradients become an update."""
 
-    Args:
-        optimizer: The optimizer, or ``None`` to return the gradients.
-        clip_value: Clip by norm, or by value.
-        clip_algorithm: ``"norm"`` or ``"value"``.
-        accumulate: Batches whose gradients are added before an update.
-    """
-
-    optimizer: Optimizer | None
-    clip_value: float | None = None
-    clip_algorithm: str = "norm"
-    accumulate: int = 1
+    optimizer: Optimizer | None  # the optimizer, or ``None`` to return the gradients
+    clip_value: float | None = None  # clip by norm, or by value
+    clip_algorithm: str = "norm"  # ``"norm"`` or ``"value"``
+    accumulate: int = 1  # batches whose gradients are added before an update
 
 
 @dataclass

@@ -30,21 +30,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as a model has it.
+    """An optimizer as a model has it."""
 
-    Args:
-        name: SGD, Adam or AdamW.
-        groups: Its groups, with those parameters that are trained.
-        states: The values of its states, by kind and then by parameter.
-        step: How many updates it has made.
-        scheduler: The class of the learning rate's schedule, if the module configures one.
-    """
-
-    name: str
-    groups: tuple[Group, ...]
+    name: str  # SGD, Adam or AdamW
+    groups: tuple[Group, ...]  # its groups, with those parameters that are trained
+    # the values of its states, by kind and then by parameter
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    step: int = 0
-    scheduler: str | None = None
+    step: int = 0  # how many updates it has made
+    scheduler: str | None = None  # the class of the learning rate's schedule, if the module configures one
 
     def update(
         self, ctx: PortableGraph, name: str, value: Value, gradient: Value, states: dict[str, Value], clock: "Clock"

@@ -21,14 +21,10 @@ _OPERATORS |= {"StrictGreaterThan": ">", "GreaterThan": ">=", "And": "and", "Or"
 
 @dataclass
 class Limits:
-    """For which sizes a model is right.
+    """For which sizes a model is right."""
 
-    Args:
-        sizes: The lowest and the highest value of each, by name.
-        conditions: What has to hold besides: a formula, and the line where the step asks for it.
-    """
-
-    sizes: dict[str, list[int | None]]
+    sizes: dict[str, list[int | None]]  # the lowest and the highest value of each, by name
+    # what has to hold besides: a formula, and the line where the step asks for it
     conditions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, condition: Formula, line: str | None) -> None:

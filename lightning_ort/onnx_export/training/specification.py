@@ -33,15 +33,10 @@ RANDOM = ("uniform", "normal")  # keys of inputs with the role `random`
 
 @dataclass(frozen=True)
 class Dtype:
-    """A type of the tensors in a folder.
+    """A type of the tensors in a folder."""
 
-    Args:
-        code: Its name in a safetensors file.
-        javascript: Whether JavaScript has arrays of it.
-    """
-
-    code: str
-    javascript: bool = True
+    code: str  # its name in a safetensors file
+    javascript: bool = True  # whether JavaScript has arrays of it
 
 
 DTYPES = {

@@ -44,37 +44,24 @@ _CHECKS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_met
 
 @dataclass
 class Trace:
-    """What was traced: a graph in which nothing is written to, and what its inputs and outputs are.
-
-    Args:
-        what: What was traced, for messages.
-        function: The function itself.
-        samples: The fields that it was traced with.
-        trains: Whether autograd was on.
-        module: The graph.
-        fields: Its inputs that are fields of the batch, by name.
-        state: Its inputs that are parameters and buffers of the module, by name.
-        constants: Its other inputs, and their values.
-        results: What the step returns, by name.
-        written: The new values of parameters and buffers that it writes to.
-        gradients: Those of the parameters that get one.
-        sizes: The symbols of the sizes that may change, with their lowest and highest value.
-        guards: What was asked about them, and answered with yes.
-    """
+    """What was traced: a graph in which nothing is written to, and what its inputs and outputs are."""
 
     what: str
     function: Function
-    samples: Mapping[str, Tensor]
-    trains: bool
+    samples: Mapping[str, Tensor]  # the fields that it was traced with
+    trains: bool  # whether autograd was on
     module: fx.GraphModule
-    fields: dict[str, fx.Node] = field(default_factory=dict)
+    fields: dict[str, fx.Node] = field(default_factory=dict)  # its inputs that are fields of the batch, by name
+    # its inputs that are parameters and buffers of the module, by name
     state: dict[str, fx.Node] = field(default_factory=dict)
-    constants: dict[fx.Node, Tensor] = field(default_factory=dict)
-    results: dict[str, fx.Node] = field(default_factory=dict)
+    constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # its other inputs, and their values
+    results: dict[str, fx.Node] = field(default_factory=dict)  # what the step returns, by name
+    # the new values of parameters and buffers that it writes to
     written: dict[str, fx.Node] = field(default_factory=dict)
-    gradients: dict[str, fx.Node] = field(default_factory=dict)
+    gradients: dict[str, fx.Node] = field(default_factory=dict)  # those of the parameters that get one
+    # the symbols of the sizes that may change, with their lowest and highest value
     sizes: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
-    guards: Sequence[Any] = ()
+    guards: Sequence[Any] = ()  # what was asked about them, and answered with yes
 
     @property
     def draws(self) -> bool:

@@ -118,23 +118,16 @@ def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Task:
-    """What is compared.
-
-    Args:
-        module: The module.
-        optimizer: Its optimizer, which is not changed.
-        settings: What the folder was exported with.
-        tolerance: The largest difference, as a share of the largest value. What rounding alone may do is allowed too.
-        halved: The frozen parameters that it has in float16; they are compared with a module that has them so too.
-        means: Whether what dropout draws is replaced by its mean.
-    """
+    """What is compared."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    settings: Settings
+    optimizer: torch.optim.Optimizer | None  # its optimizer, which is not changed
+    settings: Settings  # what the folder was exported with
+    # the largest difference, as a share of the largest value. What rounding alone may do is allowed too
     tolerance: float
+    # the frozen parameters that it has in float16; they are compared with a module that has them so too
     halved: Collection[str] = ()
-    means: bool = False
+    means: bool = False  # whether what dropout draws is replaced by its mean
 
 
 def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[Batch]) -> Difference:

@@ -42,19 +42,12 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A tensor, an array or a number; what is compared up to rounding.
+    """A tensor, an array or a number; what is compared up to rounding."""
 
-    Args:
-        kind: Its dtype and shape, or the type of the number.
-        total: The sum of its elements.
-        magnitude: The sum of their absolute values.
-        count: How many elements there are.
-    """
-
-    kind: str
-    total: float
-    magnitude: float
-    count: int = 1
+    kind: str  # its dtype and shape, or the type of the number
+    total: float  # the sum of its elements
+    magnitude: float  # the sum of their absolute values
+    count: int = 1  # how many elements there are
 
     def __str__(self) -> str:
         return f"{self.total:.6g}" if self.count == 1 else f"sum {self.total:.6g} of {self.count} elements"
@@ -65,14 +58,10 @@ Value = Numbers | str
 
 @dataclass
 class Findings:
-    """What is different between two snapshots, by where it is.
+    """What is different between two snapshots, by where it is."""
 
-    Args:
-        relative: How far numbers are apart, relative to their magnitude.
-        other: What is no number, or numbers of other dtypes and shapes, with a description.
-    """
-
-    relative: dict[str, float] = field(default_factory=dict)
+    relative: dict[str, float] = field(default_factory=dict)  # how far numbers are apart, relative to their magnitude
+    # what is no number, or numbers of other dtypes and shapes, with a description
     other: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -29,34 +29,21 @@ MAX_RECOMPILING_STEPS_IN_ALL = 8
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a way fails, for the report.
+    """Why a way fails, for the report."""
 
-    Args:
-        reason: In words.
-        warns: Whether that is a failure, with a warning, and not a known limit.
-        error: What our compiler raised, which is an error under ``fallback="raise"``.
-    """
-
-    reason: Reason
-    warns: bool = False
-    error: BaseException | None = None
+    reason: Reason  # in words
+    warns: bool = False  # whether that is a failure, with a warning, and not a known limit
+    error: BaseException | None = None  # what our compiler raised, which is an error under ``fallback="raise"``
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What else decides.
+    """What else decides."""
 
-    Args:
-        children: Whether child modules may be captured instead.
-        in_a_row: How many steps in a row have compiled again, with this one.
-        in_all: How many since the way began.
-        closure: Whether an optimizer was given a closure.
-    """
-
-    children: bool
-    in_a_row: int = 0
-    in_all: int = 0
-    closure: bool = False
+    children: bool  # whether child modules may be captured instead
+    in_a_row: int = 0  # how many steps in a row have compiled again, with this one
+    in_all: int = 0  # how many since the way began
+    closure: bool = False  # whether an optimizer was given a closure
 
 
 def after_compiling(way: Way, outcome: "Outcome", situation: Situation) -> Failure | None:

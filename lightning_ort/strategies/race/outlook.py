@@ -14,15 +14,10 @@ TRAINING = "training_step"
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known about the rest of a run of the Trainer, with ``None`` for what is unknown.
+    """What is known about the rest of a run of the Trainer, with ``None`` for what is unknown."""
 
-    Args:
-        steps: Steps of one kind that are to come.
-        seconds: Until a limit of time ends the run.
-    """
-
-    steps: float | None
-    seconds: float | None = None
+    steps: float | None  # steps of one kind that are to come
+    seconds: float | None = None  # until a limit of time ends the run
 
     def steps_left(self, done: int, working: float) -> float | None:
         """Return how many steps of the kind are to come.

@@ -9,17 +9,11 @@ from lightning_ort._busy import slowdown
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Args:
-        engine: What runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step.
-        part: What is compiled: the step, or its child modules.
-        graphs: Of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2.
-    """
-
-    engine: str
-    part: Literal["step", "modules"] = "step"
-    graphs: int = 2
+    engine: str  # what runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step
+    part: Literal["step", "modules"] = "step"  # what is compiled: the step, or its child modules
+    graphs: int = 2  # of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.part}/{self.graphs}"
@@ -32,43 +26,29 @@ UNCHANGED = Way("torch")
 
 @dataclass(frozen=True)
 class Now:
-    """What is known before a step.
+    """What is known before a step."""
 
-    Args:
-        steps_left: How many steps are to come; infinite if they are taken to be many; ``None`` if nobody knows: then as
-            many as were done.
-        may_change: Whether another way may begin here, and not within a window of accumulated gradients.
-        obstacle: Returns why a way may not run now beside the champion; may be empty.
-        memory: Returns the bytes that the process uses; 0 if nobody knows.
-    """
-
+    # how many steps are to come; infinite if they are taken to be many; ``None`` if nobody knows: then as many as were
+    # done
     steps_left: float | None = None
-    may_change: bool = True
+    may_change: bool = True  # whether another way may begin here, and not within a window of accumulated gradients
+    # returns why a way may not run now beside the champion; may be empty
     obstacle: Callable[[Way], str] = lambda way: ""
-    memory: Callable[[], float] = lambda: 0.0
+    memory: Callable[[], float] = lambda: 0.0  # returns the bytes that the process uses; 0 if nobody knows
 
 
 @dataclass(frozen=True)
 class Took:
-    """How a step went.
+    """How a step went."""
 
-    Args:
-        seconds: What it took, with its backward pass; it matters if :attr:`~.race.Race.wants_time`, or if something was
-            compiled.
-        waited: Of these, the seconds in which it was ready to go on and other programs had the processors.
-        compiled: Whether something was compiled in it.
-        projected: Working seconds that compiling would have taken, if :meth:`~.race.Race.may_compile` has left a part
-            uncompiled.
-        counts: Whether the time says how fast the way is.
-        memory: Bytes that the process uses; it matters in duels.
-    """
-
+    # what it took, with its backward pass; it matters if :attr:`~.race.Race.wants_time`, or if something was compiled
     seconds: float = 0.0
-    waited: float = 0.0
-    compiled: bool = False
+    waited: float = 0.0  # of these, the seconds in which it was ready to go on and other programs had the processors
+    compiled: bool = False  # whether something was compiled in it
+    # working seconds that compiling would have taken, if :meth:`~.race.Race.may_compile` has left a part uncompiled
     projected: float = 0.0
-    counts: bool = True
-    memory: float = 0.0
+    counts: bool = True  # whether the time says how fast the way is
+    memory: float = 0.0  # bytes that the process uses; it matters in duels
 
     @property
     def working(self) -> float:
@@ -83,34 +63,22 @@ class Took:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of a way that has not been tried in this run.
+    """What is expected of a way that has not been tried in this run."""
 
-    Args:
-        cost: Working seconds until it runs.
-        saves: The share of the unchanged step that it saves at most: 1 if nobody knows, 0 if it has lost before.
-        why: Where that is from, for people; may be empty.
-        stake: The share of what it saves that it may cost at most.
-    """
-
-    cost: float
+    cost: float  # working seconds until it runs
+    # the share of the unchanged step that it saves at most: 1 if nobody knows, 0 if it has lost before
     saves: float = 1.0
-    why: str = ""
-    stake: float = 1.0
+    why: str = ""  # where that is from, for people; may be empty
+    stake: float = 1.0  # the share of what it saves that it may cost at most
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a way cannot go on.
+    """Why a way cannot go on."""
 
-    Args:
-        why: For people; nothing here reads it.
-        instead: What is tried in its place, if anything.
-        final: Whether nothing else can go on either: the step is for eager alone.
-    """
-
-    why: Any
-    instead: Way | None = None
-    final: bool = False
+    why: Any  # for people; nothing here reads it
+    instead: Way | None = None  # what is tried in its place, if anything
+    final: bool = False  # whether nothing else can go on either: the step is for eager alone
 
 
 # What it says
@@ -138,20 +106,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a way.
+    """What happened to a way."""
 
-    Args:
-        way: Which one.
-        what: ``"waits"`` (the rule to start says no), ``"starts"``, ``"compiles"``, ``"wins"``, ``"loses"``,
-            ``"fails"``, ``"refused"`` (the step is for eager alone), ``"costs too much"``, or ``"pays"`` (more is saved
-            than was spent).
-        step: How many steps of the run were done.
-        why: For people; a :class:`Waiting` or :class:`Verdict` where that says it.
-        seconds: Of compiling, or the medians of a duel (working seconds), by way.
-    """
-
-    way: Way
+    way: Way  # which one
+    # ``"waits"`` (the rule to start says no), ``"starts"``, ``"compiles"``, ``"wins"``, ``"loses"``, ``"fails"``,
+    # ``"refused"`` (the step is for eager alone), ``"costs too much"``, or ``"pays"`` (more is saved than was spent)
     what: str
-    step: int
-    why: Any = ""
+    step: int  # how many steps of the run were done
+    why: Any = ""  # for people; a :class:`Waiting` or :class:`Verdict` where that says it
+    # of compiling, or the medians of a duel (working seconds), by way
     seconds: Mapping[Way, float] = field(default_factory=dict)
