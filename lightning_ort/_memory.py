@@ -14,11 +14,9 @@ _SHARED_POOL = (0, 0)  # torch's id of the pool that all use who have none of th
 
 
 def free_bytes(device: "torch.device | None" = None) -> int | None:
-    """Return the bytes that are free; ``None`` if that is not known.
+    """Return the bytes that are free, of a GPU's memory if ``device`` is one; ``None`` if that is not known.
 
-    Args:
-        device: Of a GPU's memory, if it is one, with what torch's allocator keeps there for the next tensors, but not
-            with what recorded graphs keep for themselves.
+    There, what torch's allocator keeps for the next tensors counts, but not what recorded graphs keep for themselves.
     """
     if device is not None and device.type == "cuda":
         import torch
@@ -37,11 +35,7 @@ def free_bytes(device: "torch.device | None" = None) -> int | None:
 
 
 def resident_bytes(device: "torch.device | None" = None) -> int | None:
-    """Return the bytes that this process uses; ``None`` if that is not known.
-
-    Args:
-        device: Of a GPU's memory, if it is one.
-    """
+    """Return the bytes that this process uses, on a GPU if ``device`` is one; ``None`` if that is not known."""
     if device is not None and device.type == "cuda":
         import torch
 
@@ -56,8 +50,7 @@ def resident_bytes(device: "torch.device | None" = None) -> int | None:
 def peak_bytes(device: "torch.device | None" = None) -> int | None:
     """Return the most bytes that this process has used so far; ``None`` if that is not known.
 
-    Args:
-        device: Of a GPU's memory, as torch's allocator reserved them, if it is one: what recorded graphs keep counts.
+    Of a GPU they are those that torch's allocator reserved: what recorded graphs keep counts.
     """
     if device is not None and device.type == "cuda":
         import torch

@@ -20,15 +20,9 @@ def fixed_batches(loader: Any) -> str | None:
 
 
 def changed(loader: DataLoader, *, batch_size: int | None = None, **settings: Any) -> DataLoader:
-    """Make a DataLoader with the same examples in the same order and other settings.
+    """Make a DataLoader with the same examples in the same order and other settings, such as ``num_workers``.
 
-    Args:
-        loader: The loader.
-        batch_size: Another batch size.
-        **settings: Further arguments of a DataLoader, such as ``num_workers``.
-
-    Raises:
-        ValueError: If the loader cannot be changed so; the message says why.
+    Raises ``ValueError`` if the loader cannot be changed so; the message says why.
     """
     reason = fixed_batches(loader)
     if reason is not None and (batch_size is not None or type(loader) is not DataLoader):

@@ -21,9 +21,7 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_sch
 def load(path: str, argument: str) -> Any:
     """Import what ``package.module:name`` or ``path/to/file.py:name`` names; exit with a message if that fails.
 
-    Args:
-        path: The path.
-        argument: The argument of the command that it came by, for the message.
+    The message names the ``argument`` of the command that it came by.
     """
     source, _, name = path.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):

@@ -37,15 +37,10 @@ def is_higher_order(node: fx.Node) -> bool:
 
 
 class JointFacts(NamedTuple):
-    """What AOTAutograd found out about a joint graph that can be run at once.
+    """What AOTAutograd found out about a joint graph that can be run at once."""
 
-    Args:
-        written: Indices of the inputs that the graph writes to, whose new values are its first outputs.
-        differentiable: Indices of the outputs after those that have a tangent, in the order of the tangents.
-    """
-
-    written: list[int]
-    differentiable: list[int]
+    written: list[int]  # indices of the inputs that the graph writes to, whose new values are its first outputs
+    differentiable: list[int]  # indices of the outputs after those that have a tangent, in the order of the tangents
 
 
 def joint_facts(num_inputs: int) -> JointFacts | None:

@@ -44,12 +44,10 @@ def functions(namespace: LightningNamespace) -> Iterator[tuple[str, Any]]:
 
 
 def digest(lines: list[str], first: int, package: str) -> str:
-    """Return a digest of the function that begins in a line; the same in both namespaces, whatever its comments are.
+    """Return a digest of the function that begins in line ``first``, whatever its comments are.
 
-    Args:
-        lines: Those of the file.
-        first: Counted from 1: the first decorator, or the ``def``.
-        package: The import package that the file is in.
+    ``first`` is counted from 1: the first decorator, or the ``def``. With the ``package`` that the file is in, it is
+    the same in both namespaces.
     """
     depth, kept, in_body = len(lines[first - 1]) - len(lines[first - 1].lstrip()), [], False
     for line in lines[first - 1 :]:

@@ -107,11 +107,7 @@ class _Faked(TorchDispatchMode):
 def functional(graph: fx.GraphModule, mode: Any, inputs: Sequence[Tensor], table: Table) -> fx.GraphModule:
     """Return a graph in which no op writes to a tensor but ``copy_`` to its inputs, at the end (torch 2.13).
 
-    Args:
-        graph: What :func:`recorded` returned.
-        mode: The mode it was recorded in.
-        inputs: Real or fake values of its inputs.
-        table: Decompositions.
+    ``graph`` is what :func:`recorded` returned in ``mode``; the values of its inputs are real or fake.
     """
 
     def run(*values: Any) -> Any:

@@ -358,17 +358,11 @@ def is_graph_argument(node: fx.Node) -> bool:
 
 
 class GraphFacts(NamedTuple):
-    """What AOTAutograd found out about the graph that it traces.
+    """What AOTAutograd found out about the graph that it traces."""
 
-    Args:
-        num_inputs: Inputs, each tensor counted once.
-        written: Indices of the inputs that the graph writes to.
-        separate: Whether no output is an input or a view of one, and no input that it writes to needs a gradient.
-    """
-
-    num_inputs: int
-    written: list[int]
-    separate: bool
+    num_inputs: int  # inputs, each tensor counted once
+    written: list[int]  # indices of the inputs that the graph writes to
+    separate: bool  # whether no output is an input or a view of one, and no input that it writes to needs a gradient
 
 
 def traced_graph_facts() -> GraphFacts | None:

@@ -139,11 +139,5 @@ def _backend_for(config: ORTConfig) -> ORTBackend:
 def ort(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend behind ``torch.compile(..., backend="ort", options={...})``.
-
-    Args:
-        gm: The captured graph.
-        example_inputs: Its inputs.
-        options: Fields of :class:`~lightning_ort.config.ORTConfig`.
-    """
+    """The backend behind ``torch.compile(..., backend="ort", options={...})``; options are fields of ``ORTConfig``."""
     return _backend_for(ORTConfig.parse(options))(gm, example_inputs)

@@ -55,18 +55,7 @@ class Workplace(Protocol):
 
 
 class Compilation:
-    """Compiles one captured graph.
-
-    Args:
-        backend: For which backend.
-        request: What for.
-        number: Of the graph.
-        gm: The graph.
-        num_inputs: Of the graph.
-
-    Attributes:
-        monitor: Tells which errors come from compiled passes.
-    """
+    """Compiles one captured graph; its ``monitor`` tells which errors come from compiled passes."""
 
     def __init__(
         self, backend: Workplace, request: CompileRequest, number: int, gm: fx.GraphModule, num_inputs: int

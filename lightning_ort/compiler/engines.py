@@ -149,10 +149,7 @@ SAVES_MEMORY = "inductor"  # where memory is the aim; a recording keeps memory o
 def order(on_gpu: bool, trains: bool, may_record: bool) -> list[str]:
     """Return the engines that a step is tried on, in their order.
 
-    Args:
-        on_gpu: Whether it computes on a GPU of CUDA.
-        trains: Whether it has a backward pass.
-        may_record: Whether it may be a recording.
+    ``trains``: whether it has a backward pass; ``may_record``: whether it may be a recording.
     """
     names = [name for name in (ON_GPU if on_gpu else ON_CPU) if not (on_gpu and trains and name == ORT)]
     allowed = (ENGINES[name].otherwise if ENGINES[name].records and not may_record else name for name in names)

@@ -121,11 +121,8 @@ def advice_on_time(ms: Mapping[str, float], module: "pl.LightningModule | None")
 def what_would_help(ms: Mapping[str, float], workers: int | None, of_tensors: bool, processors: int) -> str:
     """Return what would make a step faster; nothing if its time goes where it should.
 
-    Args:
-        ms: Time of each part, in ms.
-        workers: Of the DataLoader; ``None`` if the data comes from something else.
-        of_tensors: Whether a batch is fetched at once.
-        processors: Of this machine.
+    ``ms`` is the time of each part. ``workers`` are those of the DataLoader, ``None`` if the data comes from something
+    else, and ``of_tensors`` says whether a batch is fetched at once.
     """
     much = _MUCH * sum(ms.values())
     if ms["loader"] > much:

@@ -10,8 +10,7 @@ Run = TypeVar("Run")
 class WhileRunning(Generic[Run]):
     """Replaces something when the first run begins, and puts it back when the last one ends.
 
-    Args:
-        replace: Replaces it, and returns what undoes that.
+    ``replace`` returns what undoes that.
     """
 
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:

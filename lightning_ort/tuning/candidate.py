@@ -158,15 +158,11 @@ def configured(
     devices: int = 1,
     ort_config: Mapping[str, Any] | None = None,
 ) -> Configured:
-    """Return a LightningCLI configuration that trains as a candidate says.
+    """Return a LightningCLI configuration that trains as a candidate says, made of the user's, if there is one.
 
-    Args:
-        config: The user's configuration, or nothing.
-        candidate: What to change.
-        batch_argument: Where the data's ``batch_size`` is; ``None`` if it has no such argument.
-        namespace: Whose classes it names.
-        devices: Processes, if the candidate's strategy is one for several.
-        ort_config: Settings of ``ORTConfig`` for strategies of this package, where the candidate has no others.
+    ``batch_argument`` is where the data's ``batch_size`` is, if it has such an argument. ``devices`` count if the
+    candidate's strategy is one for several processes, ``ort_config`` if it is of this package and the candidate has no
+    other.
     """
     made = Configured(copy.deepcopy(dict(config)))
     prefix = "lightning_ort." if namespace is LIGHTNING else f"{namespace.module}."

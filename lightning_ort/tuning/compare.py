@@ -23,22 +23,12 @@ def compare(
 ) -> None:
     """Train a module in several ways and time them against each other; what came of it is noted in the trials.
 
-    If the first one fails in its first steps, the others are not tried: they are compared with it.
+    If the first one fails in its first steps, the others are not tried: they are compared with it. Every candidate has
+    a process of its own, so that none inherits another's compiled code, memory or settings, and a folder of its name.
+    The order changes from round to round. ``KeyboardInterrupt`` ends the measurement early.
 
-    Every candidate has a process of its own, so that none inherits another's compiled code, memory or settings. The
-    order changes from round to round. ``KeyboardInterrupt`` ends the measurement early.
-
-    Args:
-        project: What is trained.
-        trials: How, each with a name of its own. Their rounds are in seconds per batch.
-        rounds: Number of samples of each.
-        steps: Batches in a sample.
-        warm_up: Batches before the first one.
-        folder: Each trial has a folder of its name in it for what its Trainer writes and prints.
-        advance: Called before each sample with what will be done.
-
-    Raises:
-        TuneError: If the first one does not train.
+    Rounds have so many ``steps`` and are noted in seconds per batch; ``advance`` is called before each sample. Raises
+    :class:`TuneError` if the first one does not train.
     """
     first: dict[str, float] = {}  # seconds of a step while it compiles and warms up
     with ExitStack() as stack:

@@ -21,15 +21,7 @@ _SLOWER = 2.0  # than it has been: what a sample may take on a busy machine, bef
 
 
 class Measurer:
-    """Has candidates train, and notes what they take.
-
-    Args:
-        facts: Of the module and its data.
-        limits: What the user insists on.
-        runner: Runs candidates.
-        deadline: When, by the runner's clock, all has to be done.
-        tell: Called with what is done.
-    """
+    """Has candidates train until a deadline of the runner's clock, and notes what they take."""
 
     def __init__(
         self, facts: Facts, limits: Limits, runner: Runner, deadline: float, tell: Callable[[str], None]

@@ -64,13 +64,8 @@ class MemoryModel:
     ) -> "MemoryModel":
         """Return the model for a step that was measured, once its optimizers have their states.
 
-        Args:
-            module: The module.
-            optimizers: Its optimizers.
-            batch: The batch.
-            batch_size: Its size.
-            before: Bytes of the gradients that were there in the forward pass.
-            levels: What :meth:`MeasuredStep.stop` returned.
+        ``before`` are the bytes of the gradients that were there in the forward pass; ``levels`` what
+        :meth:`MeasuredStep.stop` returned.
         """
         forward, forward_peak, later = levels
         gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)

@@ -38,15 +38,10 @@ class Outcome:
 
 
 class Search:
-    """One search.
+    """One search, until a deadline of the runner's clock.
 
-    Args:
-        facts: Of the module and its data.
-        limits: What the user insists on.
-        plain: Whether the user's own settings are stock Lightning in float32.
-        runner: Runs candidates.
-        deadline: When, by the runner's clock, all has to be done.
-        listen: Called with what is done and the best so far.
+    ``plain``: whether the user's own settings are stock Lightning in float32. ``listen`` is called with what is done
+    and the best so far.
     """
 
     def __init__(

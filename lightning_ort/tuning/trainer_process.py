@@ -99,13 +99,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 class TrainerProcess:
-    """A process that waits until it is told to do some steps.
+    """A process that waits until it is told to do some steps; what it prints goes to ``log.txt`` in its folder.
 
-    Args:
-        fit: Called in the process with its end of the connection; trains with the callback that
-            :func:`make_sampler` makes, and returns what :meth:`finish` shall return. It must be picklable where
-            processes cannot be forked.
-        folder: What it prints goes to ``log.txt`` there.
+    ``fit`` is called in the process with its end of the connection; it trains with the callback that
+    :func:`make_sampler` makes, and returns what :meth:`finish` shall return. It must be picklable where processes
+    cannot be forked.
     """
 
     def __init__(self, fit: Callable[[Connection, Path], Any], folder: Path) -> None:

@@ -134,10 +134,7 @@ def speed(trial: Trial, other: Trial) -> Speed | None:
 def break_even(trial: Trial, own: Trial, times: float | None) -> int | None:
     """Return after how many steps of the user's effective batch the longer start is won back; ``None`` if never.
 
-    Args:
-        trial: A trial.
-        own: What it is compared with.
-        times: How many times as fast as that it is, if that is known.
+    ``times`` is how many times as fast as their ``own`` it is, if that is known.
     """
     if times is None or trial.startup is None or own.startup is None or own.seconds_per_example is None:
         return None

@@ -12,13 +12,7 @@ _WIDTH = 10_000  # characters: a line for a value, so that its comment is on it
 
 
 def commented(made: Configured, comments: Mapping[str, str], head: list[str]) -> str:
-    """Return the configuration as YAML.
-
-    Args:
-        made: The configuration, and which of its values are of which setting.
-        comments: For each setting, why it has its value.
-        head: Comments above everything.
-    """
+    """Return the configuration as YAML, below ``head``, with a comment where each setting is: why it has its value."""
     text = yaml.safe_dump(made.config, sort_keys=False, width=_WIDTH, allow_unicode=True)
     lines = text.splitlines()
     places = _lines_of(yaml.compose(text, Loader=yaml.SafeLoader), ())

@@ -98,10 +98,8 @@ def backend_for(
 class GuardedBackend:
     """A backend whose graphs go on in eager if one fails in its first runs, or runs out of memory in any.
 
-    Args:
-        compile: The backend.
-        on_failure: Gets what a graph failed with. From then on all graphs of this backend run in eager.
-        request: Returns what is compiled now; asked for each graph.
+    ``on_failure`` gets what a graph failed with; from then on all graphs of this backend run in eager. ``request``
+    returns what is compiled now, and is asked for each graph.
     """
 
     def __init__(
@@ -203,9 +201,8 @@ def _not_of_inputs(gm: fx.GraphModule) -> list[int]:
 class RecordedGradients:
     """The gradients in a recording's memory, which its next run overwrites.
 
-    Args:
-        unseen: Returns whether nobody sees them after the optimizer has.
-        drop: Drops the gradients of the last step, if nobody sees them any more.
+    ``unseen`` returns whether nobody sees them after the optimizer has; ``drop`` drops those of the last step, if
+    nobody sees them any more.
     """
 
     def __init__(self, unseen: Callable[[], bool], drop: Callable[[], None]) -> None:

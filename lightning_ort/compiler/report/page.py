@@ -13,13 +13,7 @@ _SUMMARY = 3  # operations that a closed row names
 
 
 def render(report: ReportData, name: str, ranks: Sequence[ReportData] = ()) -> str:
-    """Return the page.
-
-    Args:
-        report: That of rank 0.
-        name: What the page calls the report.
-        ranks: The reports of all ranks in order, if there are several.
-    """
+    """Return the page of rank 0's report, called ``name``; with all ranks' reports in order, if there are several."""
     return _template("report.html.jinja").render(
         report=report,
         view=ReportView.of(report),

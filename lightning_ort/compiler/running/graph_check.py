@@ -178,13 +178,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(args: Sequence[Any], seed: int, dtype: torch.dtype) -> list[Any]:
-    """Return inputs that differ from these by about as much as roundings do; the same for 0.
-
-    Args:
-        args: The inputs.
-        seed: Of the roundings.
-        dtype: What they are rounded to.
-    """
+    """Return inputs that differ from these by about as much as roundings to ``dtype`` do; the same for ``PLAIN``."""
     if seed == PLAIN:
         return [*args]
     size, generators = ROUNDING * torch.finfo(dtype).eps, dict[torch.device, torch.Generator]()

@@ -23,14 +23,7 @@ def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
     Torch asks about sizes wherever it chooses an algorithm, and so do steps that do something else for some. What is
     asked is no limit if the model is right although the answer is another.
 
-    Args:
-        folder: A folder with the model.
-        task: What it is compared with.
-        kind: Which model.
-        trace: What it was made of.
-
-    Raises:
-        ExportFailed: If it is not right for the sample, or the module's loss is NaN there.
+    Raises :class:`ExportFailed` if it is not right for the sample, or the module's loss is NaN there.
     """
     sample = _sample(trace)
     known: dict[tuple[tuple[str, int], ...], bool] = {}

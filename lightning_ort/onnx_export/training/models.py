@@ -70,18 +70,12 @@ def convert(
 ) -> Model:
     """Make a model of a traced step.
 
-    Args:
-        trace: The step.
-        what: What it is, for messages.
-        state: What changes from step to step: roles and values by name. All else is a constant of the model.
-        tensors: The module's parameters and buffers.
-        settings: For a model that trains.
-        returns_gradients: Whether it returns them although it has an optimizer.
-        halved: The frozen parameters that are stored in float16.
-        limits: For which sizes it is right.
+    ``what`` is its name in messages. ``state`` is what changes from step to step, roles and values by name; other
+    ``tensors`` of the module are constants of the model, those that are ``halved`` in float16. ``settings`` are for a
+    model that trains, which may return gradients although it has an optimizer. ``limits`` say for which sizes it is
+    right.
 
-    Raises:
-        ExportFailed: If an operation cannot be written, with its module and the user's line.
+    Raises :class:`ExportFailed` if an operation cannot be written, with its module and the user's line.
     """
     writer = _Writer(trace, what)
     writer.declare(state, tensors, halved)

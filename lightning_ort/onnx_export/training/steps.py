@@ -57,11 +57,7 @@ def defines(module: nn.Module, method: str) -> bool:
 class Step:
     """One of a module's steps, such as ``training_step``, called with a batch: returns its loss and what it logs.
 
-    Args:
-        module: The module.
-        name: The name of the method.
-        optimizer: What Lightning would pass to hooks, of a step that trains.
-        accumulate: By how much Lightning would divide the loss.
+    Hooks get what Lightning would pass them: the optimizer. The loss is divided by ``accumulate``, as Lightning would.
     """
 
     def __init__(
@@ -229,9 +225,7 @@ class _NoTrainer:
 def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None]:
     """Undo what a step does to plain attributes, and to what is in them; refuse it if it counts in them.
 
-    Args:
-        module: The module.
-        step: What to call the step in the error; without it nothing is refused.
+    Without ``step``, what to call it in the error, nothing is refused.
     """
     before = [(child, dict(vars(child))) for child in module.modules()]
     containers = [

@@ -28,16 +28,10 @@ def traces_of(
     accumulate: int = 1,
     means: bool = False,
 ) -> dict[str, Trace]:
-    """Trace the steps that a module has, by the model that is made of them.
+    """Trace the steps that a module, as it is to be trained, has, by the model that is made of them.
 
-    Args:
-        module: The module, as it is to be trained.
-        batch: A batch.
-        fields: Its fields, or others of these names.
-        sizes: Which dimensions may change.
-        optimizer: What hooks of the training step get.
-        accumulate: By how much its loss is divided.
-        means: Whether dropout's numbers are replaced by their mean.
+    ``fields`` are those of the batch, or others of these names. With ``means``, dropout's numbers are replaced by their
+    mean.
     """
     name = type(module).__name__
 

@@ -101,22 +101,13 @@ def trace(
     gradients: bool = True,
     means: bool = False,
 ) -> Trace:
-    """Trace a function of a module's and of the fields of a batch.
+    """Trace a function of a module's and of the fields of a batch, which returns tensors by name.
 
-    The function runs as it would in eager, with the module's own parameters, hooks and autograd functions; only values
-    are missing. Nothing of the module is changed.
+    The function runs as it would in eager, with the module's own parameters, hooks and autograd functions, and may run
+    a backward pass; only values are missing. Nothing of the module is changed. ``sizes`` says which dimensions may
+    change; with ``means``, dropout's numbers are replaced by their mean.
 
-    Args:
-        module: The module.
-        function: Takes the fields by name, and may run a backward pass; returns tensors by name.
-        fields: Sample values.
-        sizes: Which dimensions may change.
-        what: What is traced, for messages.
-        gradients: Whether autograd is on.
-        means: Whether dropout's numbers are replaced by their mean.
-
-    Raises:
-        ExportFailed: If torch cannot trace it, with the line of the user's.
+    Raises :class:`ExportFailed` if torch cannot trace it, with the line of the user's.
     """
     mode, fakes = fake_fields(fields, sizes)
     values = Values(module)

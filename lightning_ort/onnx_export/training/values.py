@@ -33,10 +33,7 @@ _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[
 class Restored(AbstractContextManager["Restored"]):
     """After the block a module has the parameters, buffers and gradients of before.
 
-    Args:
-        module: The module.
-        values: Whether something may be written to them.
-        gradients: Whether something may be written to the gradients; otherwise they are replaced at most.
+    ``values`` and ``gradients``: whether something may be written to them; otherwise they are replaced at most.
     """
 
     def __init__(self, module: nn.Module, values: bool = True, gradients: bool = False) -> None:

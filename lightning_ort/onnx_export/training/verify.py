@@ -133,19 +133,11 @@ class Task:
 def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[Batch]) -> Difference:
     """Compare some runs of a folder's model with the module's, with the same random numbers.
 
-    Of a training step these are its results, its gradients, what it writes to, and the update. Each is compared from
-    the same state, and the update from the same gradients, so that no difference grows from step to step. What the
-    module keeps elsewhere, it keeps over all of the steps.
+    Of a training step these are its results, its gradients, which its model then also returns, what it writes to, and
+    the update. Each is compared from the same state, and the update from the same gradients, so that no difference
+    grows from step to step. What the module keeps elsewhere, it keeps over all of the steps.
 
-    Args:
-        folder: The folder; its model also returns the gradients.
-        task: What is compared.
-        kind: Which model: training, evaluation or prediction.
-        trace: What it was made of.
-        batches: Batches of several sizes.
-
-    Raises:
-        ExportFailed: If there is a larger difference.
+    Raises :class:`ExportFailed` if there is a larger difference than allowed.
     """
     import_onnxruntime()
     try:

@@ -44,12 +44,8 @@ def unavailable() -> str:
 class ForkedCopy:
     """A process that has the state of this one at a moment, and computes from it, each time anew.
 
-    Args:
-        compute: Takes what :meth:`ask` got, and returns plain values that can be pickled.
-        seconds: The process has to begin within these.
-
-    Raises:
-        OSError: If no process can be started, or what was started could do more than compute.
+    ``compute`` takes what :meth:`ask` got, and returns plain values that can be pickled. Raises ``OSError`` if no
+    process can be started within ``seconds``, or what was started could do more than compute.
     """
 
     def __init__(self, compute: Callable[[int], Any], seconds: float) -> None:
@@ -77,9 +73,7 @@ class ForkedCopy:
     def ask(self, command: int, seconds: float) -> None:
         """Have something computed, from the state that the process was given.
 
-        Args:
-            command: From 0 to 255.
-            seconds: The computation ends after these.
+        The command is from 0 to 255; the computation ends after ``seconds``.
         """
         self._limit = time.monotonic() + seconds
         with contextlib.suppress(OSError):  # it has ended

@@ -12,15 +12,9 @@ from lightning_ort.strategies.race.run_facts import RunFacts
 
 
 class GraphAudit:
-    """Audits the graphs of one kind of step.
+    """Audits the graphs of one kind of step, within the run's budget.
 
-    Args:
-        run: The run whose step it is.
-        name: The name of the step.
-        budget: What the run's audits may take.
-
-    Attributes:
-        compared: Whether something was compared since it was last set to ``False``.
+    ``compared``: whether something was compared since it was last set to ``False``.
     """
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget) -> None:
@@ -28,11 +22,7 @@ class GraphAudit:
         self.compared = False
 
     def check(self, draws: bool) -> GraphCheck | None:
-        """Return what compares a graph, if it is to be compared.
-
-        Args:
-            draws: Whether it draws random numbers of its own.
-        """
+        """Return what compares a graph, which may draw random numbers of its own, if it is to be compared."""
         config = self._run.config
         if config.audit == "off" or may_copy_process(self._run.device):
             return None

@@ -17,8 +17,7 @@ ENOUGH = 2  # audits, for a step to be called audited
 class Schedule:
     """Draws which captured steps are audited: the first ones, then ever fewer, in no pattern that a step could have.
 
-    Args:
-        seed: Makes it the same in the same run.
+    With the same seed they are the same.
     """
 
     def __init__(self, seed: str) -> None:
@@ -35,13 +34,7 @@ class Schedule:
         return step >= self._due or epoch != self._epoch
 
     def passed(self, step: int, epoch: int, again: bool = False) -> None:
-        """Draw the next one.
-
-        Args:
-            step: The one that was due.
-            epoch: Its epoch.
-            again: Whether the next step is to confirm what was found.
-        """
+        """Draw the next one; ``again``: whether the next step is to confirm what was found."""
         self._epoch = epoch
         longest = 1 if again else min(max(1, step // 2), LONGEST_GAP)
         self._due = step + 1 + self._random.randrange(longest)
@@ -50,11 +43,8 @@ class Schedule:
 def expected_seconds(usual: float, threads: int, processor: float, slowdown: float) -> float:
     """Return how long an audit is expected to take on the machine as it is now.
 
-    Args:
-        usual: The seconds of the unchanged step.
-        threads: How many it computes with; a copy has one.
-        processor: The processor's seconds of the last copy; 0 if there was none.
-        slowdown: How many times as long as on an idle machine anything takes now.
+    ``usual`` are the seconds of the unchanged step with its ``threads``, of which a copy has one; ``processor`` the
+    processor's seconds of the last copy, 0 if there was none.
     """
     return slowdown * max(processor, COPYING + usual * threads)
 

@@ -100,13 +100,8 @@ def unavailable() -> str:
 def copy_process(serve: Callable[[], NoReturn], commands: int, answers: int) -> int:
     """Start a copy of this process that runs a function; return its process ID.
 
-    Args:
-        serve: What it runs; it ends the process. It may make copies of the copy by :func:`copy_again`.
-        commands: The end of a pipe that it reads from.
-        answers: The end of a pipe that it writes to.
-
-    Raises:
-        OSError: If no process can be started.
+    ``serve`` ends the process, and may make copies of the copy by :func:`copy_again`; it reads from the end of one pipe
+    and writes to that of another. Raises ``OSError`` if no process can be started.
     """
     own, pid = os.getpid(), ctypes.c_int(0)
     with contextlib.ExitStack() as undo:

@@ -61,12 +61,8 @@ def unexplained(
 ) -> Findings | None:
     """Return in what a captured step differs from eager; ``None`` if that cannot be told.
 
-    Exact operations take much longer than others: without an answer, what they might explain counts.
-
-    Args:
-        own: What the captured step computed.
-        copy: Returns what eager computes: as it is for 0, with other roundings for 1 and 2, exactly for 3.
-        tolerance: Relative differences up to this are none.
+    ``copy`` returns what eager computes: as it is for 0, with other roundings for 1 and 2, exactly for 3. Exact
+    operations take much longer than others: without an answer, what they might explain counts.
     """
     eager = copy(PLAIN)
     if eager is None:
@@ -120,11 +116,7 @@ def not_audited(run: RunFacts, name: str, args: Iterable[Any]) -> str:
 
 
 class AuditBudget:
-    """What the audits of one run of the Trainer take, all steps together.
-
-    Args:
-        run: The run.
-    """
+    """What the audits of one run of the Trainer take, all steps together."""
 
     def __init__(self, run: RunFacts) -> None:
         self._run = run
@@ -158,15 +150,7 @@ class AuditBudget:
 
 
 class StepAudit:
-    """Audits one kind of step of a module: decides when, and says what is wrong.
-
-    Args:
-        run: The run whose step it is.
-        name: The name of the step.
-        budget: What the run's audits may take.
-        shims: What replaces Lightning's helpers while a step runs.
-        monitor: Tells whether a step has compiled.
-    """
+    """Audits one kind of step of a module: decides when, and says what is wrong."""
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget, shims: StepShims, monitor: DynamoMonitor) -> None:
         self._run, self._name, self._budget = run, name, budget
@@ -202,11 +186,7 @@ class StepAudit:
     def begin(self, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool) -> bool:
         """Before a captured step: copy the process if the step is to be audited; return whether it is.
 
-        Args:
-            call: The step as it is.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            logs: Whether shims keep what the captured step logs until it is over.
+        ``logs``: whether shims keep what the captured step logs until it is over.
         """
         if self.audit is not None:
             self.close()

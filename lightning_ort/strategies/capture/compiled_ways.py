@@ -11,11 +11,7 @@ from lightning_ort.strategies.race.race import Way
 
 
 class CompiledWays:
-    """The compiled functions of one step, by way, and their graphs.
-
-    Args:
-        before_freeing: Called before anything is freed.
-    """
+    """The compiled functions of one step, by way, and their graphs; tells before any is freed."""
 
     def __init__(self, before_freeing: Callable[[], None]) -> None:
         self._before_freeing = before_freeing

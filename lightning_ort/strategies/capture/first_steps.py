@@ -19,12 +19,7 @@ LATE_SECOND_GRADIENT = (
 class FirstSteps:
     """Runs the first steps unchanged and watches them, which takes microseconds.
 
-    Args:
-        step: The user's, bound.
-
-    Attributes:
-        seen: How many steps have run.
-        operations: How many operations with a gradient a step calls, the most of any; 0 where gradients are disabled.
+    ``operations``: how many operations with a gradient a step calls, the most of any; 0 where gradients are disabled.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:

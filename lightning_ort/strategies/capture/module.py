@@ -55,14 +55,7 @@ class Runs(Protocol):
 
 
 class CapturedModule(RunFacts):
-    """A LightningModule whose steps are captured.
-
-    Args:
-        strategy: The strategy that trains it.
-        module: The module.
-        config: Settings.
-        backend: What compiles its graphs.
-    """
+    """A LightningModule whose steps are captured."""
 
     def __init__(
         self, strategy: "Strategy", module: "pl.LightningModule", config: ORTConfig, backend: "ORTBackend"

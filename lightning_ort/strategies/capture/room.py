@@ -12,11 +12,7 @@ FREE, FREE_SHARE = 256 << 20, 0.25
 
 
 class Room:
-    """The memory that a module's steps have.
-
-    Args:
-        run: Whose steps they are.
-    """
+    """The memory that a module's steps have."""
 
     def __init__(self, run: RunFacts) -> None:
         self._run = run

@@ -57,11 +57,8 @@ _Call = tuple[Any, str, _Args, Any, _Args, dict[str, Any], list[tuple[Metric, An
 class DeferredLogger:
     """Replaces ``LightningModule.log`` and ``log_dict`` in a captured step, in a way that a graph can hold.
 
-    What runs in Python, and what Lightning refuses, is logged at once.
-
-    Args:
-        module: The module.
-        outside: Makes a method one that runs outside of graphs, after what was logged before.
+    What runs in Python, and what Lightning refuses, is logged at once. ``outside`` makes a method one that runs outside
+    of graphs, after what was logged before.
     """
 
     def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -16,13 +16,8 @@ class Duel:
     """Two ways take turns, A B, B A, A B, so that work that alternates from step to step meets both.
 
     Working seconds count: those in which other programs had the processor say nothing about a way. The first step of a
-    way that has not run yet does not count, since it allocates; nor do steps that compile.
-
-    Args:
-        challenger: One of them.
-        champion: The other one.
-        ran: The ways that have run before.
-        memory: Bytes that the process used before it began; 0 if nobody knows.
+    way that has not ``ran`` yet does not count, since it allocates; nor do steps that compile. ``memory`` are the bytes
+    that the process used before; 0 if nobody knows.
     """
 
     def __init__(self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0) -> None:

@@ -107,13 +107,7 @@ def graph_differs(way: Way, text: str) -> Failure:
 
 
 def describe(way: Way, failure: Failure, was_used: bool) -> str:
-    """Say why a way cannot go on, and what follows.
-
-    Args:
-        way: The way.
-        failure: Why.
-        was_used: Whether it was the fastest.
-    """
+    """Say why a way, which ``was_used`` if it was the fastest, cannot go on, and what follows."""
     reason: Reason = failure.why.reason
     if reason.type is ReasonType.MISMATCH:  # which says it
         return reason.text

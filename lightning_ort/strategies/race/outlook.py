@@ -20,12 +20,7 @@ class Outlook:
     seconds: float | None = None  # until a limit of time ends the run
 
     def steps_left(self, done: int, working: float) -> float | None:
-        """Return how many steps of the kind are to come.
-
-        Args:
-            done: How many this run has done.
-            working: The seconds that the run has taken, without what was spent on compiling.
-        """
+        """Return how many steps of the kind are to come, after so many, and working seconds without compiling."""
         known = [] if self.steps is None else [self.steps]
         if self.seconds is not None and working > 0:
             known.append(done * self.seconds / working)
@@ -33,14 +28,9 @@ class Outlook:
 
 
 def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, done: int, first_batch: int) -> Outlook:
-    """Return what is known about the rest of a run.
+    """Return what is known about the rest of a run, after so many of its steps of a name are done.
 
-    Args:
-        trainer: Whose run.
-        namespace: The Trainer's.
-        name: Of the step in question.
-        done: How many steps of that name this run has done.
-        first_batch: The fit loop's count of batches when the run began, which is not 0 after a checkpoint.
+    ``first_batch`` is the fit loop's count of batches when the run began, which is not 0 after a checkpoint.
     """
     if trainer.state.fn != "fit":
         batches = {

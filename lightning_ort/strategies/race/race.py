@@ -84,8 +84,7 @@ class Race:
     def begin_run(self, first: int = FIRST) -> None:
         """Begin a run of the Trainer, which has a budget of its own: what cost too much may be tried again.
 
-        Args:
-            first: How many steps run before anything is tried.
+        The ``first`` steps run before anything is tried.
         """
         self._challengers.extendleft(reversed(self._dear))
         if (trying := self.trying) is not None:  # it was not timed to the end
@@ -209,10 +208,7 @@ class Race:
     def spend(self, seconds: float, way: Way | None = None, working: float | None = None) -> None:
         """Count seconds that were spent, on compiling a way if one is named.
 
-        Args:
-            seconds: How many.
-            way: What was compiled.
-            working: The same without what other programs took; ``None`` if only the steps tell.
+        ``working``: the same without what other programs took; ``None`` if only the steps tell.
         """
         self.spent += seconds
         self.charged += seconds / self.slowdown if working is None else working

@@ -25,15 +25,7 @@ if TYPE_CHECKING:
 class RunFacts:
     """What is asked of a run of the Trainer by the races, audits and views of its steps.
 
-    Args:
-        strategy: The strategy that trains the module.
-        module: The module.
-        config: Settings.
-        backend: What compiles its graphs.
-
-    Attributes:
-        races: Of steps that have run, by name.
-        operations: With a gradient, that unchanged steps call, by name.
+    ``races`` and ``operations``, those with a gradient that unchanged steps call, are by the name of the step.
     """
 
     def __init__(

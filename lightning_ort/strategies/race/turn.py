@@ -13,11 +13,8 @@ from lightning_ort.strategies.race.terms import UNCHANGED, Took, Way
 class Turn:
     """The steps from one question to the race to the next: one, or as many as may go on without a question.
 
-    Args:
-        way: How they run.
-        quiet: How many there may be; 0 if the race is to be told how the first went.
-        is_timed: Whether the time of the first matters.
-        synchronize: Waits for the device.
+    There may be as many as ``quiet``; 0 if the race is to be told how the first, whose time may matter, went.
+    ``synchronize`` waits for the device.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ WHILE_BUSY = "; other programs used the machine, so it is timed again later"
 
 
 class RaceView:
-    """Shows one race: console lines as things happen, and the part of the report about a step.
-
-    Args:
-        module: The module whose step it is.
-        name: The name of the step.
-    """
+    """Shows one race: console lines as things happen, and the part of the report about a step."""
 
     def __init__(self, module: RunFacts, name: str) -> None:
         self._module, self._name = module, name

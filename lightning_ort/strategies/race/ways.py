@@ -41,13 +41,7 @@ def challengers(module: RunFacts, step: str, first: Way) -> list[Way]:
 
 
 class Ways:
-    """What is known of the ways of one step, and expected of those that have not run.
-
-    Args:
-        module: Whose step it is.
-        name: The step's name.
-        batch: Its arguments.
-    """
+    """What is known of the ways of one step, and expected of those that have not run."""
 
     def __init__(self, module: RunFacts, name: str, batch: Any) -> None:
         self._module, self._name = module, name
@@ -101,12 +95,7 @@ class Ways:
         )
 
     def projected_cost(self, seconds: float, done: float) -> float:
-        """Return how many seconds compiling the step will take in all, by what its first graphs took.
-
-        Args:
-            seconds: What they took.
-            done: How many operations they hold.
-        """
+        """Return how many seconds compiling the step will take in all, by those of graphs with so many operations."""
         if done <= 0 or seconds <= self._fixed:
             return seconds
         return self._fixed + (seconds - self._fixed) * max(1.0, self._operations(self._name) / done)

@@ -45,12 +45,7 @@ def _gradients(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 class KeptOutputs:
-    """Allocates the outputs of a session, some of them in memory that stays.
-
-    Args:
-        specs: The form of each output.
-        kept: Which of them stay.
-    """
+    """Allocates the outputs of a session, those in ``kept`` in memory that stays."""
 
     def __init__(self, specs: Iterable[Spec], kept: frozenset[int]) -> None:
         self._specs = [(spec, index in kept) for index, spec in enumerate(specs)]

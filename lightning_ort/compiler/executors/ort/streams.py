@@ -36,13 +36,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class OrderedRun:
-    """Runs a session so that torch's kernels before it are done when it reads, and it is when torch's next ones read.
-
-    Args:
-        run: The session's function.
-        device: The GPU.
-        stream: The stream for which the session was built.
-    """
+    """Runs a session so that torch's earlier kernels are done when it reads, and it is when later ones read."""
 
     def __init__(self, run: Callable[..., None], device: torch.device, stream: torch.cuda.Stream) -> None:
         self._run = run

@@ -83,9 +83,7 @@ def in_parts(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what is traced in place of ops of a model for everywhere; ``NotImplemented`` leaves one whole.
 
-    Args:
-        *overloads: The ops.
-        above_autograd: Whether their gradient is that of the function's parts.
+    With ``above_autograd`` their gradient is that of the function's parts.
     """
     return _entering(PARTS_ABOVE_AUTOGRAD if above_autograd else PARTS, "in_parts", overloads)
 
