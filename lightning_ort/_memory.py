@@ -48,10 +48,7 @@ def resident_bytes(device: "torch.device | None" = None) -> int | None:
 
 
 def peak_bytes(device: "torch.device | None" = None) -> int | None:
-    """Return the most bytes that this process has used so far; ``None`` if that is not known.
-
-    Of a GPU they are those that torch's allocator reserved: what recorded graphs keep counts.
-    """
+    """Return the most bytes that this process, or torch on a GPU, has used so far; ``None`` if that is not known."""
     if device is not None and device.type == "cuda":
         import torch
 

@@ -20,10 +20,7 @@ def fixed_batches(loader: Any) -> str | None:
 
 
 def changed(loader: DataLoader, *, batch_size: int | None = None, **settings: Any) -> DataLoader:
-    """Make a DataLoader with the same examples in the same order and other settings, such as ``num_workers``.
-
-    Raises ``ValueError`` if the loader cannot be changed so; the message says why.
-    """
+    """Make a DataLoader with the same examples in order and other settings; ``ValueError`` if that cannot be."""
     reason = fixed_batches(loader)
     if reason is not None and (batch_size is not None or type(loader) is not DataLoader):
         raise ValueError(f"{reason}. Leave this setting out, or have train_dataloader return a plain DataLoader.")

@@ -20,10 +20,7 @@ TRUST = (
 
 
 def in_one_style(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as the parsers know them.
-
-    ``--warm_up`` is ``--warm-up``, and ``--args.width 8`` is ``--args width=8``.
-    """
+    """Return arguments as parsers know them: ``--warm-up`` for ``--warm_up``, ``--args a=8`` for ``--args.a 8``."""
     found: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:

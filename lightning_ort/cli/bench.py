@@ -132,11 +132,7 @@ def _checked(variants: Sequence[str], ort_config: dict[str, Any], output: Path |
 
 
 def named(variants: Sequence[str]) -> list[Trial]:
-    """Return a trial for each variant.
-
-    Raises:
-        ValueError: If an engine or an optimizer is unknown.
-    """
+    """Return a trial for each variant; ``ValueError`` if an engine or an optimizer is unknown."""
     trials: list[Trial] = []
     for place, text in enumerate(variants):
         again = variants[:place].count(text)

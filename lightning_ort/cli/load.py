@@ -19,10 +19,7 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_sch
 
 
 def load(path: str, argument: str) -> Any:
-    """Import what ``package.module:name`` or ``path/to/file.py:name`` names; exit with a message if that fails.
-
-    The message names the ``argument`` of the command that it came by.
-    """
+    """Import what ``package.module:name`` or ``path/to/file.py:name`` names; exit with a message if that fails."""
     source, _, name = path.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
         sys.exit(f"{argument}={path!r}: write it as package.module:name or path/to/file.py:name.")

@@ -220,10 +220,7 @@ def _bind(bind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _store(store: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse what changes a class, or frees an object whose class has ``__del__``.
-
-    Objects of the class then have the old value in the graph, and the object is freed after the graph.
-    """
+    """Refuse what changes a class, whose old value is in the graph, or frees an object with ``__del__`` too late."""
 
     def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(item, variables.UserDefinedClassVariable):

@@ -24,10 +24,7 @@ _FUNC_MAP = "torch.distributed.tensor.experimental._func_map"
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Within the block the garbage collector waits: tracing and imports make many objects that live until it is over.
-
-    One look at all objects of a process that has loaded torch and Lightning takes 0.1 s.
-    """
+    """Within the block the garbage collector waits: a look at all objects of torch and Lightning takes 0.1 s."""
     collects = gc.isenabled()
     gc.disable()
     try:

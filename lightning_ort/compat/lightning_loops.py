@@ -38,10 +38,7 @@ def may_validate_by_time(trainer: Any) -> bool:
 
 
 def step_values(results: Any) -> "tuple[list[Any], list[Any], Any, Any] | None":
-    """Return what was logged for this step: metadata, values, collection, number of the loader.
-
-    ``None`` if Lightning refuses to show one.
-    """
+    """Return what this step logged: metadata, values, collection, number of the loader; ``None`` if hidden."""
     metas, values, loader = [], [], results.dataloader_idx
     for item in results.values():
         meta, value = item.meta, item._forward_cache
@@ -87,10 +84,7 @@ def stock_fetcher(namespace: LightningNamespace) -> Any:
 
 
 def only_loader(fetcher: Any, loaders: Any) -> Any:
-    """Return what iterates over the only loader of a fetcher that fetches nothing in advance, or ``None``.
-
-    ``loaders`` is Lightning's module of combined loaders.
-    """
+    """Return what iterates over the only loader of a fetcher that fetches nothing in advance, or ``None``."""
     combined = fetcher.iterator
     if combined.__class__ is not loaders.CombinedLoader or fetcher.batches or fetcher.done:
         return None

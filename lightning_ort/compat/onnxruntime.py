@@ -87,10 +87,7 @@ def binds_bfloat16() -> bool:
 
 
 def ep_devices() -> dict[str, list[Any]]:
-    """Return the devices of each provider that a program can add as a plug-in, by its name (onnxruntime 1.23).
-
-    ``get_available_providers`` lists only what the build itself contains.
-    """
+    """Return the devices of each provider that a program can add as a plug-in, by its name (onnxruntime 1.23)."""
     import onnxruntime
 
     found: dict[str, list[Any]] = {}

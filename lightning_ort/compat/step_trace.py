@@ -21,10 +21,7 @@ _running: "list[_Faked]" = []  # of the functions that are recorded, the last is
 
 
 def fake_fields(tensors: Mapping[str, Tensor], dims: Mapping[str, Sequence[int]]) -> tuple[Any, list[Any]]:
-    """Return a mode for :func:`recorded`, and fakes of tensors, in which sizes of these dimensions may change (2.13).
-
-    Equal sizes are taken for the same.
-    """
+    """Return a mode for :func:`recorded`, and fakes, in which equal sizes of dimensions change alike (torch 2.13)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = []
     for name, tensor in tensors.items():

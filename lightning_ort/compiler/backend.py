@@ -110,11 +110,7 @@ class ORTBackend:
         return Placer(self.config, self.cache, self.fall_back, self.record_choice, self._agree)
 
     def fall_back(self, where: str, reason: Reason) -> None:
-        """Report that something runs in torch because it failed elsewhere: one warning, or an error.
-
-        Raises:
-            ORTFallbackError: Under ``fallback="raise"``.
-        """
+        """Report that something failed and runs in torch: by a warning, or an ``ORTFallbackError`` if asked for."""
         self.report.fallbacks.append(FallbackReport(where, reason))
         if self.config.fallback == "raise":
             raise ORTFallbackError(f"{where} cannot run on ONNX Runtime: {reason}")

@@ -147,10 +147,7 @@ SAVES_MEMORY = "inductor"  # where memory is the aim; a recording keeps memory o
 
 
 def order(on_gpu: bool, trains: bool, may_record: bool) -> list[str]:
-    """Return the engines that a step is tried on, in their order.
-
-    ``trains``: whether it has a backward pass; ``may_record``: whether it may be a recording.
-    """
+    """Return the engines that a step, with a backward pass or as a recording, is tried on, in their order."""
     names = [name for name in (ON_GPU if on_gpu else ON_CPU) if not (on_gpu and trains and name == ORT)]
     allowed = (ENGINES[name].otherwise if ENGINES[name].records and not may_record else name for name in names)
     return [name for name in dict.fromkeys(allowed) if name]

@@ -12,10 +12,7 @@ from lightning_ort.compiler.running.graph_check import GraphCheck
 
 
 class Stopped(BaseException):
-    """No more may be spent on compiling; whoever called the compiler goes on without it.
-
-    Like :class:`KeyboardInterrupt`, it is no failure of what it ends.
-    """
+    """No more may be spent on compiling, which is no failure; whoever called the compiler goes on without it."""
 
 
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:

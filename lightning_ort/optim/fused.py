@@ -97,10 +97,7 @@ def _after_steps(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtyp
 
 
 def set_flag(optimizer: optim.Optimizer, flag: str) -> None:
-    """Make one of torch's optimizers run ``"fused"`` or ``"foreach"``, also after it loads a checkpoint.
-
-    The checkpoints that it saves have the flags that the user configured.
-    """
+    """Make an optimizer of torch's run ``"fused"`` or ``"foreach"``; its checkpoints keep what the user configured."""
     configured = {name: optimizer.defaults.get(name) for name in TORCH_FLAGS}
     check = _StepCheck(optimizer, configured) if flag == "fused" else None
 

@@ -230,10 +230,7 @@ def check_name(name: str, argument: str = "optim") -> None:
 
 
 def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]:
-    """Return what a name other than ``"auto"`` and ``"keep"`` stands for on a device, and a note for the report.
-
-    That is a flag of torch's optimizers (``"fused"`` or ``"foreach"``) or an implementation.
-    """
+    """Return the flag or the implementation that a name stands for on a device, and a note for the report."""
     if name == "adamw_ort_fused":
         if _ort_extension_loads(device):
             return _ORT, "onnxruntime-training's FusedAdam"

@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 
 def choose_precision(plugin: "Precision | None", namespace: LightningNamespace) -> Any:
-    """Return ``ORTMixedPrecision`` for Lightning's ``MixedPrecision``, with the same settings, and other plugins as is.
-
-    A class that is derived from ``MixedPrecision`` counts as another plugin.
-    """
+    """Return ours for exactly Lightning's ``MixedPrecision``, with the same settings, and other plugins as is."""
     if type(plugin) is not namespace.submodule("plugins.precision").MixedPrecision:
         return plugin
     ours = importlib.import_module(namespace.module).ORTMixedPrecision

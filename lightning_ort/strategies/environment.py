@@ -54,11 +54,7 @@ def _is_passed(name: str, config: ORTConfig | Mapping[str, Any] | None, passed: 
 
 
 def read_environment() -> Environment:
-    """Read and check the environment variables.
-
-    Raises:
-        ValueError: If one of them is not allowed; the message names it and what is allowed.
-    """
+    """Read the environment variables; ``ValueError`` if one is not allowed, with its name and what is."""
     optim = os.environ.get(OPTIM, "").strip() or None
     if optim is not None:
         registry.check_name(optim, OPTIM)

@@ -51,10 +51,7 @@ class ReportDelivery:
         self._first_batch, self._train_start = _batches(self._trainer), time.perf_counter()
 
     def teardown(self, report: "CompileReport") -> None:
-        """Deliver the report; a second call does nothing.
-
-        The other ranks write a file each beside that of rank 0, without waiting for anybody.
-        """
+        """Deliver the report once; other ranks write a file beside that of rank 0, without waiting for anybody."""
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return

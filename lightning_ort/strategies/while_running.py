@@ -8,10 +8,7 @@ Run = TypeVar("Run")
 
 
 class WhileRunning(Generic[Run]):
-    """Replaces something when the first run begins, and puts it back when the last one ends.
-
-    ``replace`` returns what undoes that.
-    """
+    """Replaces something when the first run begins, and undoes what ``replace`` did when the last one ends."""
 
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
         self.runs: tuple[Run, ...] = ()

@@ -219,11 +219,7 @@ def is_plain(project: Project) -> bool:
 
 
 def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
-    """Return what would be tried if nothing were faster than what there is, with the memory that it may need.
-
-    Raises:
-        TuneError: If the data cannot be batched as asked for.
-    """
+    """Return what would be tried if nothing were faster than what there is, with its memory; or ``TuneError``."""
     start = base(facts, limits)
     found = [] if limits.memory is None else [memory_stage(facts, limits)]
     made = []

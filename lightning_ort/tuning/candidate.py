@@ -79,11 +79,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        """Read what people write, ``ENGINE[+OPTIM][@PRECISION]``.
-
-        Raises:
-            ValueError: If the engine or the optimizer is unknown.
-        """
+        """Read what people write, ``ENGINE[+OPTIM][@PRECISION]``; ``ValueError`` if one of them is unknown."""
         rest, _, precision = text.partition("@")
         engine, _, optim = rest.partition("+")
         allowed = [name for name, one in STRATEGIES.items() if not one.has_several_processes]

@@ -180,11 +180,7 @@ class TuneResult:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that :meth:`TuneResult.save` writes.
-
-    Raises:
-        ValueError: If two of them have one name.
-    """
+    """Return the files that :meth:`TuneResult.save` writes; ``ValueError`` if two of them have one name."""
     if path.suffix in (".json", ".png"):
         raise ValueError(f"-o {path}: {path.suffix} is written beside the configuration: call that {path.stem}.yaml.")
     return [path, path.with_suffix(".json"), path.with_suffix(".png")]

@@ -59,11 +59,7 @@ class Search:
         self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
 
     def run(self) -> Outcome:
-        """Search; ``KeyboardInterrupt`` ends it with the best so far.
-
-        Raises:
-            TuneError: If the user's own settings cannot train, nothing fits, or the time is too short.
-        """
+        """Search; ``KeyboardInterrupt`` ends it with the best so far. ``TuneError`` if nothing can be compared."""
         own = self._trial(Option(Candidate(), "what you have"), "yours")
         self._own = self._best = own
         try:
@@ -286,10 +282,7 @@ class Search:
         )
 
     def _confirm(self) -> None:
-        """Compare the best with the user's own settings once more: the result is faster, and not only by chance.
-
-        If it is not, what is the fastest of the rest is the best.
-        """
+        """Compare the best, and if it is not clearly faster the next, with the user's own settings once more."""
         while self._best is not self._own and not self._is_confirmed(self._best):
             self._measurer.notes.append(f"{self._best.candidate} won, but not in the last rounds: {self._best.why}")
             self._measurer.stop(self._best.candidate)

@@ -48,11 +48,7 @@ class Stage:
 
 
 def base(facts: Facts, limits: Limits) -> Candidate:
-    """Return the user's own settings with the effective batch that was asked for.
-
-    Raises:
-        TuneError: If the data cannot be batched so.
-    """
+    """Return the user's own settings with the effective batch asked for; ``TuneError`` if that cannot be."""
     wanted = limits.effective_batch
     if wanted is None or wanted == facts.batch_size * facts.accumulate:
         return Candidate()

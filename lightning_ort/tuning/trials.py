@@ -132,10 +132,7 @@ def speed(trial: Trial, other: Trial) -> Speed | None:
 
 
 def break_even(trial: Trial, own: Trial, times: float | None) -> int | None:
-    """Return after how many steps of the user's effective batch the longer start is won back; ``None`` if never.
-
-    ``times`` is how many times as fast as their ``own`` it is, if that is known.
-    """
+    """Return after how many steps of the user's effective batch the longer start is won back; ``None`` if never."""
     if times is None or trial.startup is None or own.startup is None or own.seconds_per_example is None:
         return None
     saved = own.seconds_per_example * (1 - 1 / times) * own.effective_batch

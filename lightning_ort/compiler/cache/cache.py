@@ -116,10 +116,7 @@ class Cache:
         variants: Collection[str],
         measure: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
-        """Return the times of an op's variants in ms: from the cache, or from ``measure``.
-
-        Those of a busy machine are not kept for other processes.
-        """
+        """Return the ms of an op's variants, from the cache or ``measure``; those of a busy machine are not kept."""
         name = self.name(fingerprint, executor_key, "op")
         if name not in self._op_times:
             times = self._read(name, lambda kept: _to_times(kept, variants))
@@ -163,10 +160,7 @@ class Cache:
         self._write(f"{name}.so", content + _seal(name, content))
 
     def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], one_graph: bool) -> str | None:
-        """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it.
-
-        ``one_graph`` tells whether it was tried as a :mod:`step <.step_graph>`.
-        """
+        """Return the name of a captured graph's entry, which may be a step's, or ``None`` if nothing is kept of it."""
         config = self._config
         wanted = config.cache_dir is not None and config.debug.save_onnx_dir is None
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
@@ -265,10 +259,7 @@ def _checksum(name: str, content: Any) -> str:
 
 
 def _seal(name: str, model: bytes) -> bytes:
-    """Return a checksum to append to a model, as an entry of ONNX metadata.
-
-    Concatenated protobuf messages are one message, so the file is still a model.
-    """
+    """Return a checksum to append to a model, as an entry of ONNX metadata: the file is still a model."""
     key, value = b"lightning_ort.sha256", hashlib.sha256(name.encode() + b"\0" + model).hexdigest().encode()
     entry = b"\x0a%c%b\x12%c%b" % (len(key), key, len(value), value)  # StringStringEntryProto
     return b"\x72%c%b" % (len(entry), entry)  # ModelProto.metadata_props

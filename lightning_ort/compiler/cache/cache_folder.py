@@ -97,10 +97,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file under another name and then rename it; content that is too large is not written.
-
-    Raises ``OSError`` if it cannot be written; then nothing is left of it.
-    """
+    """Write a file, if it is not too large, under another name and rename it; ``OSError`` if that leaves nothing."""
     if len(content) > MAX_BYTES:
         return
     partial = ""

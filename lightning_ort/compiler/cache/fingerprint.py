@@ -106,10 +106,7 @@ class _Lines:
 
 
 def graphics() -> tuple[str, ...]:
-    """Return what times on this process's GPUs depend on, nothing without one.
-
-    It is their names, the driver, TF32, and whether cuDNN searches for algorithms.
-    """
+    """Return what times on a GPU depend on: names, driver, TF32, cuDNN's search; nothing without one."""
     if not torch.cuda.is_initialized():
         return ()
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]

@@ -68,10 +68,7 @@ def backend_for(
     on_failure: Callable[[Exception], None] = lambda error: None,
     request: Callable[[], CompileRequest] = CompileRequest,
 ) -> "GuardedBackend":
-    """Return what compiles graphs, and maybe records their kernels as CUDA graphs.
-
-    With ``"exact"`` masks random numbers are the same as in eager.
-    """
+    """Return what compiles graphs, with eager's random numbers for ``"exact"`` masks, maybe as CUDA graphs."""
     # which a fit that compiles nothing need not load
     from lightning_ort.compiler.lowering import memory
     from lightning_ort.compiler.lowering.separate_results import separate_results

@@ -98,10 +98,7 @@ def _before_widening(node: fx.Node) -> fx.Node | None:
 
 
 def recompute_views(gm: fx.GraphModule) -> None:
-    """Repeat views in the backward graph instead of saving them.
-
-    A saved view, such as a transposed weight, would become a copy in ONNX.
-    """
+    """Repeat views in the backward graph instead of saving them, which would be copies in ONNX."""
     nodes = list(gm.graph.nodes)
     border = max(index for index, node in enumerate(nodes) if half_of(node) == "forward")
     position = {node: index for index, node in enumerate(nodes)}

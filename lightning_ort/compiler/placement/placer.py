@@ -199,11 +199,7 @@ def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
 
 
 class RegionBuilder:
-    """Builds and times one region, without what is in the cache already.
-
-    Attributes:
-        timed: Whether anything was run to time it.
-    """
+    """Builds and times one region, without what is in the cache; ``timed`` tells whether anything was run for that."""
 
     def __init__(
         self, placer: Placer, executor: Executor, region: Region, where: str, check_budget: Callable[[], None]

@@ -16,11 +16,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def output_shapes_fn(region: Region) -> Shapes | Callable[..., Shapes]:
-    """The shapes of the outputs if everything is static, else a function from the region's inputs to them.
-
-    Raises:
-        RegionRejected: If the inputs do not determine a size.
-    """
+    """The shapes of the outputs, a function of the inputs if they are not static; may raise ``RegionRejected``."""
     shapes = tuple(tuple(node.meta["val"].shape) for node in region.outputs)
     inputs = [sizes_of(node.meta["val"]) for node in region.inputs if isinstance(node.meta["val"], torch.Tensor)]
     if len(inputs) == len(region.inputs) and all(isinstance(n, int) for sizes in (*inputs, *shapes) for n in sizes):

@@ -242,10 +242,7 @@ def copy_with_views(node: fx.Node, graph: fx.Graph, inner: dict[fx.Node, fx.Node
 
 
 def count_flops(region: Region) -> float:
-    """Floating-point operations of the region's matrix products and convolutions, for the sizes seen at tracing.
-
-    Those of sizes that depend on data are left out.
-    """
+    """Floating-point operations of the region's products and convolutions, for the sizes seen at tracing."""
     total = 0.0
     for node in region.nodes:
         formula = flop_formula(node.target)

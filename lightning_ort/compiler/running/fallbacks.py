@@ -65,11 +65,7 @@ class ORTFallbackError(RuntimeError):
 
 
 class PassMonitor:
-    """What the guard of one captured graph learns from its compiled passes.
-
-    Attributes:
-        draws: Whether they draw random numbers, which eager has to draw again if it takes over.
-    """
+    """What the guard of a captured graph learns from its passes: whether they draw random numbers."""
 
     def __init__(self, num_inputs: int) -> None:
         self._num_inputs = num_inputs

@@ -124,11 +124,7 @@ def _adam(
 
 
 def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str], scheduler: str | None) -> Optimizer:
-    """Take over an optimizer: its groups, and its states if it has made steps.
-
-    Raises:
-        ExportFailed: If it is of another class, or has settings that the model cannot have.
-    """
+    """Take over an optimizer with its groups and states, or raise ``ExportFailed`` if the model cannot have them."""
     kind = type(optimizer)
     if kind not in _SETTINGS:
         raise ExportFailed(

@@ -34,11 +34,7 @@ class TrainingState:
     states: Mapping[str, Mapping[str, Tensor]]
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the states into an optimizer of the module's, of the class and groups that were exported.
-
-        Raises:
-            ValueError: If it is of another class, or other parameters are in it.
-        """
+        """Put the states into an optimizer of the module's; ``ValueError`` if it is not the exported one."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         wanted = {name for values in self.states.values() for name in values}
         found = {names.get(id(each)) for group in optimizer.param_groups for each in group["params"]}

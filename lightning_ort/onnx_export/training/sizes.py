@@ -39,11 +39,7 @@ class Limits:
 
 
 def formula(expression: sympy.Basic, names: Mapping[Any, str]) -> Formula:
-    """Write an expression of sizes for the runners.
-
-    Raises:
-        ExportFailed: If something in it has no operator there.
-    """
+    """Write an expression of sizes for the runners; ``ExportFailed`` if something in it has no operator there."""
     if expression.is_Integer:
         return int(expression)
     if expression in names:

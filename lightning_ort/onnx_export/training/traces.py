@@ -28,11 +28,7 @@ def traces_of(
     accumulate: int = 1,
     means: bool = False,
 ) -> dict[str, Trace]:
-    """Trace the steps that a module, as it is to be trained, has, by the model that is made of them.
-
-    ``fields`` are those of the batch, or others of these names. With ``means``, dropout's numbers are replaced by their
-    mean.
-    """
+    """Trace the steps that a module, as it is to be trained, has, by the model; ``means``: for what dropout draws."""
     name = type(module).__name__
 
     def step(method: str) -> Trace:

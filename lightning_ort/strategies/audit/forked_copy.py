@@ -71,10 +71,7 @@ class ForkedCopy:
             raise OSError(problem)
 
     def ask(self, command: int, seconds: float) -> None:
-        """Have something computed, from the state that the process was given.
-
-        The command is from 0 to 255; the computation ends after ``seconds``.
-        """
+        """Have something computed from the given state, by a command from 0 to 255, within ``seconds``."""
         self._limit = time.monotonic() + seconds
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._commands, _COMMAND.pack(command, seconds))

@@ -15,10 +15,7 @@ ENOUGH = 2  # audits, for a step to be called audited
 
 
 class Schedule:
-    """Draws which captured steps are audited: the first ones, then ever fewer, in no pattern that a step could have.
-
-    With the same seed they are the same.
-    """
+    """Draws which captured steps are audited: the first ones, then ever fewer, in no pattern; the same for a seed."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)

@@ -184,10 +184,7 @@ class StepAudit:
         self._schedule.restart()
 
     def begin(self, call: Callable[..., Any], args: Any, kwargs: Any, logs: bool) -> bool:
-        """Before a captured step: copy the process if the step is to be audited; return whether it is.
-
-        ``logs``: whether shims keep what the captured step logs until it is over.
-        """
+        """Copy the process before a captured step that is to be audited; return whether it is."""
         if self.audit is not None:
             self.close()
         self._steps += 1

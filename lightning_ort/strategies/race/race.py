@@ -82,10 +82,7 @@ class Race:
         self.begin_run(first)
 
     def begin_run(self, first: int = FIRST) -> None:
-        """Begin a run of the Trainer, which has a budget of its own: what cost too much may be tried again.
-
-        The ``first`` steps run before anything is tried.
-        """
+        """Begin a run of the Trainer, with a budget of its own; the ``first`` steps run before anything is tried."""
         self._challengers.extendleft(reversed(self._dear))
         if (trying := self.trying) is not None:  # it was not timed to the end
             self._challengers.appendleft(trying)

@@ -119,10 +119,7 @@ def build(
     device: torch.device,
     stream: torch.cuda.Stream | None = None,
 ) -> "onnxruntime.InferenceSession":
-    """Build a session of a region's model, on a GPU to run on ``stream``.
-
-    Raises ``RegionRejected`` if onnxruntime refuses the model.
-    """
+    """Build a session of a region's model, on a GPU to run on ``stream``, or raise ``RegionRejected``."""
     import onnxruntime
 
     options = session_options(threads)

@@ -28,10 +28,7 @@ def handle_of(stream: torch.cuda.Stream) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a device is the current one, and after which it is whichever was before.
-
-    onnxruntime's CUDA provider makes its own device the current one of the thread, and leaves it so.
-    """
+    """Return a context in which a device is the current one, which onnxruntime's CUDA provider would leave so."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -22,11 +22,7 @@ def static_sizes(sizes: Sequence[Any], what: str) -> list[int]:
 
 
 def axis_of(dim: int, rank: int) -> int:
-    """A dimension as a number from 0 on.
-
-    Raises:
-        IndexError: If there is no such dimension.
-    """
+    """A dimension as a number from 0 on, or an ``IndexError``."""
     if not -rank <= dim < rank:
         raise IndexError(f"dimension {dim} of a tensor with {rank}")
     return dim % rank

@@ -27,10 +27,7 @@ _SCATTERED = (torch.float32, torch.float16)
 
 
 def dtype_without_kernel(op_type: str, dtypes: Sequence[torch.dtype], reduction: str | None) -> torch.dtype | None:
-    """Return which of its inputs' dtypes has to be cast to float32 for an operator, or ``None``.
-
-    Raises :class:`Unsupported` if a cast would not do.
-    """
+    """Return which dtype of the inputs has to be cast to float32, if any; ``Unsupported`` if that would not do."""
     if op_type == "ScatterND" and reduction is not None and dtypes[0] not in _SCATTERED:
         if dtypes[0] is not torch.bfloat16:
             raise Unsupported(f"ScatterND that reduces {dtypes[0]} on a GPU", ReasonType.NO_KERNEL)
