@@ -42,7 +42,7 @@ class CompileRequest:
     logs_graphs: bool = True  # whether each graph gets a line in the log
     # takes a captured graph; returns whether to compile it
     may_compile: Callable[[fx.GraphModule], bool] = lambda gm: True
-    # called between the stages and trials of compiling; raises :class:`Stopped` if that may go on no longer
+    # called between the stages of compiling, timing among them; raises :class:`Stopped` if that may go on no longer
     check_budget: Callable[[], None] = lambda: None
     # returns whether ``loss.backward()`` may write gradients to parameters without the autograd engine
     writes_gradients: Callable[[], bool] = lambda: False

@@ -94,7 +94,7 @@ class RunReport:
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
-        saved_seconds: What the steps since then were faster by, as the trials measured them.
+        saved_seconds: What the steps since then were faster by, as duels measured them.
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
         trainer_loop: Whether the Trainer's loop is lean, and if not, why.

@@ -212,7 +212,7 @@ def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     )
     bound = BoundSession(Region("ort", 1), session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
     bound()
-    OrtExecutor(ORTConfig(), CUDA).end_trial(bound, [])
+    OrtExecutor(ORTConfig(), CUDA).end_timing(bound, [])
     bound()
     assert runs == [None, "gpu:0", None]
 

@@ -48,7 +48,7 @@ def test_what_is_timed_on_a_gpu(op: str, function: Any, is_safe: bool, monkeypat
         return Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
 
     monkeypatch.setattr(timing, "samples", lambda region: [])
-    monkeypatch.setattr(OrtExecutor, "end_trial", lambda *args: None)  # which runs a session
+    monkeypatch.setattr(OrtExecutor, "end_timing", lambda *args: None)  # which runs a session
     monkeypatch.setattr(timing, "measure", measure)
     backend = CudaBackend(placement="measured", min_region_nodes=1)
     with torch.no_grad():

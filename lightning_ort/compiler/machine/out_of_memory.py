@@ -1,4 +1,4 @@
-"""What to do when a trial runs out of memory: tell that it did, and free what it took."""
+"""What to do when something that is timed runs out of memory: tell that it did, and free what it took."""
 
 import gc
 import re

@@ -226,7 +226,7 @@ class RegionBuilder:
         return self._build(None)
 
     def reason_of(self, rejection: RegionRejected) -> Reason:
-        """Return why a region is rejected: what a trial takes too much memory for has lost it, and has not failed."""
+        """Return why a region is rejected: what timing takes too much memory for has lost it, and has not failed."""
         if not is_out_of_memory(rejection):
             return rejection.reason
         free_memory_of(rejection)
@@ -294,7 +294,7 @@ class RegionBuilder:
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
             times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
-            self._executor.end_trial(calls[times.variant], args)
+            self._executor.end_timing(calls[times.variant], args)
             return times
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:

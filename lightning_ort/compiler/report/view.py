@@ -139,9 +139,9 @@ def share_text(report: ReportData) -> str:
 
 
 def speedup(report: ReportData) -> float | None:
-    """Return how many times as fast as before the training step runs since its trial.
+    """Return how many times as fast as before the training step runs since its duel.
 
-    ``None`` without a trial, and where other programs used the machine more for one of the two.
+    ``None`` without a duel, and where other programs used the machine more for one of the two.
     """
     step = next((step for step in report.steps if step.name == "training_step" and "torch" in step.ms), None)
     if step is None or not (time := step.ms[step.engine]):  # a time of 0 has no ratio
@@ -160,10 +160,10 @@ def startup_parts(report: ReportData) -> dict[str, float]:
     """Return the seconds of starting up by part; what is in none of the others is torch's capture."""
     run = report.run
     compiling = min(report.compile_seconds, run.startup_seconds)
-    trials = min(run.trial_seconds, run.startup_seconds - compiling)
+    duels = min(run.trial_seconds, run.startup_seconds - compiling)
     parts = {
         "gradients, ONNX models, sessions and timing of regions": compiling,
-        "trials of the steps": trials,
-        "capture by torch, and the rest": run.startup_seconds - compiling - trials,
+        "duels of the steps": duels,
+        "capture by torch, and the rest": run.startup_seconds - compiling - duels,
     }
     return {name: seconds for name, seconds in parts.items() if seconds >= 0.05}

@@ -111,7 +111,7 @@ class OrtExecutor(Executor):
         return BoundSession(region, built, self.device, pause, stream)
 
     @override
-    def end_trial(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:
+    def end_timing(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:
         if self.device.type == "cuda" and isinstance(run, BoundSession):
             run.shrink(args)
 
