@@ -6,6 +6,7 @@ Each function names the torch version that it was read in.
 import math
 import sys
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -130,27 +131,30 @@ def keeping_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManage
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class GradientCalls(AbstractContextManager["GradientCalls"]):
-    """Within the block, notices calls in this thread that take gradients as no compiled graph has them (torch 2.13).
+class WatchedCalls(AbstractContextManager["WatchedCalls"]):
+    """Within the block, notices calls in this thread that no compiled graph can stand for (torch 2.13).
 
-    What a backward pass calls is not noticed, nor what graphs may hold (``torch.func``) or are told to leave out
-    (``torch.compiler.disable``).
+    Of gradients, what a backward pass calls is not noticed, nor what graphs may hold (``torch.func``) or are told to
+    leave out (``torch.compiler.disable``).
 
     Attributes:
         own: Whether `torch.autograd.grad` was called.
         second: Whether gradients are to be differentiated, as by ``create_graph=True``.
+        reads_callers: Whether a function read local variables of its callers, as pandas' ``DataFrame.query`` does:
+            after a graph break only those that the callers name are left.
     """
 
     def __init__(self) -> None:
-        self.own = self.second = False
+        self.own = self.second = self.reads_callers = False
 
     @override
-    def __enter__(self) -> "GradientCalls":
+    def __enter__(self) -> "WatchedCalls":
         self._thread, self._frame = threading.get_ident(), sys._getframe(1)
         with _watch_lock:
             if not _watching:
-                _engine[:] = [torch.autograd._engine_run_backward]
+                _replaced[:] = [torch.autograd._engine_run_backward, sys._getframe]
                 torch.autograd._engine_run_backward = _watched_run  # type: ignore[assignment]
+                sys._getframe = _watched_frame
             self._outer = _watching.get(self._thread)
             _watching[self._thread] = self
         return self
@@ -162,29 +166,46 @@ class GradientCalls(AbstractContextManager["GradientCalls"]):
             if self._outer is not None:
                 _watching[self._thread] = self._outer
             elif not _watching and torch.autograd._engine_run_backward is _watched_run:
-                torch.autograd._engine_run_backward = _engine[0]
+                torch.autograd._engine_run_backward, sys._getframe = _replaced
 
-    def see(self, create_graph: bool, accumulates: bool) -> None:
+    def see_gradient(self, create_graph: bool, accumulates: bool) -> None:
         """Note a call of autograd's engine."""
-        frame: Any = sys._getframe(2)
+        if self._callers():
+            self.own = self.own or not accumulates
+            self.second = self.second or create_graph
+
+    def see_frame(self) -> None:
+        """Note that somebody asks for a frame."""
+        self.reads_callers = self.reads_callers or any("f_locals" in code.co_names for code in self._callers())
+
+    def _callers(self) -> list[types.CodeType]:
+        """What has called within the block; nothing if graphs hold or leave it out."""
+        frame, found = _frame(3), list[types.CodeType]()
         while frame is not None and frame is not self._frame:
             if frame.f_code.co_filename in (eval_frame.__file__, eager_transforms.__file__):
-                return
+                return []
+            found.append(frame.f_code)
             frame = frame.f_back
-        self.own = self.own or not accumulates
-        self.second = self.second or create_graph
+        return found
 
 
+_frame: Callable[[int], Any] = sys._getframe
 _watch_lock = threading.Lock()
-_watching: dict[int, GradientCalls] = {}  # by thread
-_engine: list[Any] = []  # the function that is replaced meanwhile
+_watching: dict[int, WatchedCalls] = {}  # by thread
+_replaced: list[Any] = []  # the functions that are replaced meanwhile
 
 
 def _watched_run(tensors: Any, gradients: Any, retain: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
     watch = _watching.get(threading.get_ident())
     if watch is not None and torch._C._current_graph_task_id() == -1:
-        watch.see(bool(create_graph), kwargs.get("accumulate_grad", True))
-    return _engine[0](tensors, gradients, retain, create_graph, *args, **kwargs)
+        watch.see_gradient(bool(create_graph), kwargs.get("accumulate_grad", True))
+    return _replaced[0](tensors, gradients, retain, create_graph, *args, **kwargs)
+
+
+def _watched_frame(depth: int = 0, /) -> types.FrameType:
+    if (watch := _watching.get(threading.get_ident())) is not None:
+        watch.see_frame()
+    return _replaced[1](depth + 1)
 
 
 # kernels of nn.TransformerEncoderLayer and nn.MultiheadAttention for inference (torch 2.13)

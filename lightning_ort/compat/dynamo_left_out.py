@@ -43,7 +43,7 @@ class Unsound(AssertionError):
     """
 
 
-# objects with a list ``calls`` of what a step has only recorded so far, so that its arguments are read later
+# objects with a list ``calls`` of what a step has only recorded so far, and a function that tells what that `reads`
 late_readers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -225,7 +225,7 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
     def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(item, variables.UserDefinedClassVariable):
             _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
-        _refuse_changed_argument(self, item)
+        _refuse_late_read(self, item)
         # its type alone: the object must not live on in a traceback
         before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
         if hasattr(before, "__del__"):
@@ -237,22 +237,21 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
     def mutation(self: Any, item: Any) -> None:
-        _refuse_changed_argument(self, item)
+        _refuse_late_read(self, item)
         mutate(self, item)
 
     return mutation
 
 
-def _refuse_changed_argument(effects: Any, item: Any) -> None:
-    """Refuse to change an argument of a function, such as the batch, after the size of a batch was to be logged."""
-    source: Any = getattr(item, "source", None)
-    while hasattr(source, "base"):
-        source = source.base
-    name = getattr(source, "local_name", "self")
-    if name != "self" and (
-        "_lightning_ort_late" in vars(effects.output_graph_weakref()) or any(one.calls for one in late_readers)
-    ):
-        _refuse(f"it changes `{name}` after it has logged")
+def _refuse_late_read(effects: Any, item: Any) -> None:
+    """Refuse to change what is read later, such as the batch, whose size is logged."""
+    graph, source = effects.output_graph_weakref(), getattr(item, "source", None)
+    if source is None or not ("_lightning_ort_late" in vars(graph) or any(one.calls for one in late_readers)):
+        return
+    with contextlib.suppress(KeyError, NotImplementedError):  # of what the graph makes itself
+        value = graph.resolve_source_value(source)
+        if any(one.reads(value) for one in late_readers):
+            _refuse("it changes its batch after it has logged")
 
 
 def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,11 @@ active_connector: Callable[[Any], Any] = operator.attrgetter("_logger_connector"
 lightning_optimizers: Callable[[Any], list[Any]] = operator.attrgetter("_lightning_optimizers")
 
 
+def current_batch(trainer: Any) -> Any:
+    """Return the batch whose size is that of what is logged now."""
+    return getattr(trainer._results, "batch", None)
+
+
 def says_each_call(namespace: LightningNamespace) -> Callable[[], bool]:
     """Return a function that tells whether Lightning logs each call of a hook now."""
     log: logging.Logger = namespace.submodule("trainer.call").log

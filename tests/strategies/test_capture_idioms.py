@@ -51,6 +51,7 @@ class LogsMany(Small):
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(x))
         self.log_dict({"max": logits.max(), "half": loss / 2}, on_epoch=True, reduce_fx="max")
         self.log("number", 3)
+        self.log("number", 4, prog_bar=False, logger=True)  # in effect with the same arguments
         self.log("summed", logits.sum(), on_epoch=True, reduce_fx=torch.sum)
         return loss
 
@@ -164,12 +165,12 @@ class CountsSteps(Small):
         self.count = 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.count += 1
-        self.seen += len(batch[0])
-        self.log("count", self.count, on_epoch=True)
-        self.log("seen", self.seen.float(), on_epoch=True)
-        return self.loss(batch) / self.count
+    def training_step(me, batch: Any, batch_idx: int) -> Tensor:  # changed after it has logged, by any name
+        me.seen += len(batch[0])
+        me.log("seen", me.seen.float(), on_epoch=True)
+        me.count += 1
+        me.log("count", me.count, on_epoch=True)
+        return me.loss(batch) / me.count
 
 
 @idiom()
@@ -760,8 +761,7 @@ def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.Captu
     assert report.ort_runs > 0
     kinds = [note.reason.type for note in (*report.notes, *report.fallbacks)]
     if mode == "step":
-        assert ReasonType.RECOMPILING not in kinds
-        assert ReasonType.CAPTURE_FAILED not in kinds
+        assert not {ReasonType.RECOMPILING, ReasonType.CAPTURE_FAILED, ReasonType.PYTHON_STATE}.intersection(kinds)
     elif mode == "modules":
         assert kinds.count(ReasonType.RECOMPILING) + kinds.count(ReasonType.CAPTURE_FAILED) == 1
 
@@ -770,7 +770,7 @@ def test_idiom(name: str, make_trainer: Callable[..., Any], capsys: pytest.Captu
 COMPILATIONS = {
     "Plain": (0, 0),
     "LogsMany": (0, 0),
-    "LogsItems": (2, 0),  # NumPy runs outside of graphs
+    "LogsItems": (2, 1),  # NumPy runs outside of graphs, the item is another one each time
     "SlicesByValue": (0, 0),
     "Hyperparameters": (0, 0),
     "ReadsDevice": (0, 0),

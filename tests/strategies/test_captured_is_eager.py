@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from processes import START
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -334,7 +335,28 @@ def beside(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
     return loss + m.a(x).square().mean()
 
 
+def variable_of_caller(name: str) -> Any:
+    return sys._getframe(1).f_locals[name]
+
+
+def reads_caller(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    factor = 1 + i  # noqa: F841
+    torch._dynamo.graph_break()
+    return loss * variable_of_caller("factor")
+
+
+def logs_badly(m: Any, loss: Tensor, x: Tensor, i: int) -> Tensor:
+    for arguments in ({"on_step": False, "on_epoch": False}, {"step": True}):
+        try:
+            m.log("number", 1.0, **arguments)
+        except (MisconfigurationException, TypeError):
+            m.p.value += 1
+    return loss
+
+
 PYTHON = {
+    "a refused log": Row(logs_badly, state=lambda m: m.p.value),
+    "a variable of a caller": Row(reads_caller),
     "a cached tensor": cached(lambda m, loss, x, i: loss * projection(3).sum()),
     "a cached list": cached(remember),
     "a cached number": cached(lambda m, loss, x, i: loss * constant(3)),

@@ -10,7 +10,7 @@ from small_modules import Small
 from torch import Tensor, autograd
 
 from lightning_ort import ORTStrategy
-from lightning_ort.compat.autograd import GradientCalls
+from lightning_ort.compat.autograd import WatchedCalls
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.strategies.capture.module import CapturedModule
 
@@ -122,11 +122,11 @@ def test_gradients_that_a_backward_pass_takes_do_not_count() -> None:
 
     engine = autograd._engine_run_backward
     x = torch.randn(3, requires_grad=True)
-    with GradientCalls() as calls:
+    with WatchedCalls() as calls:
         Twice.apply(x).sum().backward()
     assert (calls.own, calls.second) == (False, False)
     torch.testing.assert_close(x.grad, 2 * x.detach())
-    with GradientCalls() as outer, GradientCalls() as calls:
+    with WatchedCalls() as outer, WatchedCalls() as calls:
         autograd.grad(x.square().sum(), x)
     assert (calls.own, calls.second, outer.own) == (True, False, False)
     assert autograd._engine_run_backward is engine

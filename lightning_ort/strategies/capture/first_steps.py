@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_ort.compat.autograd import GradientCalls, next_number
+from lightning_ort.compat.autograd import WatchedCalls, next_number
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.fallbacks import SECOND_GRADIENT
 from lightning_ort.strategies.race.failures import OWN_GRADIENT
 
@@ -25,7 +26,7 @@ class FirstSteps:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.seen = self.operations = 0
         self._step = step
-        self._calls: set[str] = set()  # reasons why graphs differ
+        self._own = self._second = self._reads_callers = False  # what was seen
 
     @property
     def is_over(self) -> bool:
@@ -40,19 +41,21 @@ class FirstSteps:
         """Run a step."""
         self.seen += 1
         before = next_number()
-        with GradientCalls() as calls:
+        with WatchedCalls() as calls:
             output = self._step(*args, **kwargs)
         self.operations = max(self.operations, next_number() - before)
-        if calls.own:
-            self._calls.add(OWN_GRADIENT)
-        if calls.second:
-            self._calls.add(SECOND_GRADIENT)
+        self._own |= calls.own
+        self._second |= calls.second
+        self._reads_callers |= calls.reads_callers
         return output
 
-    def takes_gradients(self, whole_step: bool) -> str | None:
-        """Return why it cannot be captured, as a whole or by its child modules, if it takes gradients itself."""
-        reasons = (OWN_GRADIENT, SECOND_GRADIENT) if whole_step else (SECOND_GRADIENT,)
-        return next((reason for reason in reasons if reason in self._calls), None)
+    def unfit(self, whole_step: bool) -> Reason | None:
+        """Return why it cannot be captured, as a whole or by its child modules."""
+        if self._reads_callers:
+            return Reason(ReasonType.PYTHON_STATE, "a function that it calls reads variables of its callers")
+        if whole_step and self._own:
+            return Reason(ReasonType.SECOND_GRADIENT, OWN_GRADIENT)
+        return Reason(ReasonType.SECOND_GRADIENT, SECOND_GRADIENT) if self._second else None
 
 
 class UserStep(NamedTuple):

@@ -15,6 +15,7 @@ traces functions of this file as source, so that coverage tools must not instrum
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -28,11 +29,12 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ort.compat.dynamo import is_compiled_module, only_within
 from lightning_ort.compat.dynamo_left_out import late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_batch
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
 from lightning_ort.strategies.audit.snapshot import is_one, items_of
 from lightning_ort.strategies.lean.log import is_lean
+from lightning_ort.strategies.race.outlook import TRAINING
 
 _HELPERS = (
     "all_gather",
@@ -64,7 +66,7 @@ class DeferredLogger:
     def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._module = module
         self._log_now = outside(self._call)
-        self._accepts = _accepts(vars(module))
+        self._accepts = _accepts(module)
         late_readers.add(self)
         self.calls: list[_Call] = []
         self.made: list[_Call] = []  # calls of this step that were made before its end
@@ -131,6 +133,11 @@ class DeferredLogger:
             finally:
                 _set_values_of_batch(after)
 
+    def reads(self, value: Any) -> bool:
+        """Return whether an object is the batch, whose size Lightning looks up when a value is logged, or in it."""
+        batch = current_batch(self._module.trainer)
+        return any(value is one for one in _objects_in([batch], lambda one: [*items_of(one), *_attributes(one)]))
+
     def end_step(self) -> None:
         """Make the calls that are left."""
         try:
@@ -154,17 +161,27 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) is bool or type(value) is str
 
 
-def _accepts(attributes: dict[str, Any]) -> Callable[[_Args, _Args], bool]:
+def _accepts(module: Any) -> Callable[[_Args, _Args], bool]:
     """Return what a graph asks, while it is traced, of names and plain arguments: whether Lightning may refuse them."""
-    known: dict[tuple[str, str], _Args] = {}  # arguments of each name in each hook
+    attributes, parameters = vars(module), inspect.signature(type(module).log).parameters.values()
+    defaults = {one.name: one.default for one in [*parameters][3:]}  # of what follows the name and the value
+    known: dict[tuple[str, str], dict[str, Any]] = {}  # arguments of each name in each hook
 
     def accepts(names: _Args, arguments: _Args) -> bool:
-        hook = attributes[CURRENT_HOOK]
-        return dict(arguments).get("reduce_fx", "mean") in _REDUCTIONS and all(
-            isinstance(name, str)
-            and "/dataloader_idx_" not in name
-            and known.setdefault((hook, name), arguments) == arguments
-            for name in names
+        hook, order = attributes[CURRENT_HOOK], [*defaults]
+        in_effect = {**defaults, **{key if isinstance(key, str) else order[key]: value for key, value in arguments}}
+        for name, value in (("logger", True), ("on_step", hook == TRAINING), ("on_epoch", hook != TRAINING)):
+            in_effect[name] = value if in_effect[name] is None else in_effect[name]
+        return (
+            in_effect.keys() == defaults.keys()
+            and in_effect["reduce_fx"] in _REDUCTIONS
+            and (in_effect["on_step"] or in_effect["on_epoch"])
+            and all(
+                isinstance(name, str)
+                and "/dataloader_idx_" not in name
+                and known.setdefault((hook, name), in_effect) == in_effect
+                for name in names
+            )
         )
 
     return torch.compiler.assume_constant_result(accepts)
@@ -339,15 +356,22 @@ def callable_children(module: nn.Module) -> Iterator[nn.Module]:
 
 def _metrics_in_containers(module: nn.Module) -> Iterator[nn.Module]:
     """Find the metrics in plain containers among the attributes of modules, which are no submodules."""
-    todo = [value for child in module.modules() for name, value in vars(child).items() if name not in _OF_TORCH]
+    own = [value for child in module.modules() for name, value in vars(child).items() if name not in _OF_TORCH]
+    return (one for one in _objects_in(own, items_of) if is_one(one, nn.Module) and isinstance(one, _METRICS))
+
+
+def _objects_in(todo: list[Any], items: Callable[[Any], list[Any]]) -> Iterator[Any]:
+    """Yield objects, and those in them, each once."""
     seen: dict[int, Any] = {}
     while todo:
-        value = todo.pop()
-        if is_one(value, nn.Module) and isinstance(value, _METRICS):
-            yield value
-        elif id(value) not in seen:
+        if id(value := todo.pop()) not in seen:
             seen[id(value)] = value
-            todo += items_of(value)
+            yield value
+            todo += items(value)
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return getattr(value, "__dict__", {}).values()
 
 
 def compiled_by_user(module: nn.Module) -> str | None:

@@ -320,8 +320,8 @@ class CapturedStep(AbstractContextManager[None]):
             return self._user.call(*args, **kwargs)
         output = first(*args, **kwargs)
         module.saw_operations(self._name, first.operations)
-        if not first.is_over and (text := first.takes_gradients(module.part == "step")) is not None:
-            self._fail(UNCHANGED, failures.for_eager_alone(Reason(ReasonType.SECOND_GRADIENT, text)))
+        if not first.is_over and (reason := first.unfit(module.part == "step")) is not None:
+            self._fail(UNCHANGED, failures.for_eager_alone(reason))
         return output
 
     def _captured(self, way: Way) -> tuple[Callable[..., Any], Shims]:
