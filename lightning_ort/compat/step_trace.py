@@ -178,3 +178,28 @@ def _keeping_frames(is_kept: Callable[[str], bool]) -> Iterator[None]:
             delattr(proxy, name)
         else:
             setattr(proxy, name, before)
+
+
+def layers_with_dropout() -> tuple[Any, str, Callable[..., Any]]:
+    """Return what replaces a function of torch that makes recurrent layers of other operations, without their dropout.
+
+    It asks for it where ``num_layers < i - 1``, so that there never is any (torch 2.13).
+    """
+    from torch._decomp import decompositions
+
+    helper = decompositions._rnn_helper
+
+    def run(
+        x: Tensor, hidden: Any, params: Any, biases: bool, layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
+        x, ends = x.transpose(0, 1) if batch_first else x, []
+        for start in range(0, len(params), len(params) // layers):
+            own = slice(start, start + len(params) // layers)
+            if start and dropout and train:
+                x = torch.dropout(x, dropout, True)
+            x, end = helper(x, hidden[own], params[own], biases, 1, 0.0, train, bidirectional, False, layer)
+            ends += end
+        return x.transpose(0, 1) if batch_first else x, ends
+
+    return decompositions, "_rnn_helper", run

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ort.compat.step_trace import layers_with_dropout
 from lightning_ort.onnx_export.training.forms.sequences import recur
 from lightning_ort.strategies.capture.shims import Shims
 
@@ -19,6 +20,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def traceable(module: nn.Module) -> Iterator[None]:
     """Within the block such layers of a module do the same in another way."""
     shims = Shims()
+    shims.add(*layers_with_dropout())
     for child in module.modules():
         if isinstance(child, _BATCH_NORMS) and child.momentum is None and child.track_running_stats:
             shims.add(child, "forward", functools.partial(_cumulative_average, child))

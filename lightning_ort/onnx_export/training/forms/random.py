@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from typing_extensions import override
 
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 _DRAWN: dict[OpOverload, Callable[..., Any]] = {}
 _MEANS: dict[OpOverload, Callable[..., Any]] = {}
 _BASES = {aten.rand.default: "uniform", aten.randn.default: "normal"}
-_noted: list[list[np.ndarray]] = []  # where eager's draws are noted
+_noted: list["Recorded"] = []  # who notes what eager draws
 
 
 def drawn(means: bool) -> dict[OpOverload, Callable[..., Any]]:
@@ -43,6 +44,9 @@ class Recorded(TorchDispatchMode):
         super().__init__()
         self._kernels = drawn(means)
         self._numbers: list[np.ndarray] = []
+        self._rows: dict[
+            int, Tensor
+        ] = {}  # by the number of rows of packed sequences: which of the padded ones they are
 
     def __enter__(self) -> list[np.ndarray]:
         super().__enter__()
@@ -52,17 +56,34 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kernel, kwargs = self._kernels.get(func), kwargs or {}
         if func in _BASES:
-            result = func(*args, **kwargs)
-            self._numbers.append(result.detach().float().cpu().numpy().copy())
-            return result
+            return self.note(func(*args, **kwargs))
+        if func is aten._pack_padded_sequence.default:
+            data, batch_sizes = packed = func(*args, **kwargs)
+            x, _, batch_first = args
+            ranks = torch.arange(x.shape[0 if batch_first else 1])
+            rows = ranks < F.pad(batch_sizes, (0, x.shape[1 if batch_first else 0] - len(batch_sizes))).unsqueeze(1)
+            self._rows[len(data)] = rows
+            return packed
         if kernel is None:
             return func(*args, **kwargs)
-        _noted.append(self._numbers)
+        _noted.append(self)
         try:
             result = kernel(*args, **kwargs)
         finally:
             _noted.pop()
         return args[0].copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+    def draw(self, function: Any, size: Sequence[Any], device: Any) -> Tensor:
+        """Draw what a model draws: for packed sequences, for the padded ones that they are of."""
+        rows = self._rows.get(size[0]) if len(size) == 2 else None
+        if rows is None:
+            return self.note(function(size, device=device, dtype=torch.float32))
+        return self.note(function((*rows.shape, size[1]), device=device, dtype=torch.float32))[rows]
+
+    def note(self, numbers: Tensor) -> Tensor:
+        """Add numbers to the list."""
+        self._numbers.append(numbers.detach().float().cpu().numpy().copy())
+        return numbers
 
 
 def _uniform(size: Sequence[Any], device: Any) -> Tensor:
@@ -74,10 +95,9 @@ def _normal(size: Sequence[Any], device: Any) -> Tensor:
 
 
 def _base(function: Any, size: Sequence[Any], device: Any) -> Tensor:
-    numbers = function(size, device=device, dtype=torch.float32)
     if _noted:
-        _noted[-1].append(numbers.cpu().numpy())
-    return numbers
+        return _noted[-1].draw(function, size, device)
+    return function(size, device=device, dtype=torch.float32)
 
 
 @form(aten.rand.default, aten.randn.default)
@@ -145,6 +165,30 @@ def _bernoulli_of(p: Tensor) -> Tensor:
 @_draws("bernoulli", mean=True)
 def _chance_of(p: Tensor) -> Tensor:
     return p.clone()
+
+
+@_draws("rrelu_with_noise_functional")
+def _leaks(
+    x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+) -> tuple[Tensor, Tensor]:
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2), noise.clone()
+    slopes = torch.where(x > 0, 1.0, _uniform_between(x, lower, upper))
+    return x * slopes, slopes
+
+
+@_draws("rrelu_with_noise_backward")
+def _leaks_backward(
+    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, _: bool
+) -> Tensor:
+    return grad * noise if training else torch.where(x > 0, grad, grad * (lower + upper) / 2)
+
+
+@_draws("rrelu_with_noise", "rrelu_with_noise_")
+def _leaks_with(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    found, slopes = _leaks(x, noise, *args, **kwargs)
+    noise.copy_(slopes)
+    return found
 
 
 # other distributions; of some torch has a form that writes and one that does not

@@ -27,7 +27,7 @@ def ctc_loss(
         log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
         loss = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
         return loss.squeeze(0) if reduction == 0 else loss.sum()
-    if targets.dim() != 2:
+    if targets.dim() != 2:  # the size depends on the values of the lengths: no other batch can be made to compare with
         raise NotImplementedError("ctc_loss of targets that are one row: pass them as [batch, longest]")
     inputs, lengths = (
         torch.as_tensor(each, device=log_probs.device, dtype=torch.int64).reshape(-1)
@@ -96,8 +96,6 @@ in_parts(aten._pad_packed_sequence.default, above_autograd=True)(_pad)
 
 def recur(module: nn.RNNBase, packed: Any, hidden: Any = None) -> Any:
     """What a recurrent layer returns for a packed sequence whose data are padded."""
-    if module.dropout and module.training and module.num_layers > 1:
-        raise NotImplementedError("dropout between layers over packed sequences: leave it out")
     x, batch_sizes, order, back = packed
     mask, directions = going_on(x, batch_sizes).unsqueeze(2), 1 + module.bidirectional
     is_lstm = isinstance(module, nn.LSTM)
@@ -110,7 +108,7 @@ def recur(module: nn.RNNBase, packed: Any, hidden: Any = None) -> Any:
     states: Sequence[Tensor] = hidden if is_lstm else (hidden,)
     last: list[tuple[Tensor, ...]] = []
     for layer in range(module.num_layers):
-        outs = []
+        x, outs = F.dropout(x, module.dropout, module.training) if layer and module.dropout else x, []
         for direction in range(directions):
             weights = module.all_weights[layer * directions + direction]
             state = tuple(each[layer * directions + direction] for each in states)
