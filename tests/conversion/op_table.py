@@ -346,6 +346,7 @@ for _how in ("sum", "mean", "prod", "amax", "amin"):
 op("scatter_reduce_nan", lambda x, i: x.scatter_reduce(1, i, x, "amax"), NAN_ROWS.fixed(), ints(4, 4, high=3))
 op("scatter_reduce_gradient", lambda x, i, y: x.scatter_reduce(1, i, y, "sum"), X, ints(4, 3, high=6), normal(4, 3))
 op("index_put", lambda x, y: x.index_put((torch.tensor([0, 2, 3]),), y), X, normal(3, 6))
+op("index_put_mask", lambda x, m, y: x.index_put((m,), y), X, bools(4, 6), normal().fixed())
 op("index_put_accumulate", lambda x, i, y: x.index_put((i,), y, accumulate=True), X, IDS, normal(3, 6))
 op("index_add", lambda x, i, y: x.index_add(1, i, y, alpha=2), normal(6, 4), IDS, normal(6, 3))
 op("masked_scatter", lambda x, m, y: x.masked_scatter(m, y), X.fixed(), bools(4, 6), normal(30).fixed())

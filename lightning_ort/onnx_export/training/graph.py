@@ -10,6 +10,7 @@ from torch import fx
 from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload, expression_of
+from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, FORMS, Unsupported
@@ -91,6 +92,25 @@ class PortableGraph(GraphBuilder):
     @override
     def need_opset(self, number: int, what: str) -> None:
         raise Unsupported(f"{what}, of opset {number}: models for everywhere have {OPSET}", ReasonType.NO_KERNEL)
+
+    @override
+    def sum_at(
+        self, x: Value, places: Sequence[Value], updates: Value, rank: int, summands: Sequence[Any], what: str
+    ) -> Value:
+        depth, total = len(places), places[0]
+        if depth > 1:  # taken as one dimension, where negative places count from the end
+            total = self.const(0, torch.int64)
+            for dim, place in enumerate(places):
+                size = x.op("Shape", start=dim, end=dim + 1).squeeze(0)
+                total = total * size + where(place < 0, place + size, place)
+        shape = self.ints([-1])
+        if depth < rank:
+            shape = self.op("Concat", shape, x.op("Shape", start=depth), axis=0)
+        flat, updates = x if depth == 1 else x.reshape(shape), updates.reshape(shape)
+        rows = total.reshape([-1] + [1] * (rank - depth)).expand(updates.op("Shape"))
+        # it adds in one thread, and ScatterND in several, which lose parts of large sums
+        found = flat.op("ScatterElements", rows, updates, axis=0, reduction="add")
+        return found if depth == 1 else found.reshape(x.op("Shape"))
 
     def number(self, expression: Any) -> Value:
         """A number that is computed from sizes: an int64 scalar, or a float64 one."""

@@ -1,12 +1,10 @@
 """Arguments as ONNX takes them: plain sizes, lists of dimensions, permutations."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.reason import ReasonType
@@ -38,21 +36,6 @@ def refuse_scalars(name: str, *nodes: fx.Node) -> None:
     """Refuse tensors without dimensions."""
     if any(rank_of(node) == 0 for node in nodes):
         raise Unsupported(f"{name} on a scalar")
-
-
-# of those that ScatterND adds: its cost model starts a second thread at 210,000 (1.19)
-_MAX_SERIAL_SUMMANDS = 1 << 16
-
-
-def refuse_parallel_sums(ctx: GraphBuilder, summands: Sequence[Any], what: str) -> None:
-    """Refuse to add ``summands`` (their shape) up at places that may repeat, if a CPU does that in several threads.
-
-    ScatterND adds without a lock, so that a sum of one thread overwrites that of another (1.19;
-    https://github.com/microsoft/onnxruntime/issues/23396): of 100 gradients of an embedding with 8,192 tokens in two
-    threads, four were wrong, by up to a fifth.
-    """
-    if ctx.on_cpu and (not static(summands) or math.prod(summands) > _MAX_SERIAL_SUMMANDS):
-        raise Unsupported(f"{what}: onnxruntime's threads lose parts of large sums at repeated places")
 
 
 def as_list(dims: Dims) -> list[int]:

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import (
-    axis_of,
-    front,
-    inverse,
-    refuse_parallel_sums,
-    refuse_scalars,
-)
+from lightning_ort.compiler.executors.ort.conversion.checks import axis_of, front, inverse, refuse_scalars
 from lightning_ort.compiler.executors.ort.conversion.choice import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
@@ -61,16 +55,14 @@ def index_tensors(x: fx.Node, indices: Indices) -> tuple[list[int], list[fx.Node
     return [dim for dim, _ in given], [index for _, index in given]
 
 
-def _index_rows(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> Value:
-    """The index tensors, broadcast against each other, as the rows [..., k] that GatherND and ScatterND take."""
+def _broadcast(ctx: GraphBuilder, indices: Sequence[fx.Node]) -> list[Value]:
+    """The index tensors, broadcast against each other."""
     values = [ctx.value(index, torch.int64) for index in indices]
-    rank = max(rank_of(index) for index in indices)
     if not all(same_shape(index, indices[0]) for index in indices):
         # the shape that all broadcast to is that of their sum
         total = functools.reduce(operator.add, values)
         values = [value.expand(total.op("Shape")) for value in values]
-    rows = [value.unsqueeze(rank) for value in values]
-    return rows[0] if len(rows) == 1 else ctx.op("Concat", *rows, axis=rank)
+    return values
 
 
 @converts(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -79,7 +71,7 @@ def index(ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices) -> Val
     (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
     if len(dims) == 1:
         return ctx.value(x).op("Gather", ctx.value(tensors[0], torch.int64), axis=dims[0])
-    rows = _index_rows(ctx, tensors)
+    rows = ctx.rows(_broadcast(ctx, tensors))
     result = ctx.value(x).transpose(front(dims, rank)).op("GatherND", rows)
     return result.transpose(result_order(dims, rank, rank_of(node) - (rank - len(dims))))
 
@@ -210,22 +202,26 @@ def index_put(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, indices: Indices, values: fx.Node, accumulate: bool = False
 ) -> Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and dtype_of(mask) in (torch.bool, torch.uint8) and not accumulate and rank_of(values) == 0:
+        chosen, beside = ctx.value(mask, torch.bool), range(rank_of(mask), rank_of(x))
+        return where(chosen.unsqueeze(*beside) if beside else chosen, ctx.value(values, dtype_of(x)), ctx.value(x))
     (dims, tensors), rank = index_tensors(x, indices), rank_of(x)
-    if accumulate:
-        others = [size for dim, size in enumerate(shape_of(x)) if dim not in dims]
-        places = torch.broadcast_shapes(*map(shape_of, tensors))
-        refuse_parallel_sums(ctx, [*places, *others], "index_put that adds up")
-    rows = _index_rows(ctx, tensors)
+    places = _broadcast(ctx, tensors)
     added = max(rank_of(tensor) for tensor in tensors)
     # ScatterND writes to the first dimensions: bring the indexed ones there, in the values too
     perm, back = front(dims, rank), result_order(dims, rank, added)
     moved = ctx.value(x).transpose(perm)
     # the shape of the values with the indexed dimensions first
-    shape = ctx.op("Concat", rows.op("Shape", end=added), moved.op("Shape", start=len(dims)), axis=0)
+    shape = ctx.op("Concat", places[0].op("Shape"), moved.op("Shape", start=len(dims)), axis=0)
     if back != list(range(len(back))):
         shape = shape.op("Gather", back)
     updates = ctx.value(values, dtype_of(x)).expand(shape).transpose(inverse(back))
-    written = moved.op("ScatterND", rows, updates, reduction="add" if accumulate else None)
+    if accumulate:
+        summands = [*torch.broadcast_shapes(*map(shape_of, tensors)), *(shape_of(x)[dim] for dim in perm[len(dims) :])]
+        written = ctx.sum_at(moved, places, updates, rank, summands, "index_put that adds up")
+    else:
+        written = moved.op("ScatterND", ctx.rows(places), updates)
     return written.transpose(inverse(perm))
 
 
@@ -239,18 +235,21 @@ def index_add(
     updates = ctx.value(source, dtype_of(x))
     if alpha != 1:
         updates = updates * alpha
-    reduction = "add" if node.target is aten.index_add.default else None
-    if reduction:
-        refuse_parallel_sums(ctx, shape_of(source), "index_add")
-    rows = refusing_negative(ctx, index, x, dim).unsqueeze(1)
-    return write_rows(ctx.value(x), rows, updates, axis_of(dim, rank_of(x)), rank_of(x), reduction)
+    rows, rank = refusing_negative(ctx, index, x, dim), rank_of(x)
+    axis = axis_of(dim, rank)
+    if node.target is not aten.index_add.default:
+        return write_rows(ctx.value(x), rows.unsqueeze(1), updates, axis, rank)
+    perm = front([axis], rank)
+    moved = ctx.value(x).transpose(perm)
+    return ctx.sum_at(moved, [rows], updates.transpose(perm), rank, shape_of(source), "index_add").transpose(
+        inverse(perm)
+    )
 
 
-def write_rows(x: Value, rows: Value, updates: Value, axis: int, rank: int, reduction: str | None) -> Value:
+def write_rows(x: Value, rows: Value, updates: Value, axis: int, rank: int) -> Value:
     """Write to the entries of one dimension that ``rows`` [k, 1] lists."""
     perm = front([axis], rank)
-    written = x.transpose(perm).op("ScatterND", rows, updates.transpose(perm), reduction=reduction)
-    return written.transpose(inverse(perm))
+    return x.transpose(perm).op("ScatterND", rows, updates.transpose(perm)).transpose(inverse(perm))
 
 
 @converts(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, refuse_parallel_sums, static_sizes
+from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
@@ -65,13 +65,12 @@ def embedding_dense_backward(
         raise Unsupported("a symbolic padding_idx")
     if scale_grad_by_freq:
         raise Unsupported("embedding gradient scaled by frequency")
-    refuse_parallel_sums(ctx, shape_of(grad), "the gradient of an embedding")
     shape = static_sizes(shape_of(node), "the gradient of an embedding")
     rows, grads = ctx.value(indices, torch.int64), ctx.value(grad)  # the forward pass has refused negative ones
     if padding_idx >= 0:
         grads = where((rows == padding_idx).unsqueeze(-1), 0, grads)
     zeros = filled(ctx, ctx.ints(shape), 0, dtype_of(node))
-    return zeros.op("ScatterND", rows.unsqueeze(-1), grads, reduction="add")
+    return ctx.sum_at(zeros, [rows], grads, 2, shape_of(grad), "the gradient of an embedding")
 
 
 @converts(aten.native_dropout_backward.default)

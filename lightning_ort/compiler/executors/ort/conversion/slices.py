@@ -9,7 +9,6 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.checks import (
     front,
     inverse,
-    refuse_parallel_sums,
     refuse_scalars,
     static_axis,
     static_sizes,
@@ -102,7 +101,7 @@ def slice_scatter(
     if step == 1:
         return _replace(value, source, axis, size, first, last)
     rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
-    return write_rows(value, rows, source, axis, rank_of(x), None)
+    return write_rows(value, rows, source, axis, rank_of(x))
 
 
 @converts(aten.select_scatter.default)
@@ -139,7 +138,7 @@ def diagonal_scatter(
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     perm, flat, places = _diagonal_places(x, offset, dim1, dim2)
     moved, rows = ctx.value(x).transpose(perm), ctx.const([[place] for place in places], torch.int64)
-    written = write_rows(moved.reshape(flat), rows, ctx.value(src, dtype_of(x)), len(flat) - 1, len(flat), None)
+    written = write_rows(moved.reshape(flat), rows, ctx.value(src, dtype_of(x)), len(flat) - 1, len(flat))
     return written.reshape(moved.op("Shape")).transpose(inverse(perm))
 
 
@@ -178,11 +177,13 @@ def unfold_backward(
 ) -> Value:
     """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
     axis, windows = _windows(node, dim, size, step)
-    if step < size:
-        refuse_parallel_sums(ctx, shape_of(grad), "the gradient of overlapping windows")
-    sizes, perm = static_sizes(shape_of(node), "the gradient of windows"), front([axis], rank_of(node))
-    rows = ctx.const([[[place] for place in window] for window in windows], torch.int64)
+    rank, places = rank_of(node), ctx.const(windows, torch.int64)
+    perm = front([axis], rank)
     # from [..., windows, ..., entries] to [windows, entries, ...]
-    updates = ctx.value(grad).transpose([axis, rank_of(node), *perm[1:]])
-    zeros = filled(ctx, ctx.ints([sizes[dim] for dim in perm]), 0, dtype_of(node))
-    return zeros.op("ScatterND", rows, updates, reduction="add").transpose(inverse(perm))
+    updates = ctx.value(grad).transpose([axis, rank, *perm[1:]])
+    zeros = filled(ctx, ctx.sizes([input_sizes[dim] for dim in perm]), 0, dtype_of(node))
+    if step < size:
+        found = ctx.sum_at(zeros, [places], updates, rank, shape_of(grad), "the gradient of overlapping windows")
+    else:
+        found = zeros.op("ScatterND", ctx.rows([places]), updates)
+    return found.transpose(inverse(perm))
