@@ -340,18 +340,12 @@ def _compare(
 
 
 def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quantize: Quantize | None) -> dict[str, Any]:
-    import onnx
-    import onnxruntime
-
     def described(value: "ir.Value") -> dict[str, Any]:
         assert value.dtype is not None
         dtype = str(TORCH_DTYPES[value.dtype]).removeprefix("torch.")
         shape = [size if isinstance(size, int) else size.value for size in value.shape or ()]
         return {"name": value.name, "dtype": dtype, "shape": shape}
 
-    versions = {"lightning_ort": __version__}
-    versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
-    versions |= {f.package: sys.modules[f.package].__version__ for f in NAMESPACES if f.imported}
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "inputs": [described(value) for value in model.graph.inputs],
@@ -359,5 +353,15 @@ def _metadata(module: nn.Module, model: "ir.Model", structure: Structure, quanti
         "structure": structure,
         "hparams": dict(getattr(module, "hparams", {})),
         "quantize": quantize,
-        "versions": versions,
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that an export depends on, by the names of their modules."""
+    import onnx
+    import onnxruntime
+
+    imported = (sys.modules[each.package] for each in NAMESPACES if each.imported)
+    found = {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime, *imported)}
+    return {"lightning_ort": __version__} | found

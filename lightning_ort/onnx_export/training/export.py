@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from lightning_ort.onnx_export.training.models import Model, Settings, convert
 from lightning_ort.onnx_export.training.sizes import Limits, chosen_sizes, of_distinct_sizes
 from lightning_ort.onnx_export.training.steps import check_module
 from lightning_ort.onnx_export.training.traces import METHODS, traces_of
-from lightning_ort.onnx_export.training.tracing import Sizes, Trace
+from lightning_ort.onnx_export.training.tracing import Trace
 from lightning_ort.onnx_export.training.verify import Difference, Task, rounding, verify
 
 log = logging.getLogger(__name__)
@@ -57,22 +57,6 @@ class ExportedTraining:
             return text
         saved, loss, state = decimal(2 * self.frozen), self.rounding.loss, self.rounding.state
         return f"{text}; float16 saves {saved}, and changes the loss by {loss:.2g} and the state by {state:.2g}"
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What is exported, and how."""
-
-    module: nn.Module
-    batch: Any
-    fields: Mapping[str, Tensor]
-    sizes: Sizes
-    optimizer: torch.optim.Optimizer | None
-    settings: Settings
-    dropout: bool
-    tolerance: float
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    halved: tuple[str, ...] = ()  # frozen parameters that are stored in float16
 
 
 def check_settings(
@@ -153,51 +137,42 @@ def export_training(
     check_module(module)
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    task = _task(module, data, optimizer, settings, sizes)
+    task = _task(module, optimizer, settings)
+    device = next(module.parameters()).device
+    batch = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, _first_batch(data))
+    fields = of_distinct_sizes(fields_of(batch))
+    chosen = chosen_sizes(fields, sizes)
     quiet = ("onnx_ir", "torch.export", "torch.fx")
     with left_alone(module, quiet), TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         if not module.training:  # parts that the user keeps in evaluation mode stay so
             module.train()
         if not dropout:
             _stop_dropping(module)
-        return _write(task, Path(temporary), folder)
+        accumulate, means = task.settings.accumulate, task.means
+        traces = traces_of(module, batch, fields, chosen, task.optimizer, accumulate, means=means)
+        return _write(task, traces, Path(temporary), folder)
 
 
-def _task(module: nn.Module, data: Any, optimizer: Any, settings: Any, sizes: Mapping[str, Any] | None) -> _Task:
+def _task(module: nn.Module, optimizer: Any, settings: Any) -> Task:
     clip_value, clip_algorithm, accumulate, dropout, tolerance, float16 = settings
     _check_dtypes(module)
     halved = check_halved(module) if float16 else ()
-    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
-    if not parameters:
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    if not trained:
         raise ExportFailed(f"{type(module).__name__} has no parameter that needs a gradient.")
-    device = next(iter(parameters.values())).device
-    batch = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, _first_batch(data))
-    found = fields_of(batch)
     scheduler = None
     if isinstance(optimizer, str):
         check_choice("optimizer", optimizer, (CONFIGURED, None))
         optimizer, scheduler = optimizers.configured(module)
-    read = None if optimizer is None else optimizers.read(optimizer, module, set(parameters), scheduler)
+    read = None if optimizer is None else optimizers.read(optimizer, module, trained, scheduler)
     if read is not None and any(optimizer.state.values()):  # SGD counts no steps, its Trainer does
         read = replace(read, step=max(read.step, int(getattr(module, "global_step", 0)), 1))
     if read is None and accumulate > 1:
         raise ValueError(
             "accumulate_grad_batches needs an optimizer; with optimizer=None add up the gradients yourself."
         )
-    fields = of_distinct_sizes(found)
-    chosen = chosen_sizes(fields, sizes)
-    return _Task(
-        module,
-        batch,
-        fields,
-        chosen,
-        optimizer,
-        Settings(read, clip_value, clip_algorithm, accumulate),
-        dropout,
-        tolerance,
-        parameters,
-        halved,
-    )
+    export = Settings(read, clip_value, clip_algorithm, accumulate)
+    return Task(module, optimizer, export, tolerance, halved, means=not dropout)
 
 
 def _check_dtypes(module: nn.Module) -> None:
@@ -244,19 +219,11 @@ def _first_batch(data: Any) -> Any:
     return data
 
 
-def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
-    traces = traces_of(
-        task.module,
-        task.batch,
-        task.fields,
-        task.sizes,
-        task.optimizer,
-        task.settings.accumulate,
-        means=not task.dropout,
-    )
+def _write(task: Task, traces: Mapping[str, Trace], temporary: Path, folder: Path) -> ExportedTraining:
     trained = traces["training"]
     task = replace(task, halved=tuple(name for name in task.halved if name not in trained.written))
-    state = files.state_of(task.parameters, _written(task.module, trained), task.settings)
+    parameters = {name: value for name, value in task.module.named_parameters() if value.requires_grad}
+    state = files.state_of(parameters, _written(task.module, trained), task.settings)
     name = f"{type(task.module).__module__}.{type(task.module).__qualname__}"
     frozen = [key for key, value in task.module.named_parameters() if key not in state]
     more: dict[str, Any] = {"module": name, "frozen": frozen, "float16": None}
@@ -264,20 +231,19 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
     # what is compared also returns the gradients
     compared = temporary / "compared"
     _write_folder(task, traces, limits, compared, state, more, returns_gradients=True)
-    checks = Task(task.module, task.optimizer, task.settings, task.tolerance, task.halved, not task.dropout)
     for kind, traced in traces.items():
-        limits[kind] = limits_of(compared, checks, kind, traced)
+        limits[kind] = limits_of(compared, task, kind, traced)
     difference, *_ = (
-        verify(compared, checks, kind, traced, batches_within(limits[kind], traced)) for kind, traced in traces.items()
+        verify(compared, task, kind, traced, batches_within(limits[kind], traced)) for kind, traced in traces.items()
     )
-    rounded = rounding(checks, trained, batches_within(limits["training"], trained)) if task.halved else None
+    rounded = rounding(task, trained, batches_within(limits["training"], trained)) if task.halved else None
     more["float16"] = None if rounded is None else {"loss": rounded.loss, "state": rounded.state}
     written = temporary / "written"
     models = _write_folder(task, traces, limits, written, state, more)
     exported = ExportedTraining(
         folder,
         tuple(models),
-        sum(value.numel() for value in task.parameters.values()),
+        sum(value.numel() for value in parameters.values()),
         sum(value.numel() for value in task.module.parameters() if not value.requires_grad),
         len(list(models["training"].model.graph)),
         sum(file.stat().st_size for file in written.iterdir()),
@@ -290,7 +256,7 @@ def _write(task: _Task, temporary: Path, folder: Path) -> ExportedTraining:
 
 
 def _write_folder(
-    task: _Task,
+    task: Task,
     traces: Mapping[str, Trace],
     limits: Mapping[str, Limits],
     folder: Path,

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from lightning_ort._imports import NAMESPACES, __version__
+from lightning_ort.onnx_export.export import versions
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import SUM, Model, Port, Settings
 from lightning_ort.onnx_export.training.specification import ABOUT, FORMAT, FROZEN, NEEDS, RUNNERS, STATE
@@ -108,7 +107,7 @@ def write_rest(
             for name, model in models.items()
         },
         "files": {name: _fingerprint(folder / name) for name in written},
-        "versions": _versions(),
+        "versions": versions(),
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
 
@@ -142,15 +141,6 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         while part := file.read(1 << 20):
             digest.update(part)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _versions() -> dict[str, str]:
-    import onnx
-    import onnxruntime
-
-    versions = {"lightning_ort": __version__}
-    versions |= {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime)}
-    return versions | {f.package: sys.modules[f.package].__version__ for f in NAMESPACES if f.imported}
 
 
 def put_in_place(written: Path, folder: Path) -> None:

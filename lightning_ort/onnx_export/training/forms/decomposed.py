@@ -134,13 +134,19 @@ def _product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype:
     return x if keepdim else x.squeeze(dim)
 
 
-def _cumulative_product(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    x, reach = (x if dtype is None else x.to(dtype)), 1
-    while x.dim() and reach < x.shape[dim]:
-        rest = x.shape[dim] - reach
-        x = torch.cat([x.narrow(dim, 0, reach), x.narrow(dim, reach, rest) * x.narrow(dim, 0, rest)], dim)
-        reach *= 2
-    return x * 1
+def _cumulative(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return what combines each entry with all before it, in steps that double."""
+
+    def function(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        x, reach = (x if dtype is None else x.to(dtype)), 1
+        while x.dim() and reach < x.shape[dim]:
+            rest = x.shape[dim] - reach
+            combined = combine(x.narrow(dim, reach, rest), x.narrow(dim, 0, rest))
+            x = torch.cat([x.narrow(dim, 0, reach), combined], dim)
+            reach *= 2
+        return x * 1
+
+    return function
 
 
 def _replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
@@ -150,17 +156,6 @@ def _replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
         places = [min(max(place, 0), size - 1) for place in range(-before, size + after)]
         x = x.index_select(dim, torch.tensor(places, device=x.device))
     return x
-
-
-def _log_cumulative_sum(x: Tensor, dim: int) -> Tensor:
-    reach = 1
-    while x.dim() and reach < x.shape[dim]:
-        rest = x.shape[dim] - reach
-        x = torch.cat(
-            [x.narrow(dim, 0, reach), torch.logaddexp(x.narrow(dim, reach, rest), x.narrow(dim, 0, rest))], dim
-        )
-        reach *= 2
-    return x * 1
 
 
 @in_parts(aten.embedding_renorm.default)
@@ -189,10 +184,10 @@ for _name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "neg", "
         if _overload in _many.overloads():
             in_parts(getattr(_many, _overload))(_of_each(_one))
 
-in_parts(aten.logcumsumexp.default, above_autograd=True)(_log_cumulative_sum)
+in_parts(aten.logcumsumexp.default, above_autograd=True)(_cumulative(torch.logaddexp))
 in_parts(aten.prod.default, above_autograd=True)(_product)
 in_parts(aten.prod.dim_int, above_autograd=True)(_product)
-in_parts(aten.cumprod.default, above_autograd=True)(_cumulative_product)
+in_parts(aten.cumprod.default, above_autograd=True)(_cumulative(torch.mul))
 for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
     in_parts(_op, above_autograd=True)(_replication_pad)
 in_parts(aten._cdist_forward.default, above_autograd=True)(_distances)
