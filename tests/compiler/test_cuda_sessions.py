@@ -198,7 +198,7 @@ def test_who_waits(on_torchs_stream: bool, cuda: FakeCuda) -> None:
     assert given == [None]  # onnxruntime's default is to wait
 
 
-def test_a_trial_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
+def test_timing_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
     runs: list[Any] = []
 
     def run(binding: Any, options: Any) -> None:

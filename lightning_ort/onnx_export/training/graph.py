@@ -112,6 +112,15 @@ class PortableGraph(GraphBuilder):
         found = flat.op("ScatterElements", rows, updates, axis=0, reduction="add")
         return found if depth == 1 else found.reshape(x.op("Shape"))
 
+    @override
+    def write_slice(self, x: Value, rank: int, axis: int, updates: Value, start: Any, step: Any = 1) -> Value:
+        length, count = (value.op("Shape", start=axis, end=axis + 1).squeeze(0) for value in (x, updates))
+        first = self.value(0 if start is None else start, torch.int64)
+        first = where(first < 0, first + length, first).max(0).min(length)
+        places = self.op("Range", 0, count, 1) * step + first
+        places = places.reshape([1] * axis + [-1] + [1] * (rank - axis - 1)).expand(updates.op("Shape"))
+        return x.op("ScatterElements", places, updates, axis=axis)
+
     def number(self, expression: Any) -> Value:
         """A number that is computed from sizes: an int64 scalar, or a float64 one."""
         if expression not in self._sizes:

@@ -5,8 +5,8 @@
 - :mod:`.decomposed`: backward operations as functions of others, which torch traces instead
 - :mod:`.resampled`: average pooling and interpolation
 - :mod:`.contributed`: gelu, matrix products and empty tensors
-- :mod:`.slices`: what is written to; :mod:`.random`: random numbers; :mod:`.sums`: sums at repeated places
+- :mod:`.random`: random numbers; :mod:`.sums`: sums at repeated places
 - :mod:`.sequences`: CTC and packed sequences
 """
 
-from lightning_ort.onnx_export.training.forms import contributed, decomposed, random, resampled, sequences, slices, sums  # noqa: F401  (they register their functions)
+from lightning_ort.onnx_export.training.forms import contributed, decomposed, random, resampled, sequences, sums  # noqa: F401  (they register their functions)

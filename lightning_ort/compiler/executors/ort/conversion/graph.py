@@ -384,6 +384,10 @@ class GraphBuilder:
             raise Unsupported(f"{what}: onnxruntime's threads lose parts of large sums at repeated places")
         return x.op("ScatterND", self.rows(places), updates, reduction="add")
 
+    def write_slice(self, x: Value, rank: int, axis: int, updates: Value, start: Any, step: Any = 1) -> Value:
+        """Replace the entries of a dimension from ``start`` on, where sizes or bounds are symbolic."""
+        raise Unsupported("writing to a slice of symbolic size", ReasonType.DYNAMIC_SHAPE)  # torch's kernel is faster
+
     def rows(self, places: Sequence[Value]) -> Value:
         """Index tensors of one shape as the rows [..., k] that GatherND and ScatterND take."""
         rows = [value.unsqueeze(-1) for value in places]

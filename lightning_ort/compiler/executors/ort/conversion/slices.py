@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion.checks import (
+    axis_of,
     front,
     inverse,
     refuse_scalars,
@@ -15,13 +16,17 @@ from lightning_ort.compiler.executors.ort.conversion.checks import (
 )
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import write_rows
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 
 aten = torch.ops.aten
 
 WRITTEN = "writing to a slice"
+
+
+def _is_known(*arguments: Any) -> bool:
+    return static([each for each in arguments if each is not None])
 
 
 def _slice(x: fx.Node, dim: int, start: Any, end: Any, step: Any) -> tuple[int, int, int, int]:
@@ -56,8 +61,12 @@ def slice_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Any, dim: int, start: Any, end: Any, step: Any
 ) -> Value:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
+    value, rank, axis = ctx.value(grad), rank_of(grad), axis_of(dim, rank_of(node))
+    whole = () if step == 1 else shape_of(grad)
+    if not _is_known(shape_of(node)[axis], shape_of(grad)[axis], start, end, step, *whole):
+        zeros = ctx.const(0, dtype_of(node)).expand(ctx.sizes(input_sizes))
+        return ctx.write_slice(zeros, rank, axis, value.cast(dtype_of(node)), start, step)
     axis, size, first, _ = _slice(node, dim, start, end, step)
-    value, rank = ctx.value(grad), rank_of(grad)
     _, length = static_axis(grad, axis, WRITTEN)
     if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
         spread = static_sizes(shape_of(grad), WRITTEN)
@@ -73,8 +82,13 @@ def select_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
 ) -> Value:
     """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
-    axis, size, position = _entry(node, dim, index)
-    return _pad(ctx.value(grad).unsqueeze(axis), rank_of(node), axis, position, size - position - 1)
+    axis, rank = axis_of(dim, rank_of(node)), rank_of(node)
+    value = ctx.value(grad).unsqueeze(axis)
+    if not _is_known(shape_of(node)[axis], index):
+        zeros = ctx.const(0, dtype_of(node)).expand(ctx.sizes(input_sizes))
+        return ctx.write_slice(zeros, rank, axis, value.cast(dtype_of(node)), index)
+    _, size, position = _entry(node, dim, index)
+    return _pad(value, rank, axis, position, size - position - 1)
 
 
 def _replace(x: Value, source: Value, axis: int, size: int, first: int, last: int) -> Value:
@@ -96,8 +110,10 @@ def slice_scatter(
     step: Any = 1,
 ) -> Value:
     """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
-    axis, size, first, last = _slice(x, dim, start, end, step)
-    value, source = ctx.value(x), ctx.value(src, dtype_of(x))
+    value, source, axis = ctx.value(x), ctx.value(src, dtype_of(x)), axis_of(dim, rank_of(x))
+    if not _is_known(shape_of(x)[axis], start, end, step):
+        return ctx.write_slice(value, rank_of(x), axis, source, start, step)
+    _, size, first, last = _slice(x, dim, start, end, step)
     if step == 1:
         return _replace(value, source, axis, size, first, last)
     rows = ctx.const([[position] for position in range(first, last, step)], torch.int64)
@@ -107,8 +123,12 @@ def slice_scatter(
 @converts(aten.select_scatter.default)
 def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> Value:
     """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
-    axis, size, position = _entry(x, dim, index)
-    return _replace(ctx.value(x), ctx.value(src, dtype_of(x)).unsqueeze(axis), axis, size, position, position + 1)
+    axis = axis_of(dim, rank_of(x))
+    value, source = ctx.value(x), ctx.value(src, dtype_of(x)).unsqueeze(axis)
+    if not _is_known(shape_of(x)[axis], index):
+        return ctx.write_slice(value, rank_of(x), axis, source, index)
+    _, size, position = _entry(x, dim, index)
+    return _replace(value, source, axis, size, position, position + 1)
 
 
 # diagonals and triangles
