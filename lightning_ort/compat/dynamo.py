@@ -174,6 +174,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> I
                 "trace_numpy": False,
                 # otherwise an `assert` of a tensor is a RuntimeError
                 "rewrite_assert_with_torch_assert": False,
+                # otherwise each call of a graph has two more, for torch's profiler
+                "record_runtime_overhead": False,
                 # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keeps it out
                 "allow_rnn": True,
             }
@@ -262,12 +264,41 @@ def region_of(compiled: Any) -> Region:
 _NO_PLAIN_CALL = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 
 
-def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., Any]:
-    """Return a function that does what a :func:`compile_isolated` method does, now that it is compiled (torch 2.13).
+class WithoutWrapper:
+    """A method of :func:`compile_isolated`, now that it is compiled, without dynamo's wrapper (torch 2.13).
 
-    Where the guards of what dynamo has compiled hold, it calls that at once: dynamo's wrapper around each call takes
-    30 microseconds, the guards of a small module 3. Elsewhere, or after a graph break, it calls ``compiled``: without
-    dynamo's wrapper the functions that go on after a break, and what they call, would run uncompiled.
+    Where the guards of what dynamo has compiled hold, that is called at once: dynamo's wrapper around each call takes
+    30 microseconds, the guards of a small module 3. Elsewhere the compiled method is called.
+
+    Attributes:
+        owner: The object of the method.
+
+    """
+
+    def __init__(self, compiled: Callable[..., Any], owner: Any, names: tuple[str, ...], found: list[Any]) -> None:
+        self.owner = owner
+        self._compiled, self._names, self._found = compiled, names, found
+
+    def find(self, args: tuple[Any, ...]) -> FunctionType | None:
+        """Return what dynamo has compiled for a call with these arguments; it takes the method's owner before them."""
+        if len(args) + 1 == len(self._names) and eval_frame._stance.stance == "default":
+            variables = dict(zip(self._names, (self.owner, *args), strict=True))
+            for guards, run in self._found:
+                if guards.cache_entry is not None and guards.check(variables):  # none: what it guards is gone
+                    return run
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        if not kwargs and (run := self.find(args)) is not None:
+            return run(self.owner, *args)
+        return self._compiled(*args, **kwargs)
+
+
+def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., Any]:
+    """Return a :class:`WithoutWrapper` of a method, or, after a graph break, the compiled method itself (torch 2.13).
+
+    Without dynamo's wrapper the functions that go on after a break, and what they call, would run uncompiled.
     """
     function, region = getattr(method, "__func__", None), getattr(compiled, "_isolate_recompiles_id", None)
     if region is None or not isinstance(function, FunctionType):
@@ -283,17 +314,8 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
             return compiled
         run = FunctionType(own, function.__globals__, function.__name__, function.__defaults__)
         found.append((entry.guard_manager, run))
-    names, owner = code.co_varnames[: code.co_argcount], method.__self__
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) + 1 == len(names) and eval_frame._stance.stance == "default":
-            variables = dict(zip(names, (owner, *args), strict=True))
-            for guards, run in found:
-                if guards.cache_entry is not None and guards.check(variables):  # none: what it guards is gone
-                    return run(owner, *args)
-        return compiled(*args, **kwargs)
-
-    return call if found else compiled
+    names = code.co_varnames[: code.co_argcount]
+    return WithoutWrapper(compiled, method.__self__, names, found) if found else compiled
 
 
 def _is_of(code: CodeType, region: Region) -> bool:

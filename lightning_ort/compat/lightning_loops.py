@@ -25,6 +25,11 @@ def current_batch(trainer: Any) -> Any:
     return getattr(trainer._results, "batch", None)
 
 
+def after_closure(precision: Any, module: Any, optimizer: Any) -> None:
+    """Call the hooks between a backward pass and the optimizer's step, and clip."""
+    precision._after_closure(module, optimizer)
+
+
 def says_each_call(namespace: LightningNamespace) -> Callable[[], bool]:
     """Return a function that tells whether Lightning logs each call of a hook now."""
     log: logging.Logger = namespace.submodule("trainer.call").log

@@ -1,23 +1,26 @@
-"""The update of one of torch's fused optimizers on a CPU, without what torch has around its kernels: :func:`update`.
+"""The update of one of torch's fused optimizers on a CPU, without what torch has around its kernels.
 
 Eight tensors of up to 4,096 elements took 66 microseconds in ``step``, of which the kernels take 22. The kernels open a
 parallel region for each tensor, whatever its size, and wake all threads for it: that takes longer than a small update,
 and while other programs use the cores it takes milliseconds. So small tensors are updated by one thread.
 """
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
+from lightning_ort.compat.autograd import without_gradients
 from lightning_ort.compat.torch_optimizers import FUSED_KERNELS, note_step, only_step_hooks
-from lightning_ort.compiler.machine.openmp import one_thread
+from lightning_ort.compiler.machine.openmp import OneThread
 
 # elements of a tensor that one thread updates in less time than it takes to wake another
 SMALL = 2**15
 
 _ADAM = ("exp_avg", "exp_avg_sq", "step")
+_AMSGRAD = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 _STATES: Mapping[type[optim.Optimizer], tuple[str, ...]] = {
     optim.Adam: _ADAM,
     optim.AdamW: _ADAM,
@@ -34,7 +37,7 @@ _SETTINGS: Mapping[type[optim.Optimizer], tuple[str, ...]] = {
 _ONE = torch.ones(())
 _Call = tuple[Callable[..., Any], list[list[Tensor]], dict[str, Any], bool]  # kernel, tensors, settings, on one thread
 
-# marks the hook of an optimizer's step that :func:`update` calls by itself: the attribute has what it does
+# marks the hook of an optimizer's step that :class:`FusedUpdate` calls by itself: the attribute has what it does
 CHECK = "before_fused_update"
 
 
@@ -48,63 +51,107 @@ def may_update(optimizer: optim.Optimizer) -> bool:
     return True
 
 
-def update(optimizer: optim.Optimizer) -> bool:
-    """Do what ``optimizer.step()`` does, if :func:`may_update`; return whether it was done.
+class FusedUpdate:
+    """Does what ``optimizer.step()`` does, if :func:`may_update`, with lists that are made once.
 
-    The first step of a parameter, which makes its states, is left to torch.
+    Args:
+        optimizer: The optimizer.
+
     """
-    kind = type(optimizer)
-    for hook in only_step_hooks(optimizer) or ():
-        getattr(hook, CHECK)()
-    calls: list[_Call] = []
-    for group in optimizer.param_groups:
-        if not group.get("fused") or not _add_calls(calls, kind, group, optimizer.state):
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups: list[_Group] = []
+        self._seen: list[Any] = []  # parameters, and their states
+
+    def __call__(self) -> bool:
+        """Update; return whether it was done: the first step of a parameter, which makes its states, is torch's."""
+        optimizer = self.optimizer
+        for hook in only_step_hooks(optimizer) or ():
+            getattr(hook, CHECK)()
+        calls = self._calls()
+        if calls is None:
             return False
-    with torch.no_grad():
-        for kernel, tensors, settings, is_small in calls:
-            if kind is not optim.SGD:
-                steps = tensors[-1]
-                torch._foreach_add_(steps, [_ONE] * len(steps))  # to add a number takes three times as long
-            if is_small:
-                with one_thread():
+        adds = type(optimizer) is not optim.SGD
+        with without_gradients():
+            for kernel, tensors, settings, is_small in calls:
+                if adds:
+                    steps = tensors[-1]
+                    torch._foreach_add_(steps, [_ONE] * len(steps))  # to add a number takes three times as long
+                if is_small:
+                    with OneThread():
+                        kernel(*tensors, **settings)
+                else:
                     kernel(*tensors, **settings)
-            else:
-                kernel(*tensors, **settings)
-    note_step(optimizer)
-    return True
+        note_step(optimizer)
+        return True
+
+    def _calls(self) -> list[_Call] | None:
+        states, groups, kind = self.optimizer.state, self.optimizer.param_groups, type(self.optimizer)
+        seen = [*states, *states.values()]
+        for group in groups:
+            seen += group["params"]
+        is_known = len(seen) == len(self._seen) and len(groups) == len(self._groups)
+        if not is_known or not all(map(operator.is_, seen, self._seen)):
+            self._seen, self._groups = seen, [_Group(kind, group, states) for group in groups]
+        calls: list[_Call] = []
+        for index, group in enumerate(groups):
+            names = _STATES[kind]
+            if kind is optim.SGD and not group["momentum"]:
+                names = ()
+            elif names is _ADAM and group["amsgrad"]:
+                names = _AMSGRAD
+            if not self._groups[index].add_calls(calls, names, group):
+                self._groups[index] = one = _Group(kind, group, states)
+                if not one.add_calls(calls, names, group):
+                    return None
+        return calls
 
 
-def _add_calls(calls: list[_Call], kind: type, group: dict[str, Any], states: Mapping[Tensor, Any]) -> bool:
-    """Add the calls of kernels for a group; return whether there are only such as torch would make."""
-    settings = {name: group[name] for name in _SETTINGS[kind]}
-    kernel, names = FUSED_KERNELS[kind], _STATES[kind]
-    if kind is optim.SGD:
-        settings["is_first_step"] = False
-        names = names if group["momentum"] else ()
-    elif kind is not optim.Adagrad:
-        settings["beta1"], settings["beta2"] = group["betas"]
-        if group["amsgrad"]:
-            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-        if group["decoupled_weight_decay"]:
-            kernel = FUSED_KERNELS[optim.AdamW]
-    if group.get("capturable") or Tensor in map(type, settings.values()):  # torch converts it first
-        return False
-    rows: tuple[list[Any], list[Any]] = ([], [])  # of large tensors and of small ones
-    for p in group["params"]:
-        if (gradient := p.grad) is not None:
-            if not names:
-                row = [p, gradient]
-            elif not (own := states.get(p)) or own[names[0]] is None:
-                return False
-            else:
-                row = [p, gradient, *map(own.__getitem__, names)]
-            rows[p.numel() <= SMALL].append(row)
-    for is_small, found in enumerate(rows):
-        if found:
-            tensors = [*map(list, zip(*found, strict=True))]
+class _Group:
+    """The lists of one group of parameters."""
+
+    def __init__(self, kind: Any, group: dict[str, Any], states: Mapping[Tensor, Any]) -> None:
+        self._kind = kind
+        self._without = [p for p in group["params"] if p.grad is None]
+        self._parts: list[tuple[list[Tensor], list[Any], bool]] = []  # parameters, their states, whether they are small
+        rows = [(p, states.get(p) or {}) for p in group["params"] if p.grad is not None]
+        for is_small in (False, True):
+            if part := [row for row in rows if (row[0].numel() <= SMALL) == is_small]:
+                self._parts.append(([p for p, _ in part], [own for _, own in part], is_small))
+
+    def add_calls(self, calls: list[_Call], names: Sequence[str], group: dict[str, Any]) -> bool:
+        """Add the calls of kernels; return whether there are only such as torch would make, for what is known here."""
+        kind = self._kind
+        settings = {name: group[name] for name in _SETTINGS[kind]}
+        kernel = FUSED_KERNELS[kind]
+        if kind is optim.SGD:
+            settings["is_first_step"] = False
+        elif kind is not optim.Adagrad:
+            settings["beta1"], settings["beta2"] = group["betas"]
+            if group["decoupled_weight_decay"]:
+                kernel = FUSED_KERNELS[optim.AdamW]
+        if not group.get("fused") or group.get("capturable") or Tensor in map(type, settings.values()):
+            return False  # torch converts it first
+        if self._without and not _NOTHING.issuperset(map(type, map(_GRAD, self._without))):
+            return False
+        own_calls: list[_Call] = []
+        for parameters, owns, is_small in self._parts:
+            tensors = [parameters, [*map(_GRAD, parameters)]]
+            for name in names:
+                tensors.append([*map(_STATE[name], owns)])
+            for one in tensors[1:]:
+                if not _TENSOR.issuperset(map(type, one)):
+                    return False
             if not names:
                 tensors.append([])
-            elif kind in (optim.Adam, optim.AdamW) and not group["amsgrad"]:
+            elif kind in (optim.Adam, optim.AdamW) and len(names) == len(_ADAM):
                 tensors.insert(4, [])
-            calls.append((kernel, tensors, settings, bool(is_small)))
-    return True
+            own_calls.append((kernel, tensors, settings, is_small))
+        calls += own_calls
+        return True
+
+
+_GRAD = operator.attrgetter("grad")
+_STATE = {name: operator.methodcaller("get", name) for names in _STATES.values() for name in (*names, "max_exp_avg_sq")}
+_TENSOR, _NOTHING = frozenset({Tensor}), frozenset({type(None)})

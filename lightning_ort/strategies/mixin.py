@@ -29,7 +29,7 @@ from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_depre
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
-from lightning_ort.optim.fused_update import may_update, update
+from lightning_ort.optim.fused_update import FusedUpdate, may_update
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for, advice_on_time
@@ -107,6 +107,7 @@ class ORTMixin(_Strategy):
         self._lean = Lean()
         self._accelerator_of_trainer: Accelerator | None = None
         self._updates = False  # whether the update may be called without the closure
+        self._update: FusedUpdate | None = None
 
     @classmethod
     def _check_arguments(cls, given: Mapping[str, Any]) -> None:
@@ -159,6 +160,7 @@ class ORTMixin(_Strategy):
     @override
     def teardown(self) -> None:
         self._lean.teardown()
+        self._update = None
         self._memory.teardown()
         self._masks.teardown()
         self._batches.teardown()
@@ -196,6 +198,24 @@ class ORTMixin(_Strategy):
         with self._capture.step("training_step"):
             return super().training_step(*args, **kwargs)
 
+    @property
+    def is_stock_step(self) -> bool:
+        """Whether a step is what Lightning and this class make of it, and its update may be called directly."""
+        return self._updates and all(
+            getattr(type(self), name) is getattr(ORTMixin, name) for name in ("training_step", "optimizer_step")
+        )
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the parts of the next step are timed, as Lightning calls them."""
+        return self._times.steps + 1 >= self._times.next_look
+
+    def direct_step(self, args: tuple[Any, ...]) -> Any:
+        """Do what :meth:`training_step` does, where neither a clock nor a precision plugin is around it."""
+        self._masks.begin_step()
+        self._times.steps += 1
+        return self._capture.training_step(self.lightning_module, args)
+
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         return self._capture.backward(super().backward, *args, **kwargs)
@@ -205,9 +225,15 @@ class ORTMixin(_Strategy):
         if kwargs or not self._updates or not may_update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = closure_of_step(self.precision_plugin, model or self.lightning_module, optimizer, closure)
-        if not update(optimizer):
-            optimizer.step()
+        self.update(optimizer)
         return result
+
+    def update(self, optimizer: Any) -> None:
+        """Do what ``optimizer.step()`` does, where :func:`may_update` has allowed it before the step."""
+        if self._update is None or self._update.optimizer is not optimizer:
+            self._update = FusedUpdate(optimizer)
+        if not self._update():
+            optimizer.step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +280,7 @@ class ORTMixin(_Strategy):
         state = super().__getstate__()
         # a copy of the strategy has its own
         parts = ("_memory", "_masks", "_batches", "_times", "_capture", "_delivery", "_lean")
-        return {**state, **{name: copy.copy(state[name]) for name in parts}}
+        return {**state, "_update": None, **{name: copy.copy(state[name]) for name in parts}}
 
 
 def _keywords_of(kind: type[ORTMixin]) -> list[str]:

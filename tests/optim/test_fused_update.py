@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from lightning_ort.optim import fused, fused_update
-from lightning_ort.optim.fused_update import may_update, update
+from lightning_ort.optim.fused_update import FusedUpdate, may_update
 
 CASES: dict[str, Any] = {
     "adamw": functools.partial(optim.AdamW, lr=0.01),
@@ -50,7 +50,7 @@ def test_updates_and_states_are_those_of_torch(make: Any) -> None:
 
     def direct(optimizer: optim.Optimizer) -> None:
         assert may_update(optimizer)
-        updated.append(update(optimizer))
+        updated.append(FusedUpdate(optimizer)())
         if not updated[-1]:
             optimizer.step()
 
@@ -83,7 +83,7 @@ def test_steps_of_small_tensors_use_one_thread(monkeypatch: pytest.MonkeyPatch) 
     try:
         module(torch.randn(4, 8)).sum().backward()
         optimizer.step()
-        assert update(optimizer)
+        assert FusedUpdate(optimizer)()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -109,9 +109,9 @@ def test_what_is_more_than_the_kernels_is_left_to_torch() -> None:
 
     assert not may_update(Own(module.parameters(), fused=True))
     module(torch.randn(4, 8)).sum().backward()
-    assert not update(optim.AdamW(module.parameters(), fused=True))  # which has no states yet
+    assert not FusedUpdate(optim.AdamW(module.parameters(), fused=True))()  # which has no states yet
     optimizer.step()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    assert not update(optimizer)
+    assert not FusedUpdate(optimizer)()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert not may_update(optimizer)

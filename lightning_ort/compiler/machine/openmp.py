@@ -8,8 +8,7 @@ that ends the workers, which takes 40 microseconds; torch's next operation start
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,22 +36,24 @@ def _pause_function() -> Callable[[int], int] | None:
     return pause
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within the block torch's operations of this thread use no other one.
+class OneThread:
+    """A context in which torch's operations of this thread use no other one.
 
     ``torch.set_num_threads`` is for the whole process, whose threads that begin meanwhile would keep it.
     """
-    functions = _num_threads_functions()
-    before = 1 if functions is None else functions[0]()
-    if functions is None or before == 1:
-        yield
-        return
-    functions[1](1)
-    try:
-        yield
-    finally:
-        functions[1](before)
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        functions = _num_threads_functions()
+        self._before = 1 if functions is None else functions[0]()
+        if functions is not None and self._before != 1:
+            functions[1](1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        functions = _num_threads_functions()
+        if functions is not None and self._before != 1:
+            functions[1](self._before)
 
 
 @functools.cache

@@ -208,6 +208,17 @@ class StepAudit:
             self._count_unknown(error.strerror or str(error))
         return self.audit is not None
 
+    def passes(self) -> bool:
+        """Count a captured step that is not to be audited; return whether it is one."""
+        epoch = self._run.module.trainer.current_epoch
+        if self.audit is not None or not (
+            self._off or not self._schedule.is_due(self._steps + 1, epoch) or self._would_disturb
+        ):
+            return False
+        self._steps += 1
+        self._captured += 1
+        return True
+
     @property
     def _would_disturb(self) -> bool:
         """Whether something is timed that an audit would make slower, which writes to memory shared with a copy."""

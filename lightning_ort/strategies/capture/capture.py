@@ -95,6 +95,12 @@ class Capture:
             return _NO_CONTEXT
         return step
 
+    def training_step(self, module: Any, args: tuple[Any, ...]) -> Any:
+        """Run the training step of the strategy's module, captured or not."""
+        if not self._active or (step := self._steps["training_step"]).passes():
+            return module.training_step(*args)
+        return step.run(args)
+
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step."""
         if not self._active:

@@ -16,6 +16,7 @@ class CompiledWays:
     def __init__(self, before_freeing: Callable[[], None]) -> None:
         self._before_freeing = before_freeing
         self._functions: dict[Way, Callable[..., Any]] = {}
+        self.settled: dict[Way, Any] = {}  # what calls them while nothing changes
         self._lost: list[Callable[..., Any]] = []  # of ways that do not run any more; their graphs are freed
         self._graphs: defaultdict[Way, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
 
@@ -35,6 +36,8 @@ class CompiledWays:
     def free_lost(self, living: set[Way]) -> bool:
         """Free what was compiled for ways that do not run any more; return whether there was any."""
         lost = self._functions.keys() - living
+        for way in lost:
+            self.settled.pop(way, None)
         if lost == self._functions.keys():
             return self.release(lost)
         if lost:
@@ -49,6 +52,7 @@ class CompiledWays:
 
     def release(self, ways: Iterable[Way] | None = None) -> bool:
         """Free what was compiled for ways, by default for all, with dynamo's code; return whether there was any."""
+        self.settled.clear()
         wanted = self._functions.keys() if ways is None else self._functions.keys() & set(ways)
         released = [self._functions.pop(way) for way in list(wanted)]
         if not self._functions:

@@ -1,12 +1,19 @@
 """What a step is seen to do while it still runs unchanged: :class:`FirstSteps`."""
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
+from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import WatchedCalls, next_number
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.fallbacks import SECOND_GRADIENT
+from lightning_ort.strategies.capture.shims import given_iterator
 from lightning_ort.strategies.race.failures import OWN_GRADIENT
+from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.race import FIRST
+from lightning_ort.strategies.race.terms import Way
+from lightning_ort.strategies.race.view import STAYS
 
 WATCHED = 16  # steps: what happens in later ones only is found out when it is captured
 LATE_SECOND_GRADIENT = (
@@ -69,3 +76,30 @@ class UserStep(NamedTuple):
     def function(self) -> Any:
         """It without its object, if it is a method."""
         return getattr(self.call, "__func__", self.call)
+
+    def first_way(self, module: Any, name: str, batch: Any) -> Way | None:
+        """Return how the step of a :class:`~.module.CapturedModule` is captured at first, if it can be."""
+        part = module.part
+        if part == "step":
+            if dynamo.is_wrapped(self.call):
+                module.record_choice(name, ReasonType.ALREADY_COMPILED, STAYS)
+                return None
+            if not isinstance(self.function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
+                part = "modules"
+            elif given_iterator(batch[0]):
+                module.record_choice(name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
+                part = "modules"
+        if part is None:
+            return None
+        return Way("ort", part, 1 if name == TRAINING and part == "step" else 2)
+
+    def unchanged_steps(self, module: Any, name: str) -> int:
+        """How many steps run unchanged in any case: one of several shows the user's errors before anything compiles."""
+        if module.saves_memory(name):
+            return 0  # which may be all that there is no memory for
+        if module.is_amortized:
+            return FIRST
+        if self.first.seen:
+            return 0
+        left = module.steps_left(name, 0)
+        return int(left is None or left > 1 or module.takes_gradients)

@@ -140,6 +140,8 @@ class DeferredLogger:
 
     def end_step(self) -> None:
         """Make the calls that are left."""
+        if not (self.calls or self.made):
+            return
         try:
             self.replay()
         finally:
@@ -228,6 +230,20 @@ class Shims:
                 del attributes[name]
             else:
                 attributes[name] = before
+
+    def needed(self, holds: Callable[[], bool]) -> "Shims":
+        """Return those shims without which something does not hold."""
+        found = Shims()
+        entries = found._entries = [*self._entries]
+        for index in reversed(range(len(entries))):
+            entry = entries.pop(index)
+            found.install()
+            try:
+                if not holds():
+                    entries.insert(index, entry)
+            finally:
+                found.remove()
+        return found
 
     @contextmanager
     def removed(self) -> Iterator[None]:

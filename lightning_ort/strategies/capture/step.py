@@ -17,7 +17,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,15 +42,16 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.shims import MISSING, Shims, given_iterator, restore_attribute
+from lightning_ort.strategies.capture.settled import SettledCall
+from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.race import FIRST, NO_LIMIT, Race
+from lightning_ort.strategies.race.race import NO_LIMIT, Race
 from lightning_ort.strategies.race.run_facts import is_announced
 from lightning_ort.strategies.race.settings import share_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.turn import Turn
-from lightning_ort.strategies.race.view import STAYS, RaceView
+from lightning_ort.strategies.race.view import RaceView
 from lightning_ort.strategies.race.ways import Ways, challengers
 
 QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
@@ -88,7 +88,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn = Turn()
         self._recompiling = []
         if self._race is not None and self._race_settings() == (self._race.share, self._race.measured):
-            self._race.begin_run(self._unchanged_steps())
+            self._race.begin_run(self._user.unchanged_steps(self._module, self._name))
         else:
             self._race = None
 
@@ -113,10 +113,17 @@ class CapturedStep(AbstractContextManager[None]):
         turn.steps += 1
         return True
 
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Run the step, not by the module's attribute."""
+        step = getattr(self._module.module, self._name)
+        if step != self._user.call:  # bound methods are equal if function and object are the same
+            self._user = self._prepare(step)
+        return self._run(*args)
+
     @override
     def __enter__(self) -> None:
         step = getattr(self._module.module, self._name)
-        if step != self._user.call:  # bound methods are equal if function and object are the same
+        if step != self._user.call:
             self._user = self._prepare(step)
         attributes = vars(self._module.module)
         self._before = attributes.get(self._name, MISSING)
@@ -187,31 +194,17 @@ class CapturedStep(AbstractContextManager[None]):
         return True
 
     def _new_race(self, batch: Any) -> Race | None:
-        first = self._first_way(batch)
+        first = self._user.first_way(self._module, self._name, batch)
         if first is None:
             return None
         module = self._module
         self._ways = Ways(module, self._name, batch)
         ways, (share, measured) = challengers(module, self._name, first), self._race_settings()
-        self._race = Race(ways, share, self._ways.expect, measured, self._agree, self._unchanged_steps())
+        self._race = Race(
+            ways, share, self._ways.expect, measured, self._agree, self._user.unchanged_steps(self._module, self._name)
+        )
         module.enters(self._name, self._race)
         return self._race
-
-    def _first_way(self, batch: Any) -> Way | None:
-        """How the step is captured at first, if it can be."""
-        module, function, part = self._module, self._user.function, self._module.part
-        if part == "step":
-            if dynamo.is_wrapped(self._user.call):
-                module.record_choice(self._name, ReasonType.ALREADY_COMPILED, STAYS)
-                return None
-            if not isinstance(function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
-                part = "modules"
-            elif given_iterator(batch[0]):
-                module.record_choice(self._name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
-                part = "modules"
-        if part is None:
-            return None
-        return Way("ort", part, 1 if self._name == TRAINING and part == "step" else 2)
 
     def _race_settings(self) -> tuple[float, bool]:
         module = self._module
@@ -219,21 +212,8 @@ class CapturedStep(AbstractContextManager[None]):
             return NO_LIMIT, False
         return share_for(module.config, module.device), module.is_measured
 
-    def _unchanged_steps(self) -> int:
-        """How many steps run unchanged in any case: one of several shows the user's errors before anything compiles."""
-        module = self._module
-        if module.saves_memory(self._name):
-            return 0  # which may be all that there is no memory for
-        if module.is_amortized:
-            return FIRST
-        if self._user.first.seen:
-            return 0
-        left = module.steps_left(self._name, 0)
-        return int(left is None or left > 1 or module.takes_gradients)
-
     def _agree(self, key: str, figures: Any) -> Any:
-        agree = self._module.agree
-        return figures if agree is None else agree(f"{self._name}/{key}", dict(figures))
+        return figures if (agree := self._module.agree) is None else agree(f"{self._name}/{key}", dict(figures))
 
     def _tell(self, race: Race) -> None:
         """Tell the race how the last steps went."""
@@ -269,6 +249,11 @@ class CapturedStep(AbstractContextManager[None]):
     def _run_on(self, way: Way, *args: Any, **kwargs: Any) -> Any:
         if way is UNCHANGED:
             return self._run_unchanged(*args, **kwargs)
+        if not kwargs and (found := self._run_settled(way, args)) is not None:
+            return found[0]
+        return self._run_watched(way, *args, **kwargs)
+
+    def _run_watched(self, way: Way, *args: Any, **kwargs: Any) -> Any:
         module, turn = self._module, self._turn
         if ENGINES[way.engine].records:
             if not module.may_record(self._name):
@@ -276,6 +261,7 @@ class CapturedStep(AbstractContextManager[None]):
                 turn.counts = False
                 return self._user.call(*args, **kwargs)
             module.recorded.begin_step(self._name == TRAINING)
+        self._compiled.settled.pop(way, None)
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
         if module.running is not self:
@@ -305,14 +291,29 @@ class CapturedStep(AbstractContextManager[None]):
             self._close_call(error)
             raise
         differs = self._audit.after_step(output) if self._audit.audit is not None else ""
-        if (logger := module.shims.logger).calls or logger.made:
-            logger.end_step()
+        module.shims.logger.end_step()
         if module.monitor.saw_compile:
             self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
+        elif isinstance(call, dynamo.WithoutWrapper) and not self._failures:
+            self._compiled.settled[way] = SettledCall(call, module.shims)
         if differs:
             self._leave_as_wrong(differs)
         return output
+
+    def _run_settled(self, way: Way, args: tuple[Any, ...]) -> tuple[Any] | None:
+        """Run what is compiled already, if nobody has to watch; return its output."""
+        module = self._module
+        settled = self._compiled.settled.get(way)
+        if settled is None or module.optimizers is not lightning_optimizers(module.strategy):
+            return None
+        if module.running is not self:
+            module.runs(self)
+        try:
+            return settled(args, self._audit.passes)
+        except BaseException as error:
+            self._close_call(error)
+            raise
 
     def _run_unchanged(self, *args: Any, **kwargs: Any) -> Any:
         first, module = self._user.first, self._module

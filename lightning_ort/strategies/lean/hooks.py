@@ -12,7 +12,7 @@ from lightning_ort.strategies.lean.bars import Bars
 
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_ort")
-_OF_MODULES = ("log", "configure_gradient_clipping", "clip_gradients", "optimizer_zero_grad")
+_OF_MODULES = ("log", "configure_gradient_clipping", "clip_gradients", "optimizer_zero_grad", "optimizer_step")
 
 
 class Hooks:

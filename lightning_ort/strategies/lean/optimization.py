@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, lightning_optimizers
 from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.strategies.capture.shims import MISSING, restore_attribute
+from lightning_ort.strategies.lean.direct import SKIPPED
 from lightning_ort.strategies.lean.run import LeanObject, LeanRun
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class LeanClosure(Closure):
             loop.refuse_skipped_step()
         result = loop.output_result_cls.from_training_step_output(output, loop.trainer.accumulate_grad_batches)
         if (loss := result.closure_loss) is None:
-            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+            self.warning_cache.warn(SKIPPED)
         if self._drops:
             loop.drop_gradients(self._optimizer, self._batch_idx)
         if loss is not None:
@@ -62,6 +63,8 @@ class LeanAutomatic(LeanObject, _AutomaticOptimization):
         lean, trainer = self._lean, self.trainer
         if not lean.on or self._skip_backward or trainer.accumulate_grad_batches != 1:
             return super().run(optimizer, batch_idx, kwargs)
+        if lean.direct.may_run(optimizer):
+            return lean.direct.run(self, optimizer, batch_idx, tuple(kwargs.values()))
         closure = lean.closure_class(lean, self, optimizer, batch_idx, kwargs.values())
         steps, module = self.optim_progress.optimizer.step, lean.module
         steps.total.ready += 1

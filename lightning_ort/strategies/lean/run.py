@@ -8,6 +8,7 @@ import torch
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, says_each_call, transfer_batch
 from lightning_ort.strategies.lean.bars import Bars
+from lightning_ort.strategies.lean.direct import DirectStep
 from lightning_ort.strategies.lean.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class LeanRun:
     values: Any = None  # what a batch has logged, until somebody reads it
 
     def __init__(self, namespace: LightningNamespace, trainer: "pl.Trainer", strategy: "Strategy") -> None:
+        self.namespace = namespace
         self.trainer: Any = trainer  # its attributes are set by its connectors
         self.strategy = strategy
         self.module: Any = strategy.lightning_module
@@ -33,6 +35,7 @@ class LeanRun:
         self.bars = Bars(namespace, self.device, lambda: self.results)
         self.hooks = Hooks(namespace, self.bars)
         self.run_hook = self.hooks.run
+        self.direct = DirectStep(self)
         self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
         self.stage, self.sanity = "validation", False
         self.sigterm_exception = namespace.submodule("utilities.exceptions").SIGTERMException

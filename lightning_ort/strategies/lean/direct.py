@@ -1,0 +1,116 @@
+"""A training step and its update, called one after the other: :class:`DirectStep`.
+
+Lightning's loop gives the optimizer a closure, by way of the module, a wrapper, the strategy and the precision plugin,
+and each of them passes it on. Where they are Lightning's own, what they lead to is called here, in the same order.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, after_closure, lightning_optimizers
+from lightning_ort.optim.fused_update import may_update
+
+SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this warning..."  # as Lightning says it
+_RETRY = 64  # steps until it is looked again whether everything is Lightning's own
+_OF_STRATEGY = ("training_step", "optimizer_step")
+_OF_PRECISION = ("optimizer_step", "_wrap_closure", "_after_closure", "train_step_context", "forward_context")
+_OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
+
+
+class DirectStep:
+    """Runs steps directly, as long as nobody has replaced what is left out.
+
+    Args:
+        lean: The Trainer's run (:class:`~lightning_ort.strategies.lean.run.LeanRun`).
+
+    """
+
+    def __init__(self, lean: Any) -> None:
+        self._lean = lean
+        self._known: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self._wrapper: Any = None
+        self._wait = 0  # steps that run as Lightning has them
+
+    def may_run(self, optimizer: Any) -> bool:
+        """Return whether the next step can be run directly."""
+        if self._wait:
+            self._wait -= 1
+            return False
+        if self._wrapper is None and not self._look():
+            self._wait = _RETRY
+            return False
+        strategy: Any = self._lean.strategy
+        if not (
+            lightning_optimizers(strategy) == [self._wrapper]
+            and self._wrapper.optimizer is optimizer
+            and all(get(thing) == known for get, thing, known in self._known)
+            and strategy.precision_plugin is self._known[-1][1]
+        ):
+            self._wrapper = None
+            return False
+        return torch.is_grad_enabled() and not strategy.is_watched and may_update(optimizer)
+
+    def _look(self) -> bool:
+        """Look whether all that is left out is Lightning's own, and remember it."""
+        lean = self._lean
+        strategy, module, wrappers = lean.strategy, lean.module, lightning_optimizers(lean.strategy)
+        if len(wrappers) != 1 or not _is_stock(lean, wrappers[0]):
+            return False
+        self._wrapper = wrappers[0]
+        parts: Sequence[tuple[Any, Sequence[str]]] = (
+            (module, ("optimizer_step", "optimizer_step")),
+            (strategy, _OF_STRATEGY),
+            (self._wrapper, _OF_WRAPPER),
+            (strategy.precision_plugin, _OF_PRECISION),
+        )
+        getters = [(operator.attrgetter(*names), thing) for thing, names in parts]
+        self._known = [(get, thing, get(thing)) for get, thing in getters]
+        return True
+
+    def run(self, loop: Any, optimizer: Any, batch_idx: int, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Run a step, with its update, for Lightning's loop of automatic optimization; return what that does."""
+        lean = self._lean
+        strategy: Any = lean.strategy
+        own = lean.module.__dict__
+        steps = loop.optim_progress.optimizer.step
+        steps.total.ready += 1
+        steps.current.ready += 1
+        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "training_step"
+        output = strategy.direct_step(args)
+        own[CURRENT_HOOK] = "optimizer_step"
+        result = loop.output_result_cls.from_training_step_output(output, 1)
+        if result.closure_loss is None:
+            lean.closure_class.warning_cache.warn(SKIPPED)
+        loop.drop_gradients(optimizer, batch_idx)
+        if result.closure_loss is not None:
+            own[CURRENT_HOOK] = "backward"
+            strategy.backward(result.closure_loss, optimizer)
+            own[CURRENT_HOOK] = "optimizer_step"
+        after_closure(strategy.precision_plugin, lean.module, optimizer)
+        strategy.update(optimizer)
+        own[CURRENT_HOOK] = before
+        steps.total.completed += 1
+        steps.current.completed += 1
+        return {} if result.loss is None else result.asdict()
+
+
+def _is_stock(lean: Any, wrapper: Any) -> bool:
+    """Whether all that is between the Trainer's loop and the step is Lightning's, or does the same."""
+    strategy: Any = lean.strategy
+    namespace, plugin = lean.namespace, strategy.precision_plugin
+    precision: Any = namespace.submodule("plugins.precision.precision").Precision
+    optimizer: Any = namespace.submodule("core.optimizer")
+    return (
+        strategy.is_stock_step
+        and strategy.model is lean.module
+        and not lean.several_processes
+        and getattr(type(plugin), "stock_class", None) is precision
+        and not any(name in vars(plugin) for name in _OF_PRECISION)
+        and not any(name in vars(strategy) for name in _OF_STRATEGY)
+        and lean.hooks.is_stock(lean.module, "optimizer_step")
+        and getattr(wrapper.step, "__func__", None) is optimizer.LightningOptimizer.step
+        and all(vars(wrapper)[name] is optimizer.do_nothing_closure for name in _OF_WRAPPER[1:])
+    )

@@ -1,0 +1,243 @@
+"""Settled steps leave out what Lightning and dynamo have around them: nobody who looks or changes things may notice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from small_modules import Small
+from torch import Tensor, nn
+
+from lightning_ort import ORTStrategy
+from lightning_ort.strategies.capture.settled import SettledCall
+
+EPOCHS = 25  # of four steps
+
+
+class Step(Small):
+    """Trains with AdamW, in one session."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each settled step."""
+    calls: list[int] = []
+    run = SettledCall.__call__
+
+    def count(*args: Any) -> Any:
+        found = run(*args)
+        calls.extend([1] * (found is not None))
+        return found
+
+    monkeypatch.setattr(SettledCall, "__call__", count)
+    return calls
+
+
+@pytest.fixture
+def pair(make_trainer: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Trains a module twice, and returns the callback of each, that of stock Lightning first."""
+
+    def train(callback: Callable[[], Any], module: Callable[[], LightningModule] = Step, **kwargs: Any) -> Any:
+        found = []
+        for strategy in ("auto", ORTStrategy(config={"placement": "always", "audit": "off"})):
+            one, looks = module(), callback()
+            trainer = make_trainer(
+                strategy=strategy, max_epochs=EPOCHS, callbacks=[looks], limit_val_batches=0, **kwargs
+            )
+            trainer.fit(one)
+            looks.parameters, looks.states = [*one.parameters()], trainer.optimizers[0].state_dict()["state"]
+            found.append(looks)
+        stock, own = found
+        torch.testing.assert_close(own.parameters, stock.parameters, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(own.states, stock.states, atol=1e-5, rtol=1e-5)
+        return stock, own
+
+    return train
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+KEEP: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda gradient: gradient,
+    "a view": lambda gradient: gradient.view(-1),
+    "its storage": lambda gradient: gradient.untyped_storage(),
+    "an array": lambda gradient: gradient.numpy(),
+    "an array by DLPack": np.from_dlpack,
+    "its data": lambda gradient: gradient.data,
+}
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+def test_gradients_that_somebody_keeps_stay_as_they_are(
+    keep: Callable[[Tensor], Any], pair: Any, settled: list[int]
+) -> None:
+    class Keeps(Callback):
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+            self.then: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step % 3:
+                gradient = module.net[0].weight.grad
+                self.kept.append(keep(gradient))
+                self.then.append(gradient.clone())
+
+    stock, own = pair(Keeps)
+    assert len(settled) > EPOCHS * 4 * 0.5
+    for kept, then, expected in zip(own.kept, own.then, stock.then, strict=True):
+        if isinstance(kept, torch.UntypedStorage):
+            kept = torch.empty(0).set_(kept)
+        value = torch.from_numpy(kept) if isinstance(kept, np.ndarray) else kept
+        assert torch.equal(value.reshape(then.shape), then)
+        torch.testing.assert_close(then, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_has_nothing_of_the_last_one(pair: Any, settled: list[int]) -> None:
+    class Changes(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            one, other = module.net[0].weight.grad, module.net[2].weight.grad
+            self.seen.append((hasattr(one, "mark"), one.requires_grad, one.shape, other.shape, other._backward_hooks))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            one, other = module.net[0].weight.grad, module.net[2].weight.grad
+            if trainer.global_step < 40:  # dynamo takes no such gradients
+                return
+            if trainer.global_step % 4 == 1:
+                one.mark = True
+                other.unsqueeze_(0)
+            elif trainer.global_step % 4 == 2:
+                one.requires_grad_()
+            elif trainer.global_step % 4 == 3:
+                module.net[0].bias.grad = None
+                module.zero_grad(set_to_none=False)
+
+    stock, own = pair(Changes)
+    assert len(settled) > EPOCHS * 4 * 0.5
+    assert own.seen == stock.seen
+
+
+def test_hooks_that_come_while_it_trains_see_what_eager_shows(pair: Any, settled: list[int]) -> None:
+    class Comes(Callback):
+        """Hooks before the backward pass are assigned to the module for some steps."""
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+            self.norms: list[float] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step == 50:
+                module.on_before_zero_grad = lambda optimizer: self.seen.append(module.net[0].bias.grad.norm().item())
+            elif trainer.global_step == 60:
+                del module.on_before_zero_grad
+                self.on_before_backward = lambda *args: self.seen.append(module.net[0].bias.grad is None)
+            elif trainer.global_step == 70:
+                del self.on_before_backward
+                self.handle = module.net[0].bias.register_post_accumulate_grad_hook(double)
+            elif trainer.global_step == 80:
+                self.handle.remove()
+
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            self.norms.append(sum(float(p.grad.norm()) for p in module.parameters()))
+
+    stock, own = pair(Comes)
+    assert len(settled) > EPOCHS * 4 * 0.2
+    assert [len(own.seen), own.seen[10:]] == [20, [True] * 10]
+    torch.testing.assert_close(torch.tensor(own.seen), torch.tensor(stock.seen), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(own.norms), torch.tensor(stock.norms), atol=1e-5, rtol=1e-4)
+
+
+def test_hooks_of_parameters_and_modules_count_from_the_step_in_which_they_come(pair: Any, settled: list[int]) -> None:
+    class Comes(Callback):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def halve(self, gradient: Tensor) -> Tensor:
+            self.calls += 1
+            return gradient / 2
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step == 45:
+                module.net[0].weight.register_hook(self.halve)
+            elif trainer.global_step == 75:
+                module.net[0].register_forward_hook(lambda module, inputs, output: output / 2)
+
+    stock, own = pair(Comes)
+    assert settled
+    assert own.calls == stock.calls == EPOCHS * 4 - 45
+
+
+def test_parameters_and_states_that_are_replaced_are_used(pair: Any, settled: list[int]) -> None:
+    class Replaces(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            (optimizer,), weight = trainer.optimizers, module.net[0].weight
+            if trainer.global_step == 45:
+                weight.data = weight.data * 0.5
+            elif trainer.global_step == 50:
+                optimizer.state[weight]["exp_avg"] = torch.ones_like(weight)
+            elif trainer.global_step == 60:
+                optimizer.state[weight] = {key: value.clone() * 2 for key, value in optimizer.state[weight].items()}
+            elif trainer.global_step == 70:
+                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.param_groups[0]["lr"] = 0.003
+            elif trainer.global_step == 80:
+                module.net[2].weight = nn.Parameter(module.net[2].weight.detach() * 0.9)
+                optimizer.state[module.net[2].weight] = optimizer.state.pop(optimizer.param_groups[0]["params"][2])
+                optimizer.param_groups[0]["params"] = [*module.parameters()]
+            elif trainer.global_step == 85:
+                module.net[2].bias.requires_grad_(False)
+            elif trainer.global_step == 90:
+                optimizer.zero_grad(set_to_none=False)
+
+    pair(Replaces)
+    assert len(settled) > EPOCHS * 4 * 0.5
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
+def test_clipping_and_accumulation_go_on(clip: dict[str, Any], pair: Any, settled: list[int]) -> None:
+    class Dict(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return {"loss": loss, "twice": 2 * loss.detach()}
+
+    class Looks(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            self.seen += [float(outputs["loss"]), float(outputs["twice"]), float(module.net[0].weight.grad.norm())]
+
+    stock, own = pair(Looks, Dict, **clip)
+    assert len(settled) > EPOCHS * 4 * 0.5
+    torch.testing.assert_close(torch.tensor(own.seen), torch.tensor(stock.seen), atol=1e-5, rtol=1e-4)
+
+
+def test_an_error_of_the_data_is_the_users(make_trainer: Callable[..., Any], settled: list[int]) -> None:
+    class Labels(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 30:
+                batch[1].add_(7)
+
+    strategy = ORTStrategy(config={"placement": "always", "audit": "off"})
+    trainer = make_trainer(strategy=strategy, max_epochs=EPOCHS)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds|out of range"):
+        trainer.fit(Labels())
+    assert settled
+    assert trainer.global_step == 30
