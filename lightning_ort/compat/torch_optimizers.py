@@ -5,6 +5,7 @@ import inspect
 import linecache
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -140,6 +141,18 @@ def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None
     ):
         return None
     return own["_optimizer_step_pre_hooks"].values()
+
+
+@contextmanager
+def only_hooks_before_steps(optimizer: Optimizer, keep: Callable[[Any], bool]) -> Iterator[None]:
+    """Within the block an optimizer has only some of its hooks before a step (torch 2.13)."""
+    own, name = vars(optimizer), "_optimizer_step_pre_hooks"
+    before = own[name]
+    own[name] = OrderedDict((key, hook) for key, hook in before.items() if keep(hook))
+    try:
+        yield
+    finally:
+        own[name] = before
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

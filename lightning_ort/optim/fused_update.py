@@ -65,12 +65,18 @@ class FusedUpdate:
         self._seen: list[Any] = []  # parameters, and their states
 
     def __call__(self) -> bool:
-        """Update; return whether it was done: the first step of a parameter, which makes its states, is torch's."""
+        """Update; return whether it was done: the first step of a parameter, which makes its states, is torch's.
+
+        Hooks of the optimizer may have come since :func:`may_update`.
+        """
         optimizer = self.optimizer
-        for hook in only_step_hooks(optimizer) or ():
+        if (hooks := only_step_hooks(optimizer)) is None:
+            return False
+        for hook in hooks:
+            if not hasattr(hook, CHECK):
+                return False
             getattr(hook, CHECK)()
-        calls = self._calls()
-        if calls is None:
+        if (calls := self._calls()) is None:
             return False
         adds = type(optimizer) is not optim.SGD
         with without_gradients():

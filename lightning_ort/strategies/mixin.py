@@ -26,10 +26,11 @@ from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
 from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
+from lightning_ort.compat.torch_optimizers import only_hooks_before_steps
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
-from lightning_ort.optim.fused_update import FusedUpdate, may_update
+from lightning_ort.optim.fused_update import CHECK, FusedUpdate, may_update
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for, advice_on_time
@@ -233,7 +234,8 @@ class ORTMixin(_Strategy):
         if self._update is None or self._update.optimizer is not optimizer:
             self._update = FusedUpdate(optimizer)
         if not self._update():
-            optimizer.step()
+            with only_hooks_before_steps(optimizer, lambda hook: hasattr(hook, CHECK)):  # those that were there
+                optimizer.step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a compiled step may do to ``.grad``, as nobody sees it: :func:`may_write_gradients` and those after it."""
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -57,6 +58,16 @@ def are_gradients_unseen(strategy: "Strategy", namespace: LightningNamespace) ->
         and all(_is_lightnings(one, name, namespace) for one in module.trainer.callbacks for name in _LATER_HOOKS)
         and not has_step_hooks(strategy.optimizers[0])
     )
+
+
+def hooks_on_gradients(strategy: "Strategy") -> list[Any]:
+    """Return the methods on which the answers above depend: people replace them while they train."""
+    module: Any = strategy.lightning_module
+    own = module.backward, module.optimizer_zero_grad, strategy.precision_plugin.backward
+    return [*own, *map(_HOOKS, (module, *module.trainer.callbacks))]
+
+
+_HOOKS = operator.attrgetter("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
 
 
 def _is_lightnings(callback: Any, hook: str, namespace: LightningNamespace) -> bool:

@@ -18,6 +18,7 @@ from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import (
     are_gradients_unseen,
+    hooks_on_gradients,
     may_drop_gradients,
     may_write_gradients,
 )
@@ -71,6 +72,7 @@ class CapturedModule(RunFacts):
         self.running: Runs | None = None  # what is captured in this call, or was in the last
         self.optimizers: Any = None
         self._gradients: tuple[bool, bool, bool] | None = None  # as of may_touch_gradients
+        self._gradient_hooks: list[Any] = []  # for which that holds
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.waiting: WaitingGradients | None = None  # for the backward pass of the step
         self._module_shims: dict[str, ModuleShims] = {}
@@ -181,8 +183,9 @@ class CapturedModule(RunFacts):
 
         Third, whether nobody but the optimizer sees them at all.
         """
-        if self._gradients is None:
-            ask = self.strategy, self.namespace
+        hooks = hooks_on_gradients(self.strategy)
+        if self._gradients is None or hooks != self._gradient_hooks:
+            ask, self._gradient_hooks = (self.strategy, self.namespace), hooks
             self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask), are_gradients_unseen(*ask)
         return self._gradients
 
@@ -191,11 +194,11 @@ class CapturedModule(RunFacts):
 
         Not where that looks for the operation that makes a NaN.
         """
-        return (self._gradients or self.may_touch_gradients)[0] and not torch.is_anomaly_enabled()
+        return self.may_touch_gradients[0] and not torch.is_anomaly_enabled()
 
     def leave_gradients(self, make: Callable[[], "WaitingGradients"]) -> bool:
         """Let the gradients of a step wait for its backward pass, if nothing else takes part in that."""
-        if not (self._gradients or self.may_touch_gradients)[0] or torch.is_anomaly_enabled():
+        if not self.may_touch_gradients[0] or torch.is_anomaly_enabled():
             return False
         self.waiting = make()
         return True

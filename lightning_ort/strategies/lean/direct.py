@@ -36,13 +36,15 @@ class DirectStep:
 
     def may_run(self, optimizer: Any) -> bool:
         """Return whether the next step can be run directly."""
+        strategy: Any = self._lean.strategy
+        if strategy.is_watched:
+            return False
         if self._wait:
             self._wait -= 1
             return False
         if self._wrapper is None and not self._look():
             self._wait = _RETRY
             return False
-        strategy: Any = self._lean.strategy
         if not (
             lightning_optimizers(strategy) == [self._wrapper]
             and self._wrapper.optimizer is optimizer
@@ -51,7 +53,7 @@ class DirectStep:
         ):
             self._wrapper = None
             return False
-        return torch.is_grad_enabled() and not strategy.is_watched and may_update(optimizer)
+        return torch.is_grad_enabled() and may_update(optimizer)
 
     def _look(self) -> bool:
         """Look whether all that is left out is Lightning's own, and remember it."""
