@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compat.lightning_loops import shown, step_values
+from lightning_ort.compat.lightning_loops import active_connector, shown
 
 PICTURES = 0.1  # seconds between two of them
 _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -16,23 +16,23 @@ _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"
 class Bars:
     """Lets a bar of Lightning draw ten times a second, and when a loop ends, where it shows what stock does.
 
-    A bar with methods of its own is called as always. Values on a GPU are copied when a picture is due, and drawn with
-    one of the next batches, when they are there: to read them at once would wait for all steps that are queued.
-    ``results`` returns what the loop that runs has logged.
+    A bar with methods of its own is called as always. One that waits shows what it would have shown in its turn, and
+    nothing that was logged since. Values on a GPU are copied when a picture is due, and drawn with one of the next
+    batches, when they are there: to read them at once would wait for all steps that are queued.
     """
 
-    def __init__(self, namespace: LightningNamespace, device: torch.device, results: Callable[[], Any]) -> None:
-        self._device, self._results = device, results
+    def __init__(self, namespace: LightningNamespace, device: torch.device) -> None:
+        self._device = device
         self.on_cpu = device.type == "cpu"
         self._copied: tuple[Any, Any] | None = None  # values for the next picture, and the event of their copies
-        self.late: dict[str, Any] | None = None  # what is drawn now in place of the batch's own values
+        self.late: dict[str, Any] | None = None  # what bars show now in place of the values of this moment
         progress = namespace.submodule("callbacks.progress")
         kinds = [progress.TQDMProgressBar, progress.RichProgressBar]
         self.draws = {vars(kind)[name] for kind in kinds for name in _DRAWING}
         self._by_batches = progress.TQDMProgressBar
         self._get_metrics = {kind.get_metrics for kind in kinds}
         self._drawn_at = 0.0
-        self._waiting: dict[Callable[..., Any], Callable[[], Any]] = {}
+        self._waiting: dict[Callable[..., Any], tuple[Any, tuple[Any, ...]]] = {}  # what is shown, arguments
         self.must_draw = False  # for this batch: something may happen after it that people see
 
     def waits(self, bar: Any, draw: Callable[..., Any], trainer: Any, args: tuple[Any, ...]) -> bool:
@@ -42,46 +42,49 @@ class Bars:
         if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
             return False  # it is drawn rarely, in batches that it chooses itself
         now = monotonic()
-        if self.must_draw or now - self._drawn_at >= PICTURES:
-            if self.must_draw or not self._copies():
-                self._drawn_at, self._copied = now, None
-                self._waiting.pop(draw, None)
-                return False
-            if self.late is not None:
-                self._drawn_at = now
-                self._waiting.pop(draw, None)
-                try:
-                    draw(trainer, trainer.lightning_module, *args)
-                finally:
-                    self.late = None
-                return True
-        self._waiting[draw] = lambda: draw(trainer, trainer.lightning_module, *args)
+        is_due = self.must_draw or now - self._drawn_at >= PICTURES
+        if (is_due and (self.must_draw or self.on_cpu)) or (seen := active_connector(trainer).seen()) is None:
+            self._drawn_at, self._copied = now, None
+            self._waiting.pop(draw, None)
+            return False
+        args = (trainer, trainer.lightning_module, None, None, *args[2:])  # only numbers are shown: the batch may go
+        if is_due and (copies := self._copies(*seen)) is not None:
+            self._drawn_at = now
+            self._waiting.pop(draw, None)
+            self._draw(draw, *copies, args)
+        else:
+            self._waiting[draw] = seen, args
         return True
 
-    def _copies(self) -> bool:
-        """Copy what the batch shows from a GPU, or find :attr:`late` in copies; return whether there is a GPU."""
-        if self.on_cpu:
-            return False
+    def _copies(self, before: dict[str, Any], kept: list[Any]) -> Any:
+        """Begin to copy what the batch shows from a GPU, or return what is shown if copies are there."""
         if self._copied is None:
-            if (results := self._results()) is None or (found := step_values(results)) is None:
-                return False
-            metas, values, *rest = found
-            copies = [
-                copy_to_host(value) if meta.prog_bar else value for meta, value in zip(metas, values, strict=True)
-            ]
+            copies = []
+            for metas, values, *rest in kept[-1:]:
+                pairs = zip(metas, values, strict=True)
+                copies.append((metas, [copy_to_host(one) if meta.prog_bar else one for meta, one in pairs], *rest))
             event = torch.Event(self._device)
             event.record()
-            self._copied = (metas, copies, *rest), event
+            self._copied = copies, event
         elif self._copied[1].query():
-            (kept, _), self._copied = self._copied, None
-            self.late = shown(kept)["pbar"]
-        return True
+            (copies, _), self._copied = self._copied, None
+            return before, copies
+        return None
+
+    def _draw(self, draw: Callable[..., Any], before: dict[str, Any], kept: list[Any], args: tuple[Any, ...]) -> None:
+        for values in kept:
+            before.update(shown(values)["pbar"])
+        self.late = before
+        try:
+            draw(*args)
+        finally:
+            self.late = None
 
     def catch_up(self) -> None:
         """Draw what waits."""
         waiting, self._waiting, self._copied = self._waiting, {}, None
-        for draw in waiting.values():
-            draw()
+        for draw, (seen, args) in waiting.items():
+            self._draw(draw, *seen, args)
 
 
 def copy_to_host(value: torch.Tensor) -> torch.Tensor:

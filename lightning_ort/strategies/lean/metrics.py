@@ -64,6 +64,15 @@ class LeanConnector(LeanObject, _LoggerConnector):
             self._callback_metrics.update(metrics["callback"])
             self._logged_metrics.update(metrics["log"])
 
+    def seen(self) -> "tuple[dict[str, Any], list[Any]] | None":
+        """Return what a bar shows now: metrics, and values that come on top; ``None`` if only Lightning knows."""
+        results, kept = self._lean.results, [] if self._lean.values is None else [self._lean.values]
+        if results is not None:
+            if (now := step_values(results)) is None:
+                return None
+            kept.append(now)
+        return dict(self._progress_bar_metrics), kept
+
     @property
     @override
     def metrics(self) -> Any:
@@ -86,7 +95,7 @@ class LeanConnector(LeanObject, _LoggerConnector):
     @override
     def progress_bar_metrics(self) -> Any:
         if (late := self._lean.bars.late) is not None:
-            return {**self._progress_bar_metrics, **late}
+            return late
         self.make()
         return super().progress_bar_metrics
 

@@ -32,7 +32,7 @@ class LeanRun:
         self.module: Any = strategy.lightning_module
         self.device = strategy.root_device
         self.several_processes = getattr(strategy, "world_size", 1) > 1
-        self.bars = Bars(namespace, self.device, lambda: self.results)
+        self.bars = Bars(namespace, self.device)
         self.hooks = Hooks(namespace, self.bars)
         self.run_hook = self.hooks.run
         self.direct = DirectStep(self)
