@@ -12,6 +12,8 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.torch import next_batch
 
 CURRENT_HOOK = "_current_fx_name"  # of a LightningModule: which hook or step of it runs
+# of a logger connector: the metrics that people read, and what `shown` calls them
+DICTIONARIES = {"_progress_bar_metrics": "pbar", "_callback_metrics": "callback", "_logged_metrics": "log"}
 RESTARTING = "_restarting"  # of a loop: whether it goes on in the middle
 # attributes of a LightningModule that Lightning calls itself, and nobody else is to override
 MODULE_INTERNALS = ("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
@@ -20,9 +22,12 @@ active_connector: Callable[[Any], Any] = operator.attrgetter("_logger_connector"
 lightning_optimizers: Callable[[Any], list[Any]] = operator.attrgetter("_lightning_optimizers")
 
 
+current_results: Callable[[Any], Any] = operator.attrgetter("_results")  # what the loop that runs logs to
+
+
 def current_batch(trainer: Any) -> Any:
     """Return the batch whose size is that of what is logged now."""
-    return getattr(trainer._results, "batch", None)
+    return getattr(current_results(trainer), "batch", None)
 
 
 def after_closure(precision: Any, module: Any, optimizer: Any) -> None:

@@ -271,10 +271,16 @@ def next_batch(iterator: Any) -> Any:
 
 def collates_tensors_as_usual() -> bool:
     """Whether ``default_collate`` stacks tensors and descends into tuples and dictionaries (torch 2.13)."""
-    known = default_collate_fn_map
+    return default_collate_fn_map == _USUAL or _is_usual(default_collate_fn_map)
+
+
+def _is_usual(known: Mapping[Any, Any]) -> bool:
     return known.get(torch.Tensor) is collate_tensor_fn and not any(
         issubclass(own, key) for own in (tuple, dict) for key in known
     )
+
+
+_USUAL = dict(default_collate_fn_map) if _is_usual(default_collate_fn_map) else None
 
 
 # Symbolic sizes

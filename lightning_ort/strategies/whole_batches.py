@@ -77,13 +77,13 @@ def _kind(dataset: Any) -> type | None:
 
 def _replaced(dataset: Any, one_by_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return what fetches the examples of a data set at the indices of a batch and collates them."""
-    if not is_made_of_tensors(dataset) or not collates_tensors_as_usual():
+    if not is_made_of_tensors(dataset):
         return one_by_one
     at_once = True
 
     def fetch(indices: Any) -> Any:
         nonlocal at_once
-        if at_once and type(indices) is list and len(indices) >= _FEWEST:
+        if at_once and type(indices) is list and len(indices) >= _FEWEST and collates_tensors_as_usual():
             try:
                 return _batch(dataset, indices if set(map(type, indices)) == _INTEGERS else _integers(indices))
             except Exception:  # whatever it is, torch's own way knows what to do

@@ -544,7 +544,8 @@ def witness(seed: int, loop: str, folder: Path, resume_from: Path | None = None)
         expected = "lean" if loop == "lean" else "Lightning's own: trainer_loop='stock'"
         assert trainer.strategy.report.run.trainer_loop == expected  # type: ignore[attr-defined]
         assert "log" not in vars(module)
-    places = f"0x[0-9a-f]+|{re.escape(str(folder.parent))}/(resumed )?[a-z]+"  # of either loop: one resumes from the other's file
+    # the folders of both loops: one resumes from the other's file
+    places = f"0x[0-9a-f]+|{re.escape(str(folder.parent))}/(resumed )?[a-z]+"
     texts = [re.sub(places, "", str(each.message)) for each in caught]
     record += [("warning", text) for text in texts]
     return record, plan

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from small_modules import Small, loader
 
-from tests.strategies.lean_witness import witness
+from lightning_ort import ORTStrategy
+from tests.strategies.lean_witness import plain, witness
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -41,6 +46,58 @@ def check(seed: int, folder: Path) -> None:
 @pytest.mark.parametrize("seed", [*range(10), 84, 100])  # the last two have shown defects
 def test_same_record(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
+
+
+class Counts(TQDMProgressBar):
+    """A bar that decides itself when it is drawn."""
+
+    def _should_update(self, current: int, total: int) -> bool:
+        self.asked = getattr(self, "asked", 0) + 1
+        return super()._should_update(current, total)
+
+
+class Odd(Callback):
+    """Does what few callbacks do, and keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.record: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        connector = trainer._logger_connector
+        dictionaries = connector._callback_metrics, connector._progress_bar_metrics, connector._logged_metrics
+        self.record.append([plain(metrics) for metrics in dictionaries])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.log("after the bar", float(trainer.global_step), prog_bar=True)
+        if trainer.global_step == 7:
+            raise RuntimeError("the end")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.record.append(plain(trainer.fit_loop.epoch_loop.val_loop.run()))  # within the fit
+        trainer.loggers[0].experiment.metrics.append({"epoch": trainer.current_epoch})
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, Counts])
+def test_what_few_callbacks_do(kind: Any, make_trainer: Any, tmp_path: Path) -> None:
+    records = []
+    for loop in ("stock", "lean"):
+        strategy: Any = ORTStrategy(config={"engine": "torch", "debug": {"trainer_loop": loop}}, optim="keep")
+        bar, odd = kind(), Odd()
+        trainer = make_trainer(
+            strategy=strategy,
+            callbacks=[bar, odd],
+            enable_progress_bar=True,
+            logger=CSVLogger(tmp_path / loop),
+            max_epochs=2,
+            log_every_n_steps=1,
+        )
+        with pytest.raises(RuntimeError, match="the end"):
+            trainer.fit(Small(), loader(), loader(24))
+        shown = bar.train_progress_bar.n, bar.train_progress_bar.postfix
+        written = [sorted(row) for row in trainer.logger.experiment.metrics]
+        records.append([*odd.record, written, plain(trainer.callback_metrics), shown, getattr(bar, "asked", 0)])
+    assert_same(*records, f"{kind.__name__}")
+    assert "after the bar=6" in records[0][-2][1]
 
 
 @pytest.mark.parametrize(("run", "logs", "share"), [("fit", False, 0.3), ("fit", True, 0.2), ("validate", False, 0.34)])

@@ -294,6 +294,14 @@ def test_data_that_changes_while_it_is_read() -> None:
         assert_same(batches(), usual)
 
 
+def test_a_collate_function_that_is_replaced_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_a_run():
+        batches = iter(DataLoader(TensorDataset(X), batch_size=4))
+        next(batches)
+        monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: torch.stack(batch) + 1)
+        torch.testing.assert_close(next(batches)[0], X[4:8] + 1)
+
+
 class Sees(Small):
     """Keeps all batches, and logs nothing."""
 

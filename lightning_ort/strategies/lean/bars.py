@@ -1,5 +1,6 @@
 """Progress bars that are drawn when somebody can see it, and wait for no GPU: :class:`Bars`."""
 
+import functools
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -16,9 +17,9 @@ _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"
 class Bars:
     """Lets a bar of Lightning draw ten times a second, and when a loop ends, where it shows what stock does.
 
-    A bar with methods of its own is called as always. One that waits shows what it would have shown in its turn, and
-    nothing that was logged since. Values on a GPU are copied when a picture is due, and drawn with one of the next
-    batches, when they are there: to read them at once would wait for all steps that are queued.
+    A bar that draws with methods of its own is called as always. One that waits shows what it would have shown in its
+    turn, and nothing that was logged since. Values on a GPU are copied when a picture is due, and drawn with one of the
+    next batches, when they are there: to read them at once would wait for all steps that are queued.
     """
 
     def __init__(self, namespace: LightningNamespace, device: torch.device) -> None:
@@ -30,14 +31,15 @@ class Bars:
         kinds = [progress.TQDMProgressBar, progress.RichProgressBar]
         self.draws = {vars(kind)[name] for kind in kinds for name in _DRAWING}
         self._by_batches = progress.TQDMProgressBar
-        self._get_metrics = {kind.get_metrics for kind in kinds}
+        self._kinds = tuple(kinds)
         self._drawn_at = 0.0
         self._waiting: dict[Callable[..., Any], tuple[Any, tuple[Any, ...]]] = {}  # what is shown, arguments
         self.must_draw = False  # for this batch: something may happen after it that people see
 
     def waits(self, bar: Any, draw: Callable[..., Any], trainer: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a bar need not draw this batch, which it is then asked to later."""
-        if getattr(bar.get_metrics, "__func__", None) not in self._get_metrics:
+        names = _drawn_with(bar.__class__, self._kinds)
+        if names is None or not names.isdisjoint(bar.__dict__):
             return False
         if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
             return False  # it is drawn rarely, in batches that it chooses itself
@@ -51,7 +53,7 @@ class Bars:
         if is_due and (copies := self._copies(*seen)) is not None:
             self._drawn_at = now
             self._waiting.pop(draw, None)
-            self._draw(draw, *copies, args)
+            self._draw(draw, copies, args)
         else:
             self._waiting[draw] = seen, args
         return True
@@ -71,10 +73,11 @@ class Bars:
             return before, copies
         return None
 
-    def _draw(self, draw: Callable[..., Any], before: dict[str, Any], kept: list[Any], args: tuple[Any, ...]) -> None:
+    def _draw(self, draw: Callable[..., Any], seen: Any, args: tuple[Any, ...]) -> None:
+        metrics, kept = seen
         for values in kept:
-            before.update(shown(values)["pbar"])
-        self.late = before
+            metrics.update(shown(values)["pbar"])
+        self.late = metrics
         try:
             draw(*args)
         finally:
@@ -84,7 +87,15 @@ class Bars:
         """Draw what waits."""
         waiting, self._waiting, self._copied = self._waiting, {}, None
         for draw, (seen, args) in waiting.items():
-            self._draw(draw, *seen, args)
+            self._draw(draw, seen, args)
+
+
+@functools.cache
+def _drawn_with(kind: type, stock: tuple[type, ...]) -> frozenset[str] | None:
+    """Return what a bar of Lightning draws with; ``None`` if a class overrides some of it."""
+    base = next((one for one in kind.__mro__ if one in stock), object)
+    names = frozenset(name for name in dir(base) if not name.startswith(("__", "on_", "init_")))
+    return names if names and all(getattr(kind, name) is getattr(base, name) for name in names) else None
 
 
 def copy_to_host(value: torch.Tensor) -> torch.Tensor:

@@ -20,15 +20,20 @@ class _LeanRun(LeanObject):
 
     _data_fetcher: Any
 
+    _results: Any
+
     def run(self) -> Any:
+        lean = self._lean
+        before = lean.is_within_another
         try:
             return super().run()  # type: ignore[misc]
         finally:
-            self._lean.bars.catch_up()
+            lean.is_within_another = before
+            lean.bars.catch_up()
 
     def on_run_start(self) -> None:
         super().on_run_start()  # type: ignore[misc]
-        self._lean.begin_evaluation(self._data_fetcher)
+        self._lean.begin_evaluation(self._data_fetcher, self._results)
 
 
 class LeanEvaluation(_LeanRun, _EvaluationLoop):

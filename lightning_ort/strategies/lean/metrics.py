@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_ort.compat.lightning_loops import shown, step_values
+from lightning_ort.compat.lightning_loops import DICTIONARIES, shown, step_values
 from lightning_ort.strategies.lean.run import LeanObject
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _OWNERS = 2  # references to a dictionary that nobody else holds: the connector'
 
 
 class LeanConnector(LeanObject, _LoggerConnector):
-    """Keeps what a batch has logged, and makes dictionaries of it when they are read."""
+    """Keeps what a batch has logged, and updates Lightning's dictionaries when anybody reads them."""
 
     def begin_batch(self, results: Any, batch: Any, dataloader_idx: int | None) -> None:
         """Do what ``on_batch_start`` does."""
@@ -35,7 +35,7 @@ class LeanConnector(LeanObject, _LoggerConnector):
 
     @override
     def on_batch_end(self) -> None:
-        lean = self._lean
+        lean, own = self._lean, self.__dict__
         results, lean.results = lean.results, None
         now = None if results is None else step_values(results)
         lean.logged = now is None or bool(now[0])
@@ -44,9 +44,9 @@ class LeanConnector(LeanObject, _LoggerConnector):
         if (
             now is None
             or self._first_loop_iter is None
-            or sys.getrefcount(self._callback_metrics) > _OWNERS
-            or sys.getrefcount(self._logged_metrics) > _OWNERS
-            or sys.getrefcount(self._progress_bar_metrics) > _OWNERS
+            or sys.getrefcount(own["_callback_metrics"]) > _OWNERS
+            or sys.getrefcount(own["_logged_metrics"]) > _OWNERS
+            or sys.getrefcount(own["_progress_bar_metrics"]) > _OWNERS
         ):
             self.make()
             return super().on_batch_end()
@@ -60,9 +60,8 @@ class LeanConnector(LeanObject, _LoggerConnector):
         if (kept := lean.values) is not None:
             lean.values = None
             metrics = shown(kept)
-            self._progress_bar_metrics.update(metrics["pbar"])
-            self._callback_metrics.update(metrics["callback"])
-            self._logged_metrics.update(metrics["log"])
+            for name, kind in DICTIONARIES.items():
+                vars(self)[name].update(metrics[kind])
 
     def seen(self) -> "tuple[dict[str, Any], list[Any]] | None":
         """Return what a bar shows now: metrics, and values that come on top; ``None`` if only Lightning knows."""
@@ -71,50 +70,33 @@ class LeanConnector(LeanObject, _LoggerConnector):
             if (now := step_values(results)) is None:
                 return None
             kept.append(now)
-        return dict(self._progress_bar_metrics), kept
-
-    @property
-    @override
-    def metrics(self) -> Any:
-        self.make()
-        return super().metrics
-
-    @property
-    @override
-    def callback_metrics(self) -> Any:
-        self.make()
-        return super().callback_metrics
-
-    @property
-    @override
-    def logged_metrics(self) -> Any:
-        self.make()
-        return super().logged_metrics
+        return dict(vars(self)["_progress_bar_metrics"]), kept
 
     @property
     @override
     def progress_bar_metrics(self) -> Any:
-        if (late := self._lean.bars.late) is not None:
-            return late
-        self.make()
-        return super().progress_bar_metrics
-
-    @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.make()
-        super().log_metrics(metrics, step)
+        late = self._lean.bars.late
+        return super().progress_bar_metrics if late is None else late
 
     @override
     def update_eval_step_metrics(self, step: int) -> None:
         if self._lean.logged and self.trainer.loggers:
             super().update_eval_step_metrics(step)
 
-    @override
-    def reset_metrics(self) -> None:
-        self._lean.values = None
-        super().reset_metrics()
 
-    @override
-    def teardown(self) -> None:
-        self.make()
-        super().teardown()
+def _made(name: str) -> property:
+    """Return the attribute of a connector that is one of its dictionaries."""
+
+    def read(connector: LeanConnector) -> Any:
+        connector.make()
+        return vars(connector)[name]
+
+    def replace(connector: LeanConnector, metrics: Any) -> None:
+        connector.make()  # for the others
+        vars(connector)[name] = metrics
+
+    return property(read, replace)
+
+
+for _name in DICTIONARIES:
+    setattr(LeanConnector, _name, _made(_name))

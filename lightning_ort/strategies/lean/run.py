@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK, says_each_call, transfer_batch
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_results, says_each_call, transfer_batch
 from lightning_ort.strategies.lean.bars import Bars
 from lightning_ort.strategies.lean.direct import DirectStep
 from lightning_ort.strategies.lean.hooks import Hooks
@@ -38,6 +38,7 @@ class LeanRun:
         self.direct = DirectStep(self)
         self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
         self.stage, self.sanity = "validation", False
+        self.is_within_another = False  # whether a hook of another loop has called the loop that runs
         self.sigterm_exception = namespace.submodule("utilities.exceptions").SIGTERMException
         self._call = namespace.submodule("trainer.call")
         self._says_each_call = says_each_call(namespace)
@@ -50,11 +51,16 @@ class LeanRun:
 
     def begin(self) -> bool:
         """Begin a batch; return whether it can be a lean one."""
-        self.on = self.trainer.profiler.__class__ is self.no_profiler and not self._says_each_call()
+        self.on = (
+            self.trainer.profiler.__class__ is self.no_profiler
+            and not self._says_each_call()
+            and not self.is_within_another
+        )
         return self.on
 
-    def begin_evaluation(self, fetcher: Any) -> None:
-        """Begin a loop over the batches that a fetcher fetches."""
+    def begin_evaluation(self, fetcher: Any, results: Any) -> None:
+        """Begin a loop over the batches that a fetcher fetches, which has its metrics in ``results``."""
+        self.is_within_another = current_results(self.trainer) is not results
         self.watch(fetcher)
         self.stage = "test" if self.trainer.testing else "validation"
         self.sanity = self.trainer.sanity_checking
