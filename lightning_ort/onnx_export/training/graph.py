@@ -82,6 +82,11 @@ class PortableGraph(GraphBuilder):
 
     @property
     @override
+    def has_contributed(self) -> bool:
+        return False
+
+    @property
+    @override
     def dequantizes(self) -> bool:
         return False  # onnxruntime-web reads bytes wrongly on WebGPU (1.30)
 

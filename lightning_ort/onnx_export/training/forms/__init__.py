@@ -4,9 +4,8 @@
 
 - :mod:`.decomposed`: backward operations as functions of others, which torch traces instead
 - :mod:`.resampled`: average pooling and interpolation
-- :mod:`.contributed`: gelu, matrix products and empty tensors
-- :mod:`.random`: random numbers; :mod:`.sums`: sums at repeated places
+- :mod:`.random`: random numbers; :mod:`.left_to_torch`: what runs leave to PyTorch
 - :mod:`.sequences`: CTC and packed sequences
 """
 
-from lightning_ort.onnx_export.training.forms import contributed, decomposed, random, resampled, sequences, sums  # noqa: F401  (they register their functions)
+from lightning_ort.onnx_export.training.forms import decomposed, left_to_torch, random, resampled, sequences  # noqa: F401  (they register their functions)

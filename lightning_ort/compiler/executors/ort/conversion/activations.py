@@ -55,14 +55,9 @@ def sigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx
 def gelu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, approximate: str = "none") -> Value:
     """gelu(Tensor self, *, str approximate='none') -> Tensor"""
     value = ctx.value(x)
-    if value.dtype is torch.float32:
+    if value.dtype is torch.float32 and ctx.has_contributed:
         # FastGelu is the tanh form (contrib ops, CPU and CUDA)
         return ctx.ms("Gelu" if approximate == "none" else "FastGelu", value)
-    return expanded_gelu(value, approximate)
-
-
-def expanded_gelu(value: Value, approximate: str) -> Value:
-    """Gelu, or its tanh form, in ONNX's own operators."""
     if approximate == "none":
         inner = (value * math.sqrt(0.5)).op("Erf")
     else:

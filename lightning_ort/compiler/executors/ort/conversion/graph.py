@@ -159,6 +159,11 @@ class GraphBuilder:
         return not any(provider_of(name).asked_alone for name in self.kernels.providers)
 
     @property
+    def has_contributed(self) -> bool:
+        """Whether it may have ONNX Runtime's contributed operators, as :meth:`ms` emits them."""
+        return True
+
+    @property
     def dequantizes(self) -> bool:
         """Whether ``DequantizeLinear`` may make floats of bytes."""
         return True

@@ -45,13 +45,15 @@ def _gemm(ctx: GraphBuilder, x: fx.Node, y: fx.Node, bias: Value | None = None, 
 @converts(aten.mm.default, aten.bmm.default)
 def mm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """mm(Tensor self, Tensor mat2) -> Tensor"""
-    _check_product(node)
+    if rank_of(node) == 2 or ctx.has_contributed:
+        _check_product(node)
     if rank_of(node) == 2:
         return _gemm(ctx, x, y)
     a, trans_a = _untransposed(ctx, x)
     b, trans_b = _untransposed(ctx, y)
     # FusedMatMul is a contributed operator with a CPU kernel for float32 only
-    if (trans_a or trans_b) and (dtype_of(node) is torch.float32 or node.meta["val"].is_cuda):
+    is_fused = ctx.has_contributed and (dtype_of(node) is torch.float32 or node.meta["val"].is_cuda)
+    if (trans_a or trans_b) and is_fused:
         return ctx.ms("FusedMatMul", a, b, transA=trans_a or 0, transB=trans_b or 0)
     return ctx.value(x).op("MatMul", ctx.value(y))
 
@@ -78,16 +80,12 @@ def baddbmm(
     ctx: GraphBuilder, node: fx.Node, bias: fx.Node, x: fx.Node, y: fx.Node, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> Value:
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return plus_bias(mm(ctx, node, x, y), ctx.value(bias), beta, alpha)
-
-
-def plus_bias(product: Value, bias: Value, beta: Scalar, alpha: Scalar) -> Value:
-    """``beta * bias + alpha * product``; with beta=0 torch ignores the bias."""
+    product = mm(ctx, node, x, y)
     if alpha != 1:
         product = product * alpha
-    if beta == 0:
+    if beta == 0:  # torch ignores the bias
         return product
-    return product + (bias if beta == 1 else bias * beta)
+    return product + (bias if beta == 1 else ctx.value(bias) * beta)
 
 
 @converts(aten.dot.default)

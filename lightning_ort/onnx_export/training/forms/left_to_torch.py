@@ -1,4 +1,4 @@
-"""Sums at places that may repeat, of operations that runs leave to PyTorch."""
+"""Operations that runs leave to PyTorch: some sums at repeated places, and tensors that are made empty."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,20 @@ def bincount(
     return zeros.op("ScatterElements", places, counted, axis=0, reduction="add")
 
 
-@form(aten.lift_fresh_copy.default, aten.lift_fresh.default)
-def lift_fresh_copy(ctx: PortableGraph, node: fx.Node, x: fx.Node) -> Value:
-    """lift_fresh_copy(Tensor self) -> Tensor"""
+@form(aten.lift_fresh.default)
+def lift_fresh(ctx: PortableGraph, node: fx.Node, x: fx.Node) -> Value:
+    """lift_fresh(Tensor(a) self) -> Tensor(a)"""
     return ctx.value(x)
+
+
+@form(aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default)
+def empty(ctx: PortableGraph, node: fx.Node, size: Sequence[Any], *args: Any, **kwargs: Any) -> Value:
+    """empty.memory_format(SymInt[] size, *, dtype?, layout?, device?, pin_memory?, memory_format?) -> Tensor"""
+    # whoever reads what is not there gets zeros
+    return filled(ctx, ctx.sizes(size), 0, dtype_of(node))
+
+
+@form(aten.new_empty.default, aten.new_empty_strided.default)
+def new_empty(ctx: PortableGraph, node: fx.Node, x: fx.Node, size: Sequence[Any], *args: Any, **kwargs: Any) -> Value:
+    """new_empty(Tensor self, SymInt[] size, *, dtype?, layout?, device?, pin_memory?) -> Tensor"""
+    return empty(ctx, node, size)
