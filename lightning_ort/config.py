@@ -131,7 +131,8 @@ class ORTConfig:
             with ``placement="always"`` and where ``debug`` checks or saves compiled graphs.
         compile_budget: With ``start="amortized"``, the share of the time of a run's steps, those so far and, where the
             Trainer knows the run's length, those to come, that compiling and trying may take. Above 0, at most 1.
-            ``None`` is 0.05 on a CPU; on a GPU a way may cost a quarter of what it is expected to save.
+            ``None`` is 0.05 on a CPU, or half of what was saved in an earlier run of the same program; on a GPU a
+            way may cost a quarter of what it is expected to save.
         fallback: ``"warn"`` leaves a graph or region that cannot run on ONNX Runtime in torch, with one warning that
             names the reason; ``"raise"`` makes it an error.
         dynamic: Passed to :func:`torch.compile`: ``None`` compiles a size as dynamic once it has changed, ``True``

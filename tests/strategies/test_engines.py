@@ -1,5 +1,6 @@
 """Which engines a step is tried on, in which order, by the clock of a script."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.settings import is_amortized, setting_for
-from lightning_ort.strategies.race.terms import UNCHANGED, Event, Now, Took, Verdict, Way
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Now, Took, Verdict, Way
 from lightning_ort.strategies.race.ways import Ways, challengers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -195,8 +196,18 @@ def test_a_run_tells_later_ones_what_it_found() -> None:
     ]
     Ways(module, "training_step", None).store(events)
     kept = module.backend.cache.kept
-    assert kept["ort"] == Startup(3.0, None, {"ort": 250.0, "torch": 500.0}, True)
-    assert kept["inductor"] == Startup(20.0, None, {}, False)
+    assert dataclasses.replace(kept["ort"], program="") == Startup(3.0, None, {"ort": 250.0, "torch": 500.0}, True)
+    assert dataclasses.replace(kept["inductor"], program="") == Startup(20.0, None, {}, False)
+    # what the same program has measured may cost a half of that, unless the user says how much
+    module.races["training_step"] = Race([], 0.05, lambda way: Expected(0.0))
+    expected = Ways(module, "training_step", None).expect(ORT)
+    assert expected.measured
+    assert (expected.saves, expected.stake) == (0.5, engines.STAKE_IF_KNOWN)
+    kept["ort"], own = dataclasses.replace(kept["ort"], program="another"), kept["ort"]
+    assert not Ways(module, "training_step", None).expect(ORT).measured
+    kept["ort"] = own
+    module.config = dataclasses.replace(module.config, compile_budget=0.05)
+    assert not Ways(module, "training_step", None).expect(ORT).measured
     Ways(module, "training_step", None).store([*events[:1], Event(ORT, "compiles", 4, seconds={ORT: 0.5}), events[3]])
     assert (kept["ort"].cold, kept["ort"].warm) == (3.0, 0.5)
 

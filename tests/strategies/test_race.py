@@ -430,21 +430,39 @@ def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
     assert make(share=NO_LIMIT).may_compile(1e9)
 
 
+def simulated(make: Callable[[], Race], known: bool, step: float, length: int, factor: float, ort: float) -> float:
+    """How long a run takes, as a multiple of one without compiling, which takes ``factor`` times what is expected."""
+    race, total = make(), 0.0
+    COMPILED.clear()
+    for number in range(length):
+        way = NAME[race.next(Now(length - number if known else None))]
+        compiles = way != "unchanged" and way not in COMPILED[0]
+        COMPILED[0].add(way)
+        seconds = step * (ort if way == "ort" else 1.0) + factor * compiles
+        total += seconds
+        race.done(Took(seconds, compiled=compiles))
+    return total / (step * length)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_no_run_is_much_slower_than_without_compiling(known: bool) -> None:
-    worst = 1.0
-    for step, length, factor, ort in itertools.product((0.002, 0.05), (300, 5000), (0.5, 2.0), (0.7, 1.3)):
-        race, total = make(cost=1.0), 0.0
-        COMPILED.clear()
-        for number in range(length):
-            way = NAME[race.next(Now(length - number if known else None))]
-            compiles = way != "unchanged" and way not in COMPILED[0]
-            COMPILED[0].add(way)
-            seconds = step * (ort if way == "ort" else 1.0) + factor * compiles
-            total += seconds
-            race.done(Took(seconds, compiled=compiles))
-        worst = max(worst, total / (step * length))
-    assert worst < 1 + 3 * SHARE
+    for run in itertools.product((0.002, 0.05), (300, 5000), (0.5, 2.0), (0.7, 1.3)):
+        assert simulated(lambda: make(cost=1.0), known, *run) < 1 + 3 * SHARE
+
+
+@pytest.mark.parametrize("saves", [0.05, 0.3, 0.6])
+def test_what_was_measured_may_cost_half_of_what_it_saves(saves: float) -> None:
+    def measured() -> Race:
+        return Race([ORT], SHARE, lambda way: Expected(1.0, saves, stake=0.5, measured=True))
+
+    lengths = (100, 1000, 2000, 4000, 8000, 16000, 64000)
+    for length, factor in itertools.product(lengths, (0.5, 1.0, 1.5)):
+        took = simulated(measured, True, 0.001, length, factor, 1 - saves)
+        assert took < 1 + SHARE / 10, "no run is slower, if that holds"
+        if 0.5 * saves * 0.001 * length > 1.1 and factor == 1:
+            assert took < 1 - saves / 3
+        # nor much slower, if it does not
+        assert simulated(measured, True, 0.001, length, factor, 1.3) < 1 + factor * saves / 2 + SHARE
 
 
 # Several processes

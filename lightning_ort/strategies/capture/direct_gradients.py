@@ -1,5 +1,6 @@
 """What a compiled step may do to ``.grad``, as nobody sees it: :func:`may_write_gradients` and those after it."""
 
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -84,4 +85,8 @@ def _keeps_hook(strategy: "Strategy", namespace: LightningNamespace, hook: str) 
 
 def _keeps(instance: Any, base: type, method: str) -> bool:
     """Whether a method is that of a base class."""
-    return getattr(getattr(instance, method), "__func__", None) is getattr(base, method)
+    return getattr(getattr(instance, method), "__func__", None) is _of_base(base, method)
+
+
+# the function, not where it is: people patch those classes too
+_of_base = functools.cache(getattr)

@@ -235,16 +235,21 @@ class Race:
     def _may_cost(self, expected: Expected) -> float:
         """The rule to start: a way may cost less than this, a share of what the step itself has still to take.
 
-        The share is the smaller of ``compile_budget`` and a part, the stake, of what the way saves more than the
-        champion does. ``usual`` is measured in unchanged steps; how many are left the Trainer knows, or as many as were
-        done. Of what a way costs and saves :mod:`.ways` knows what earlier runs have found, or else the estimate of its
-        engine. All are working seconds. What has started stops by ``_allowed``, the same share of the whole run.
+        The share is a part, the stake, of what the way saves more than the champion does, and where nothing of that was
+        measured no more than ``compile_budget``. ``usual`` is measured in unchanged steps; how many are left the
+        Trainer knows, or as many as were done. Of what a way costs and saves :mod:`.ways` knows what earlier runs have
+        found, or else the estimate of its engine. All are working seconds. What has started stops by ``_allowed``, the
+        same share of the whole run.
         """
         gained = self._saving / self.usual if self.usual > 0 else 0.0
-        share = min(self.share, expected.stake * (expected.saves - gained))
+        share = self._share_of(expected, gained)
         if share <= 0:
             return 0.0
         return math.inf if self.share == NO_LIMIT else max(0.0, share * self._ahead - self.charged)
+
+    def _share_of(self, expected: Expected, gained: float = 0.0) -> float:
+        share = expected.stake * (expected.saves - gained)
+        return share if expected.measured else min(self.share, share)
 
     def _consider(self, now: Now) -> None:
         for way in [*self._challengers]:
@@ -253,7 +258,7 @@ class Race:
             pays = not why and expected.cost < allowed
             if self._agreed(f"start/{way}", pays):
                 self._challengers.remove(way)
-                self._limit = NO_LIMIT if self.share == NO_LIMIT else min(self.share, expected.stake * expected.saves)
+                self._limit = NO_LIMIT if self.share == NO_LIMIT else self._share_of(expected)
                 self._note(way, "starts")
                 if self.measured:
                     self._duel = Duel(way, self.champion, self._ran, now.memory())

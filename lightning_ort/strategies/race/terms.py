@@ -70,6 +70,7 @@ class Expected:
     saves: float = 1.0
     why: str = ""  # where that is from, for people; may be empty
     stake: float = 1.0  # the share of what it saves that it may cost at most
+    measured: bool = False  # whether that was measured, by the same program, so that no other share limits it
 
 
 @dataclass(frozen=True)

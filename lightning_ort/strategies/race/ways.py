@@ -71,15 +71,17 @@ class Ways:
         known = self._known.get(way.engine)
         if known is None:
             return Expected(cost, saves, "", stake)
-        why = ""
+        why, measured = "", False
         if {TORCH, way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
             times = ", ".join(f"{duration(ms)} {engines.label_of(name)}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
-            stake = engines.STAKE_IF_KNOWN if facts.on_gpu else 1.0
+            measured = known.program == self._program and self._module.config.compile_budget is None
+            stake = engines.STAKE_IF_KNOWN if measured or facts.on_gpu else 1.0
         if not known.finished:  # it takes more than that
             return Expected(max(STOP * known.cold, cost), saves, why, stake)
-        return Expected(engine.warm() * known.cold if known.warm is None else known.warm, saves, why, stake)
+        cost = engine.warm() * known.cold if known.warm is None else known.warm
+        return Expected(cost, saves, why, stake, measured)
 
     def _facts(self, way: Way) -> StepFacts:
         module, name = self._module, self._name
@@ -129,9 +131,10 @@ class Ways:
             if refused:
                 found = Startup(seconds, None, ms, False, refused, self._program)
             elif known is not None and known.finished:
-                found = dataclasses.replace(known, warm=seconds if finished else known.warm, ms=ms or known.ms)
+                found = dataclasses.replace(known, warm=seconds if finished else known.warm)
+                found = dataclasses.replace(found, ms=ms, program=self._program) if ms else found
             else:
-                found = Startup(seconds, None, ms, finished)
+                found = Startup(seconds, None, ms, finished, program=self._program)
             self._module.backend.cache.store_startup(file, found)
 
     def _load(self, file: str) -> Startup | None:
