@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import dis
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,8 +70,8 @@ def _run(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def run_function(self: Any) -> None:
         asks = (one.argval for one in self.instructions if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-        if name := next((name for name in asks if name in ("eval", "exec", "locals")), None):
-            _leave(f"`{name}`, which may read any local variable")
+        if name := next((name for name in asks if name in ("eval", "exec", "locals", "globals")), None):
+            _leave(f"`{name}`, which may read any variable")
         run(self)
 
     return run_function
@@ -225,6 +226,8 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
     def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(item, variables.UserDefinedClassVariable):
             _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
+        if isinstance(item, variables.PythonModuleVariable):  # its functions read that as a global variable
+            _leave(f"a write to `{name}` of a module")
         _refuse_late_read(self, item)
         # its type alone: the object must not live on in a traceback
         before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
@@ -236,11 +239,22 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse or leave changes of what is read otherwise, too."""
+
     def mutation(self: Any, item: Any) -> None:
         _refuse_late_read(self, item)
+        if isinstance(item, variables.ConstDictVariable) and item.source is not None and _is_of_module(self, item):
+            _leave("a write to a dictionary of global variables")
         mutate(self, item)
 
     return mutation
+
+
+def _is_of_module(effects: Any, item: Any) -> bool:
+    with contextlib.suppress(KeyError, NotImplementedError):
+        value = effects.output_graph_weakref().resolve_source_value(item.source)
+        return value is vars(sys.modules.get(value.get("__name__"), object))
+    return False
 
 
 def _refuse_late_read(effects: Any, item: Any) -> None:
@@ -308,6 +322,11 @@ def _methods(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return make
 
 
+def _draw(_: Callable[..., bool]) -> Callable[..., Any]:
+    """Leave Python's random numbers: dynamo makes the float64 of one a float32."""
+    return lambda self: False
+
+
 def _reconstruct_generator(_: Callable[..., Any]) -> Callable[..., Any]:
     def reconstruct(self: Any, codegen: Any) -> None:
         _refuse("a generator lives on where its graph ends")
@@ -360,6 +379,7 @@ LEFT_OUT = [
     Replacement(variables.ConstDictVariable, "call_method", _methods("popitem"), 184803),
     Replacement(variables.SetVariable, "call_method", _methods("pop"), 153150),
     Replacement(getattr(variables, "RandomVariable", None), "call_method", _methods(), 145445),
+    Replacement(variables.UserDefinedObjectVariable, "is_supported_random", _draw, None),
     Replacement(
         getattr(variables, "LocalGeneratorObjectVariable", None), "reconstruct", _reconstruct_generator, 198190
     ),

@@ -204,6 +204,38 @@ def _find(find: Callable[..., Any]) -> Callable[..., Any]:
     return get_source_by_walking_mro
 
 
+def _miss(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that an object does not have what it was asked for and did not have."""
+
+    def generic_getattr(self: Any, tx: Any, name: str) -> Any:
+        value, kind = self.value, type(self.value)
+        places: list[Any] = [getattr(value, "__dict__", {}), *map(vars, kind.__mro__)]
+        if isinstance(value, torch.nn.Module):
+            places += [value._parameters, value._buffers, value._modules]
+        if not any(name in one for one in (*places, ("__dict__",))) and not _is_written(tx, self, name):
+            plain = getattr(kind, "__getattr__", None) in (None, torch.nn.Module.__getattr__)
+            create = GuardBuilder.HASATTR if plain else GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT
+            _guard(self.source, functools.partial(create, attr=name))
+        return find(self, tx, name)
+
+    return generic_getattr
+
+
+def _is_written(tx: Any, item: Any, name: str) -> bool:
+    return name in tx.output.side_effects.store_attr_mutations.get(item, ())
+
+
+def _miss_key(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that a dictionary does not have a key that it did not have."""
+
+    def getitem_const_raise_exception_if_absent(self: Any, tx: Any, arg: Any) -> Any:
+        if arg not in self:
+            self.install_dict_contains_guard(tx, [arg])
+        return find(self, tx, arg)
+
+    return getitem_const_raise_exception_if_absent
+
+
 # Names and types
 
 
@@ -360,6 +392,8 @@ REPAIRS = [
     Replacement(VariableBuilder, "__call__", _build, 111562),  # #198189: order, #141714: `maxlen`
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, 197860),
     Replacement(variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find, 175006),
+    Replacement(variables.UserDefinedObjectVariable, "generic_getattr", _miss, None),
+    Replacement(variables.ConstDictVariable, "getitem_const_raise_exception_if_absent", _miss_key, None),
     Replacement(variables.ConstantVariable, "is_literal", _is_literal, 189042),
     Replacement(getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque, 141714),
     Replacement(variables.ConstDictVariable, "has_new_items", _write_all, 198189),

@@ -321,8 +321,77 @@ def a_generator(compiled: Callable[..., Any]) -> Any:
     return calls(compiled(step), [0])
 
 
+@case(dynamo_left_out._draw)
+def a_random_number(compiled: Callable[..., Any]) -> Any:
+    step = compiled(lambda x, low: x.sum() * random.uniform(low, 1))
+    return str([(random.seed(1), step(X, 0.5))[1].dtype for _ in range(2)])
+
+
+@case(dynamo_repairs._miss)
+def an_attribute_that_was_not_there(compiled: Callable[..., Any]) -> Any:
+    class Fallback:
+        def __getattr__(self, name: str) -> float:
+            return 1.0
+
+    def step(x: Any, thing: Any) -> Any:
+        try:
+            return x * thing.factor
+        except AttributeError:
+            return x * 2
+
+    found = []
+    for thing in (SimpleNamespace(), Fallback(), torch.nn.Linear(1, 1)):
+        found.append(
+            calls(compiled(step), [thing] * 4, lambda i, thing=thing: i == 2 and setattr(thing, "factor", 3.0))
+        )
+    return found
+
+
+@case(dynamo_repairs._miss_key)
+def a_key_that_was_not_there(compiled: Callable[..., Any]) -> Any:
+    def step(x: Any, d: Any) -> Any:
+        try:
+            return x * d["factor"]
+        except KeyError:
+            return x * 2
+
+    values: dict[str, float] = {}
+    chain = collections.ChainMap({}, {"factor": 4.0})
+    written = calls(compiled(step), [values] * 4, lambda i: i == 2 and values.update(factor=3.0))
+    return written, calls(compiled(step), [chain] * 4, lambda i: i == 2 and chain.update(factor=3.0))
+
+
+NUMBER = 0.0
+
+
+def number() -> float:
+    return NUMBER
+
+
+@case(dynamo_left_out._store)
+def a_written_module(compiled: Callable[..., Any]) -> Any:
+    def step(x: Any, i: Any) -> Any:
+        sys.modules[__name__].NUMBER = i + 1  # type: ignore[attr-defined]
+        return x * number()
+
+    return calls(compiled(step), [0, 1, 2])
+
+
+@case(dynamo_left_out._mutate, dynamo_left_out._run)
+def written_globals(compiled: Callable[..., Any]) -> Any:
+    def by_module(x: Any, i: Any) -> Any:
+        vars(sys.modules[__name__])["NUMBER"] = i + 1
+        return x * number()
+
+    def by_function(x: Any, i: Any) -> Any:
+        globals()["NUMBER"] = i + 1
+        return x * number()
+
+    return [calls(compiled(step), [0, 1, 2]) for step in (by_module, by_function)]
+
+
 # of ours, or not wrong by itself
-WITHOUT_CASE = {dynamo_left_out._bind, dynamo_left_out._mutate, dynamo_left_out._hash}
+WITHOUT_CASE = {dynamo_left_out._bind, dynamo_left_out._hash}
 
 
 def named(make: Any) -> str:
