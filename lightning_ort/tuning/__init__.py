@@ -11,7 +11,6 @@
 - :mod:`~lightning_ort.tuning.measuring`: trials, started and sampled within a time
 - :mod:`~lightning_ort.tuning.search`: the stages in turns, within a time
 - :mod:`~lightning_ort.tuning.losses`: whether a candidate learns as float32 does
-- :mod:`~lightning_ort.tuning.result`: what came out, :mod:`~lightning_ort.tuning.yaml_file` as a configuration,
-  :mod:`~lightning_ort.tuning.picture` as a plot
+- :mod:`~lightning_ort.tuning.result`: what came out, :mod:`~lightning_ort.tuning.picture` as a plot
 - :mod:`~lightning_ort.tuning.api`: all of this in turn
 """

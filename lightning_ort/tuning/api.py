@@ -14,7 +14,7 @@ import torch
 from lightning_ort._arguments import check_integer, check_number, passed
 from lightning_ort._busy import is_busy
 from lightning_ort._stopwatch import Stopwatch
-from lightning_ort.tuning.candidate import configured
+from lightning_ort.tuning.candidate import commented, configured
 from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.probe import Facts, start_probe
 from lightning_ort.tuning.project import Project
@@ -24,7 +24,6 @@ from lightning_ort.tuning.search import Outcome, Search, too_short
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, nothing_faster, speed
-from lightning_ort.tuning.yaml_file import commented
 
 __all__ = ["TuneError", "TuneResult", "tune"]
 

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from lightning_ort._imports import LIGHTNING, PYTORCH_LIGHTNING
-from lightning_ort.tuning.candidate import Candidate, configured
-from lightning_ort.tuning.yaml_file import commented
+from lightning_ort.tuning.candidate import Candidate, commented, configured
 
 USER = {
     "trainer": {"max_epochs": 3, "devices": 4, "strategy": "ddp", "callbacks": {"class_path": "mine.Callback"}},
