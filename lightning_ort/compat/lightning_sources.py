@@ -7,9 +7,10 @@ all releases that were read; :mod:`tests.compat.lightning_releases` makes them f
 import functools
 import hashlib
 import inspect
-import linecache
+import tokenize
 from collections.abc import Callable, Iterator
 from importlib.resources import files
+from types import CodeType
 from typing import Any
 
 from lightning_ort._imports import LightningNamespace
@@ -62,6 +63,21 @@ def digest(lines: list[str], first: int, package: str) -> str:
     return hashlib.sha256("\n".join(kept).replace(package, "lightning.pytorch").encode()).hexdigest()[:12]
 
 
+def source_lines(file: str) -> list[str]:
+    """Return the lines of a file, which stay in memory if ``linecache`` reads them."""
+    try:
+        with tokenize.open(file) as source:
+            return source.readlines()
+    except (OSError, SyntaxError):
+        return []
+
+
+def digest_of(code: CodeType, package: str, read: Callable[[str], list[str]] = source_lines) -> str:
+    """Return the digest of a function's code, or nothing without its source."""
+    lines = read(code.co_filename)
+    return digest(lines, code.co_firstlineno, package) if len(lines) >= code.co_firstlineno else ""
+
+
 def unknown_function(namespace: LightningNamespace) -> str:
     """Return the name of the first function that is not as in a known release, or nothing."""
     return _unknown(namespace, tuple(functions(namespace)))
@@ -69,12 +85,9 @@ def unknown_function(namespace: LightningNamespace) -> str:
 
 @functools.lru_cache(4)
 def _unknown(namespace: LightningNamespace, found: tuple[tuple[str, Callable[..., Any]], ...]) -> str:
+    read = functools.cache(source_lines)
     for name, function in found:
-        try:
-            code = (inspect.unwrap(function) if name in _DECORATED else function).__code__
-            found_digest = digest(linecache.getlines(code.co_filename), code.co_firstlineno, namespace.package)
-        except (AttributeError, IndexError):
-            return name
-        if found_digest not in KNOWN[name]:
+        code = getattr(inspect.unwrap(function) if name in _DECORATED else function, "__code__", None)
+        if code is None or digest_of(code, namespace.package, read) not in KNOWN[name]:
             return name
     return ""

@@ -4,7 +4,6 @@ Those of ``torch._dynamo`` are in :mod:`.dynamo`. Each function names the torch 
 """
 
 import functools
-import linecache
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,7 +35,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ort.compat.lightning_sources import digest
+from lightning_ort.compat.lightning_sources import digest_of
 
 __all__ = ["OpOverload", "TorchDispatchMode", "is_contiguous_or_false", "suggest_memory_format"]
 
@@ -248,7 +247,7 @@ def replace_fetch(make: Callable[[Any, Callable[[Any], Any]], Callable[[Any], An
 
 def _next_is_known() -> bool:
     code = _SingleProcessDataLoaderIter.__next__.__code__
-    return digest(linecache.getlines(code.co_filename), code.co_firstlineno, "torch") == "280427495a48"
+    return digest_of(code, "torch") == "280427495a48"
 
 
 _STOCK_NEXT = _SingleProcessDataLoaderIter.__next__ if _next_is_known() else None

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import linecache
 import re
 import weakref
 from collections import OrderedDict
@@ -15,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_ort.compat.lightning_sources import digest
+from lightning_ort.compat.lightning_sources import digest_of
 
 
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -168,7 +167,7 @@ def note_step(optimizer: Optimizer) -> None:
 
 def _zero_grad_is_known() -> bool:
     code = inspect.unwrap(Optimizer.zero_grad).__code__
-    return digest(linecache.getlines(code.co_filename), code.co_firstlineno, "torch") == "bc15fd7a43a8"
+    return digest_of(code, "torch") == "bc15fd7a43a8"
 
 
 _STOCK_ZERO_GRAD = Optimizer.zero_grad if _zero_grad_is_known() else None

@@ -46,6 +46,8 @@ class Extras:
         self.steps_take_iterators = self.on and draw.random() < 0.1
         self.val_mode = draw.choice([None, None, "sequential", "max_size", "min_size"]) if self.on else None
         self.metric = ""
+        self.tunes = plan.seed >= 600 and draw.random() < 0.4
+        plan.datamodule |= self.tunes  # loaders that are passed cannot be made again with another batch size
         if self.on:
             self.change(plan)
 
@@ -87,6 +89,9 @@ class Extras:
                 lambda: callbacks.LearningRateFinder(1e-4, 1e-1, num_training_steps=5, update_attr=True),
                 lambda: callbacks.ModelPruning("l1_unstructured", amount=0.2),
             ]
+        if self.tunes:
+            mode = one(["power", "binsearch"])
+            makers.append(lambda: callbacks.BatchSizeFinder(mode, steps_per_trial=2, init_val=2, max_trials=2))
         return makers
 
     def callbacks(self) -> list[Any]:

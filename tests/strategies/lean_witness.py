@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -156,7 +157,7 @@ class Base(LightningModule):
         self.plan = [plan]
         self.witness = [witness]
         self.automatic_optimization = plan.automatic
-        self.lr = 0.1
+        self.lr, self.batch_size = 0.1, 4
 
     def loss(self, batch: Any) -> Tensor:
         while isinstance(batch, list | tuple | dict):
@@ -402,7 +403,7 @@ class Plan:
     def batch_list(self, generator: torch.Generator, more: int = 0) -> Any:
         return [torch.randn(4 - (index == 2), 3, generator=generator) for index in range(self.batches + more)]
 
-    def train_loader(self, generator: torch.Generator) -> Any:
+    def train_loader(self, generator: torch.Generator, batch_size: int = 4) -> Any:
         batches = self.batch_list(generator)
         if self.kind == "list":
             return [[batch, {"x": batch}] for batch in batches]
@@ -411,7 +412,7 @@ class Plan:
         if self.kind == "combined":
             return CombinedLoader({"a": batches, "b": self.batch_list(generator, 2)}, self.mode)
         data = TensorDataset(torch.cat(batches))
-        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+        return DataLoader(data, batch_size=batch_size, shuffle=True, generator=generator)
 
     def val_loaders(self, generator: torch.Generator, count: int) -> Any:
         loaders = [DataLoader(torch.cat(self.batch_list(generator, number)), batch_size=4) for number in range(count)]
@@ -436,7 +437,9 @@ def data_of(plan: Plan, witness: Witness) -> dict[str, Any]:
 
     own = {name: transfer(name) for name in plan.transfers}
     module: Any = type("Data", (LightningDataModule,), own)()
-    module.train_dataloader = lambda: train
+    module.batch_size = 4
+    again = lambda: train if module.batch_size == 4 else plan.train_loader(generator, module.batch_size)  # noqa: E731
+    module.train_dataloader = again
     if val is not None:
         module.val_dataloader = lambda: val
     return {"datamodule": module}
@@ -531,9 +534,11 @@ def witness(seed: int, loop: str, folder: Path, resume_from: Path | None = None)
             generator = torch.Generator().manual_seed(1)
             for name in ("validate", "test", "predict"):
                 runs.append((name, {"dataloaders": plan.val_loaders(generator, max(plan.vals, 1))}))
+            if plan.extras.tunes:
+                runs += [("scale_batch_size", {**data, "max_trials": 2}), ("lr_find", {**data, "num_training": 5})]
         for name, arguments in runs:
             try:
-                result = getattr(trainer, name)(module, **arguments)
+                result = getattr(trainer if hasattr(trainer, name) else Tuner(trainer), name)(module, **arguments)
             except Exception as error:
                 record.append(("raised", type(error).__name__, str(error)))
                 result = None

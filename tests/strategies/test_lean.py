@@ -8,10 +8,10 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from small_modules import Small, loader
 
 from lightning_ort import ORTStrategy
 from tests.strategies.lean_witness import plain, witness
+from tests.strategies.small_modules import Small, loader
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
