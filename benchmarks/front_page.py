@@ -124,7 +124,7 @@ def by_hand() -> str:
             row("bf16-mixed, fused, jemalloc", "bf16", "seconds"),
             row("**bf16-mixed, `ort`**", "ort@bf16", "seconds"),
             "",
-            f"A plain `fused=True` is as good, within 5 %, for {as_good('fused')}; the best by hand in float32 for"
+            f"As good within 5 %: a plain `fused=True` for {as_good('fused')}, the best by hand in float32 for"
             f" {as_good('fused', 'jemalloc', 'compile')}.",
         ]
     )

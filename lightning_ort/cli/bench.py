@@ -18,6 +18,7 @@ from lightning_ort._text import PlainTable, console, digits, plain, say, show
 from lightning_ort.cli.arguments import Extend, add_mapping, add_project, elements
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
+from lightning_ort.tuning.api import busy
 from lightning_ort.tuning.candidate import NAMED, Candidate, TuneError
 from lightning_ort.tuning.compare import compare
 from lightning_ort.tuning.machine import machine
@@ -110,7 +111,7 @@ def bench(
         found = {"machine": machine(), "settings": asked, "rows": [to_dict(trial, trials[0]) for trial in trials]}
         (output / "bench.json").write_text(json.dumps(found, indent=2, default=str))
     show(to_table(trials, title), _EXPLANATION, _footnote())
-    for text in _warnings(trials):
+    for text in (*_warnings(trials), *busy()):
         say(text)
     if output is not None:
         draw_bars(trials, title, _footnote(), output / "bench.png")

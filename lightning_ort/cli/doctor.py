@@ -149,7 +149,7 @@ def _lightning(machine: Machine) -> Iterator[Finding]:
             namespace = next(each for each in NAMESPACES if each.distribution == name)
             with quiet():
                 reason = unknown_release(namespace)
-            text = reason or "the Trainer does in each batch what somebody asked for, and no more"
+            text = reason or "lean: without what nobody asked for"
             yield Finding("Trainer's loop", "absent" if reason else "ok", text)
 
 

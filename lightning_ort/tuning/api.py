@@ -152,8 +152,8 @@ def busy() -> list[str]:
     if not is_busy(slowed := watch.slowdown):
         return []
     return [
-        f"the machine was busy at the start (work took {slowed:.1f} times as long): what is fastest, the number of"
-        " threads above all, may be another when it is not"
+        f"the machine is busy (work took {slowed:.1f} times as long): what is fastest, the number of threads above all,"
+        " may be another when it is not"
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 from lightning_ort.tuning import candidate as candidates
@@ -28,7 +29,7 @@ from lightning_ort.tuning.trainer_process import (
 )
 
 GIVEN = "GivenLoader"
-# those end a run, write files, or need what a trial has not
+# of Lightning: those end a run, write files, or show what nobody sees in a trial
 _DROPPED = ("EarlyStopping", "Checkpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
 
 
@@ -196,7 +197,7 @@ def _train_configured(
 
 def _dropped(namespace: LightningNamespace) -> tuple[type, ...]:
     callbacks = importlib.import_module(f"{namespace.package}.callbacks")
-    return tuple(getattr(callbacks, name) for name in _DROPPED)
+    return (*(getattr(callbacks, name) for name in _DROPPED), ExportOnnxCallback)
 
 
 def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:

@@ -152,9 +152,11 @@ def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_variant_that_fails_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bench, "busy", lambda: ["the machine is busy"])
     arguments = ["--variants=[stock,stock+adamw_apex_fused]", "--rounds=1", "--steps=1", "--warm_up=1"]
     run(monkeypatch, f"{MODULES}:Small", *arguments)
     lines = capsys.readouterr().out.splitlines()
+    assert any("the machine is busy" in line for line in lines)
     (failed,) = (line for line in lines if "stock+adamw_apex_fused" in line)
     assert "apex" in failed.replace("stock+adamw_apex_fused", "")
     assert any("1.00x" in line for line in lines)

@@ -11,11 +11,12 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy, _busy
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.report.view import speedup
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport
 from lightning_ort.strategies.race import view as race_view
 from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Way
+from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way
 from lightning_ort.strategies.race.view import WHILE_BUSY, RaceView
 
 ALWAYS = {"placement": "always"}
@@ -145,6 +146,20 @@ def test_the_report_says_what_runs_whatever_was_faster_before() -> None:
     assert step.engine == "torch"
     assert step.ms == {"ort": 30.0, "torch": 25.0, "inductor": 40.0}
     assert "timed again after 200 steps" in bar.lines[2]
+
+
+@pytest.mark.usefixtures("machines_may_be_busy")
+def test_a_note_of_what_was_not_tried_says_how_busy_the_machine_is() -> None:
+    module, notes = module_with(None), []
+    module.record_choice = lambda where, kind, text, announced=False: notes.append((kind, text))
+    race = Race([INDUCTOR], 0.05, lambda way: None)  # type: ignore[arg-type,return-value]
+    race.events += [Event(ORT, "starts", 3), Event(INDUCTOR, "waits", 4, Waiting(15.1, 0.0, 2.8))]
+    RaceView(module, "training_step").end_run(race)
+    ((kind, text),) = notes
+    assert kind is ReasonType.NOT_TRIED
+    assert text.count("(") == text.count(")") == 1
+    assert "15.1 s" in text
+    assert "2.8 times as slow" in text
 
 
 @pytest.mark.parametrize("module", [module_with(None), module_with(Bar(), first=False)])

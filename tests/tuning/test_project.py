@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ort import OnnxExport
 from lightning_ort.tuning import api
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts, start_probe
@@ -50,7 +51,7 @@ class Own(LightningModule):
         self.data, self.seen = data, []  # type: ignore[var-annotated]
 
     def configure_callbacks(self) -> Any:
-        return [Stops(), ModelCheckpoint(), Timer(duration="00:00:00:00"), SavesTimer()]
+        return [Stops(), ModelCheckpoint(), Timer(duration="00:00:00:00"), OnnxExport("own.onnx"), SavesTimer()]
 
     def on_train_start(self) -> None:
         kinds = sorted(type(one).__name__ for one in self.trainer.callbacks)

@@ -69,7 +69,7 @@ class RaceView:
             self._note(ReasonType.NOT_COMPILED, why)
             run.waiting = run.waiting or f"{self._name}: {why}"
         elif waiting and waiting.way not in started:
-            text = f"{step_label(waiting.way.engine)}: {_why_waiting(waiting).partition(';')[0]}"
+            text = f"{step_label(waiting.way.engine)}: {_why_waiting(waiting, advises=False)}"
             self._note(ReasonType.NOT_TRIED, text, announced=True)
         if race.trying is not None:
             why = "the run ended before it could be timed"
@@ -201,17 +201,17 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def _why_waiting(event: Event) -> str:
+def _why_waiting(event: Event, advises: bool = True) -> str:
     if not isinstance(event.why, Waiting):
         return str(event.why)
     text = f"about {seconds_text(event.why.cost)} to compile, compile_budget allows {seconds_text(event.why.allowed)}"
-    return f"{text}{_busy(event.why)}; ORTConfig(start='now') compiles at once"
+    return f"{text}{_busy(event.why)}" + "; ORTConfig(start='now') compiles at once" * advises
 
 
 def _busy(why: Waiting) -> str:
     if not is_busy(why.slowdown):
         return ""
-    return f" (of an idle machine; other programs make this one {why.slowdown:.1f} times as slow)"
+    return f" (on an idle machine; this one is busy, {why.slowdown:.1f} times as slow)"
 
 
 def _took(way: Way, ms: dict[str, float]) -> str:
