@@ -52,6 +52,11 @@ NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 ONNXSCRIPT = RequirementCache("onnxscript")
 
 
+def absence(requirement: RequirementCache) -> str:
+    """Return why a requirement is not met, without the command that lightning-utilities guesses from its name."""
+    return str(requirement).partition(" HINT")[0]
+
+
 def preferred_namespace() -> LightningNamespace:
     """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` if only that is installed.
 

@@ -30,7 +30,7 @@ _PLAIN: tuple[tuple[str, str, str], ...] = (
         "the value of a tensor decides what runs next",
         "use torch.where",
     ),
-    (r"\(reason: (\w+) runs outside of graphs\)", "`{0}` runs outside of graphs", ""),
+    (r"\(reason: ([\w.]+) runs outside of graphs\)", "`{0}` runs outside of graphs", ""),
     (r"torch\.compiler\.disable", "it calls a function that is marked with `torch.compiler.disable`", ""),
     (r"torch\.jit\.", "it calls a TorchScript module, which no graph can hold", "use the module it was made from"),
     (r"`([\w.]+)`'s output shape depends", "the size of the result of `{0}` depends on values", ""),

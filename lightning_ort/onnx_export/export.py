@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
-from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__
+from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__, absence
 from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.regions.reproducer_script import largest_difference
@@ -62,7 +62,8 @@ def check_settings(path: str | Path, dynamic_batch: bool, tolerance: float, quan
     check_choice("quantize", quantize, (*get_args(Quantize), None))
     check_writable("path", check_path("path", path), is_folder=False)
     if not ONNXSCRIPT:
-        raise ModuleNotFoundError(f"Export to ONNX needs onnxscript: pip install 'lightning-ort[export]'. {ONNXSCRIPT}")
+        install = "pip install 'lightning-ort[export]'"
+        raise ModuleNotFoundError(f"Export to ONNX needs onnxscript: {install}. {absence(ONNXSCRIPT)}")
 
 
 def export_onnx(

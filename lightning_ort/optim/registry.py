@@ -17,6 +17,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import nn, optim
 
 from lightning_ort._arguments import check_type, closest
+from lightning_ort._imports import absence
 from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
 from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
@@ -119,7 +120,7 @@ class Implementation:
         if device.type not in self.devices:
             return f"it supports {' and '.join(self.devices)}, but the module is on {device.type}"
         if self.package and not (available := RequirementCache(self.package)):
-            return f"{available}. Install it with `{self.install or f'pip install {self.package}'}`"
+            return f"{absence(available)} Install it with `{self.install or f'pip install {self.package}'}`"
         if missing := [command for command in self.commands if shutil.which(command) is None]:
             return (
                 f"it compiles an extension, and {' and '.join(missing)} is not on the PATH. It needs a C++ compiler and"

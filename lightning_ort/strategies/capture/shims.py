@@ -409,7 +409,8 @@ def _is_of_lightning(method: Callable[..., Any]) -> bool:
 
 def _outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
     # keeps the signature, which Lightning and torchmetrics inspect
-    name = getattr(method, "__name__", "it")
+    name, owner = getattr(method, "__name__", "it"), getattr(method, "__self__", None)
+    name = name if owner is None else f"{type(owner).__name__}.{name}"
     return torch.compiler.disable(method, reason=f"{name} runs outside of graphs")
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_integer
-from lightning_ort._imports import LightningNamespace
+from lightning_ort._imports import LightningNamespace, absence
 from lightning_ort.compat import deepspeed as compat
 from lightning_ort.compat.lightning import deepspeed_dtype, has_training_data
 from lightning_ort.compat.lightning_deepspeed import DeepSpeedNames
@@ -90,7 +90,8 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
         **kwargs: Any,
     ) -> None:
         if not _DEEPSPEED:  # before Lightning's own check, which names another command
-            raise self.namespace.misconfiguration(f"{_DEEPSPEED}. Install it with `pip install 'lightning-ort[zero]'`")
+            install = "pip install 'lightning-ort[zero]'"
+            raise self.namespace.misconfiguration(f"{absence(_DEEPSPEED)} Install it with `{install}`")
         if checkpoint not in get_args(CheckpointForm):
             raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
         check_choice("start_method", start_method, get_args(StartMethod))
