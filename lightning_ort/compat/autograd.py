@@ -45,10 +45,7 @@ class JointFacts(NamedTuple):
 
 
 def joint_facts(num_inputs: int) -> JointFacts | None:
-    """What AOTAutograd found out about the joint graph that is being compiled (torch 2.13).
-
-    ``None`` if its forward pass takes or returns something else than plain tensors that share no memory.
-    """
+    """What AOTAutograd found out about the joint graph it compiles, if all are plain, separate tensors (torch 2.13)."""
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return None

@@ -51,11 +51,7 @@ STATES: dict[str, Callable[[nn.Parameter], int]] = {
 
 
 def predict(module: nn.Module, optim: str) -> Memory:
-    """Predict the memory from shapes and dtypes, for a module on any device including ``meta``.
-
-    Raises:
-        ValueError: If ``optim`` is not one of :data:`STATES`, or no parameter is trainable.
-    """
+    """Predict the memory from shapes and dtypes, also on ``meta``; ``ValueError`` if nothing is trainable or known."""
     check_choice("optim", optim, STATES)
     trainable = _trainable(module)
     embeddings = {id(p) for m in module.modules() if isinstance(m, EMBEDDINGS) for p in m.parameters(recurse=False)}

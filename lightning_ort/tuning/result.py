@@ -73,11 +73,7 @@ class TuneResult:
 
     @classmethod
     def from_json(cls, text: str) -> "TuneResult":
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """Read what :meth:`to_json` wrote, or raise ``ValueError``."""
         try:
             found = json.loads(text)
             assert isinstance(found, dict)

@@ -139,10 +139,7 @@ def share_text(report: ReportData) -> str:
 
 
 def speedup(report: ReportData) -> float | None:
-    """Return how many times as fast as before the training step runs since its duel.
-
-    ``None`` without a duel, and where other programs used the machine more for one of the two.
-    """
+    """Return how many times as fast as before its duel the training step runs, if both met the same machine."""
     step = next((step for step in report.steps if step.name == "training_step" and "torch" in step.ms), None)
     if step is None or not (time := step.ms[step.engine]):  # a time of 0 has no ratio
         return None

@@ -12,10 +12,7 @@ from lightning_ort.strategies.race.run_facts import RunFacts
 
 
 class GraphAudit:
-    """Audits the graphs of one kind of step, within the run's budget.
-
-    ``compared``: whether something was compared since it was last set to ``False``.
-    """
+    """Audits the graphs of one kind of step; ``compared``: whether it did since that was set to ``False``."""
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget) -> None:
         self._run, self._name, self._budget = run, name, budget

@@ -123,9 +123,6 @@ class OrtExecutor(Executor):
             torch.cuda.empty_cache()
 
     def _stream(self) -> torch.cuda.Stream | None:
-        """The stream of a session: torch's current one, whose kernels are in order with its own.
-
-        ``None`` for one on the CPU, or with a provider first that has streams of its own.
-        """
+        """The stream of a session: torch's current one; ``None`` on the CPU, and where a provider has its own."""
         on_stream = self.device.type == "cuda" and provider_of(self.providers[0]).takes_stream
         return torch.cuda.current_stream(self.device) if on_stream else None

@@ -49,10 +49,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def convert(region: Region, kernels: Kernels, name: str) -> onnx.ModelProto:
-    """Convert a region to a checked ONNX model with the inputs ``i0``, ``i1``, ... and the outputs ``o0``, ``o1``, ...
-
-    Raises ``RegionRejected`` if the conversion or the ONNX checker fails.
-    """
+    """Convert a region to a checked model with inputs ``i0``, ... and outputs ``o0``, ...; or ``RegionRejected``."""
     builder = GraphBuilder(kernels)
     graph = region.module.graph
     try:
