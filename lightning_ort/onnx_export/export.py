@@ -302,7 +302,10 @@ def _verified(
         onnx.checker.check_model(file)
         session = OnnxSession(file)
     except Exception as error:  # onnxruntime raises classes of its own that derive from Exception alone
-        raise ExportFailed(f"The exported model is not valid: {_with_line(error, source_lines)}") from error
+        text = f"The exported model is not valid: {_with_line(error, source_lines)}"
+        if "NOT_IMPLEMENTED" in text:
+            text += "\n  It has no such kernel for these dtypes; for float32 it has most: call .float() on the module."
+        raise ExportFailed(text) from error
     return session, max(_compare(module, session, call, tolerance, source_lines) for call in calls)
 
 
