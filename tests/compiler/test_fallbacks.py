@@ -10,6 +10,7 @@ from ort_settings import config_of
 from torch import nn
 
 from lightning_ort import ORTConfig
+from lightning_ort.compat.torch import GraphFacts
 from lightning_ort.compiler import compilation as backend_module
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import inductor
@@ -178,6 +179,31 @@ def test_what_fails_around_the_passes(caplog):
     assert backend.report.ort_runs > 0  # before it failed
     (fallback,) = backend.report.fallbacks
     assert fallback.reason.type is ReasonType.RUN_FAILED
+
+
+def test_what_fails_around_the_passes_later_reaches_the_user():
+    """What has run before has written what it writes to: nothing can be done again."""
+    fails = []
+
+    def run(x):
+        if fails:
+            raise RuntimeError("around the passes")
+        return (x * 2,)
+
+    def unexpected(*args):
+        raise AssertionError
+
+    graph = fallbacks.GuardedGraph(run, unexpected, fallbacks.PassMonitor(1), unexpected, unexpected)
+    assert graph(torch.ones(1)) == (2.0,)
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="around the passes"):
+        graph(torch.ones(1))
+
+
+def test_what_is_trained_is_none_of_what_an_unknown_graph_may_write_to():
+    monitor = fallbacks.PassMonitor(2)
+    monitor.facts = GraphFacts(1, [], True)  # of other inputs
+    assert monitor.copies_of_written([nn.Parameter(torch.ones(2)), torch.zeros(2)]).keys() == {1}
 
 
 @pytest.mark.parametrize("plain", [0, 1, fallbacks.PASSES - 1])

@@ -268,3 +268,15 @@ def test_statistics_of_norms_in_half_types(norm: nn.Module, step_graph: str) -> 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=2e-3)
     for mine, theirs in zip(module.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_what_was_changed_before_another_result_is_differentiated_is_an_error() -> None:
+    module = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    compiled, backend = compiled_of(with_logits)
+    for _ in range(2):
+        loss, logits = compiled(module, torch.randn(6, 8))
+        with torch.no_grad():
+            module[1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + logits.square().sum()).backward()
+    assert_one_graph(backend)

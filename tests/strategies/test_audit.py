@@ -367,6 +367,13 @@ def test_an_audit_counts_with_the_step_that_it_slows_down(make_trainer: Callable
     assert run.audit_seconds > 0.2 * (run.audits - 1) > 0  # but for the step that compiles
 
 
+def test_no_audit_begins_that_would_take_too_long(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "expected_seconds", lambda *_: 1e6)
+    assert fit(make_trainer, Small()).run.audits == 0
+
+
 def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ORTFallbackError, match="differs from eager"):
         fit(make_trainer, Differs(), ORTConfig(placement="always", fallback="raise"))

@@ -149,7 +149,17 @@ def before_lists(m: Any, i: int) -> None:
     m.lists = [m.first, [1.0]]
 
 
+def gradient_of_a(m: Any) -> Tensor:
+    return m.a.weight.grad.clone()
+
+
+def tie(m: Any, i: int) -> None:
+    if i == 3:
+        m.b.weight = m.a.weight
+
+
 IDENTITY = {
+    "tied": Row(lambda m, loss, x, i: loss + m.a(x).square().mean() + m.b(x).exp().mean(), tie, state=gradient_of_a),
     "is": Row(weighted(lambda m: m.current is m.p), alternate),
     "is not": Row(weighted(lambda m: m.current is not m.p), alternate),
     "==": Row(weighted(lambda m: m.current == m.p), alternate),

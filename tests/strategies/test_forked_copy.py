@@ -71,6 +71,7 @@ def test_several_threads_of_torch_do_not_hang_it() -> None:
         x = torch.randn(300, 300)
         expected = (x @ x).sum().item()  # the pool has started
         assert ask(lambda: (x @ x).sum().item())[0] == pytest.approx(expected, rel=1e-3)
+        assert torch.get_num_threads() == 2  # here, as before
     finally:
         torch.set_num_threads(threads)
 
@@ -427,16 +428,20 @@ def test_it_ends_with_its_parent() -> None:
         "copy.ask(0, 60.0)\n"
         "time.sleep(0.5)\n"
         "print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
+        "worker = os.fork()\n"  # such as a loader's, which keeps the pipes open
+        "print(worker, flush=True) if worker else None\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([os.sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:  # type: ignore[attr-defined]
         assert parent.stdout is not None
         pids = list(map(int, parent.stdout.readline().split()))
         assert list(map(is_running, pids)) == [True] * 2
+        worker = int(parent.stdout.readline())
         parent.kill()
     limit = time.monotonic() + 10
     while any(map(is_running, pids)) and time.monotonic() < limit:
         time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
     assert not any(map(is_running, pids))
 
 
