@@ -70,6 +70,9 @@ class DebugSettings:
             as a failure of that region.
         trainer_loop: ``"lean"`` lets the Trainer do in each batch what somebody asked for, and no more, where its code
             is known; ``"stock"`` leaves its loops, ``self.log`` and progress bars as they are.
+        record_step: On one GPU, records the training step that inductor has compiled as CUDA graphs: forward and
+            backward pass, and clipping with the update of a fused optimizer. They are replayed in steps of the same
+            sizes, while nobody looks at gradients. It has only run on stand-ins so far, never on a real GPU.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
 
     Raises:
@@ -86,6 +89,7 @@ class DebugSettings:
     intra_op_threads: int | None = _setting(None, changes="regions")
     check_against_eager: bool = _setting(False)
     trainer_loop: TrainerLoop = _setting("lean", changes=None)
+    record_step: bool = _setting(False)
     save_onnx_dir: str | None = _setting(None, changes=None)
 
     def __post_init__(self) -> None:
@@ -205,6 +209,11 @@ class ORTConfig:
             debug = check_mapping("debug", self.debug, "a mapping with fields of DebugSettings", owner)
             object.__setattr__(self, "debug", DebugSettings(**debug))
         check_type("debug", self.debug, DebugSettings, "a mapping with fields of DebugSettings", owner)
+        if self.debug.record_step and (self.engine in ("ort", "torch") or self.placement == "always"):
+            raise ValueError(
+                "DebugSettings(record_step=True) is for steps that inductor compiles: it needs engine='auto' or None,"
+                " and placement='measured'."
+            )
 
     def key(self, found: Found, **resolved: Any) -> tuple[str, ...]:
         """Return a text for each setting on which what runs find depends; runs with equal ones share it.

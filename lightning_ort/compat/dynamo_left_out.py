@@ -263,7 +263,8 @@ def _refuse_late_read(effects: Any, item: Any) -> None:
     if source is None or not ("_lightning_ort_late" in vars(graph) or any(one.calls for one in late_readers)):
         return
     with contextlib.suppress(KeyError, NotImplementedError):  # of what the graph makes itself
-        value = graph.resolve_source_value(source)
+        frame = graph.root_tx  # as `OutputGraph.resolve_source_value` of torch 2.13, which 2.11 has not
+        value = source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
         if any(one.reads(value) for one in late_readers):
             _refuse("it changes its batch after it has logged")
 

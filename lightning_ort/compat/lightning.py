@@ -168,6 +168,26 @@ def closure_of_step(precision: Any, model: Any, optimizer: Any, closure: Callabl
     return precision._wrap_closure(model, optimizer, closure)
 
 
+def closure_before_clipping(
+    precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]
+) -> tuple[Any, Callable[[], None], list[Any]]:
+    """The same up to clipping, which comes last (2.6); return also what clips, and how it was asked to."""
+    clip, asked, own = precision._clip_gradients, list[Any](), vars(precision)
+    before = {name: own[name] for name in ("_clip_gradients",) if name in own}
+    own["_clip_gradients"] = lambda *args, **kwargs: asked.append((args, kwargs))
+    try:
+        result = closure_of_step(precision, model, optimizer, closure)
+    finally:
+        del own["_clip_gradients"]
+        own.update(before)
+
+    def clip_now() -> None:
+        for args, kwargs in asked:
+            clip(*args, **kwargs)
+
+    return result, clip_now, asked
+
+
 def is_compiled_by_lightning(module: Any) -> bool:
     """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
     return getattr(module, "_compiler_ctx", None) is not None

@@ -154,10 +154,10 @@ def only_hooks_before_steps(optimizer: Optimizer, keep: Callable[[Any], bool]) -
         own[name] = before
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run before or after the steps of an optimizer (torch 2.13)."""
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks before and after the steps of an optimizer (torch 2.13)."""
     own = vars(optimizer)
-    return bool(own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"])
+    return [*own["_optimizer_step_pre_hooks"].values(), *own["_optimizer_step_post_hooks"].values()]
 
 
 def note_step(optimizer: Optimizer) -> None:

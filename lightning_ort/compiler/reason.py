@@ -39,6 +39,7 @@ class ReasonType(enum.Enum):
     NOT_TRIED = "not tried"
     NOT_AUDITED = "not audited"
     INDUCTOR_WON = "compiled by torch.compile"
+    RECORDED = "CUDA graphs"
     SPLIT = "not one graph"
     SECOND_GRADIENT = "takes gradients itself"
     HOOKED_RESULT = "a result has a hook of its gradient"

@@ -25,12 +25,18 @@ from typing_extensions import override
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
-from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
+from lightning_ort.compat.lightning import (
+    closure_before_clipping,
+    closure_of_step,
+    hide_leaf_spec_deprecation,
+    set_checkpoint_io,
+)
 from lightning_ort.compat.torch_optimizers import only_hooks_before_steps
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.fused_update import CHECK, FusedUpdate, may_update
+from lightning_ort.optim.recorded_update import is_fused
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for, advice_on_time
@@ -107,7 +113,7 @@ class ORTMixin(_Strategy):
         self._delivery = ReportDelivery(self.ort_config.report)
         self._lean = Lean()
         self._accelerator_of_trainer: Accelerator | None = None
-        self._updates = False  # whether the update may be called without the closure
+        self._updates = self._records = False  # whether the update may be called without the closure, and recorded
         self._update: FusedUpdate | None = None
 
     @classmethod
@@ -178,7 +184,12 @@ class ORTMixin(_Strategy):
         # here for the callback too: the next step may be to split the optimizers' states
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin, self._environment.optim), trainer)
-        self._updates = steps_with_closure(self, self.namespace)
+        asked = self.ort_config.debug.record_step
+        self._updates = not asked and self.root_device.type == "cpu" and steps_with_closure(self, self.namespace)
+        self._records = asked and steps_with_closure(self, self.namespace, with_autocast=True)
+        if asked and not (self._records and all(map(is_fused, self.optimizers))):
+            text = "the update is not recorded: torch's fused Adam, AdamW or SGD would be"
+            self.report.record_choice("record_step", Reason(ReasonType.NO_EFFECT, text))
 
     @override
     def on_train_start(self) -> None:
@@ -223,6 +234,17 @@ class ORTMixin(_Strategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self._records and not kwargs and may_update(optimizer):
+            module = model or self.lightning_module
+            result, clip, asked = closure_before_clipping(self.precision_plugin, module, optimizer, closure)
+            recorded = self._capture.update(optimizer)
+            with only_hooks_before_steps(optimizer, lambda hook: hasattr(hook, CHECK)):  # those that were there
+                if recorded is not None:
+                    recorded.step(clip, asked)
+                else:
+                    clip()
+                    optimizer.step()
+            return result
         if kwargs or not self._updates or not may_update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = closure_of_step(self.precision_plugin, model or self.lightning_module, optimizer, closure)

@@ -9,6 +9,7 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
+from lightning_ort.precision.mixed import MixedPrecisionMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,17 +59,27 @@ def choose_swap(
     return swap
 
 
-def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace) -> bool:
-    """Return whether a step on a CPU is Lightning's: the closure, the hooks and clipping, then the optimizer's update.
+_WRAP = "_wrap_closure"
 
-    Other precision plugins, such as one with a scaler, and wrappers of several processes do more.
+
+def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace, with_autocast: bool = False) -> bool:
+    """Return whether a step is Lightning's: the closure, the hooks and clipping, then the optimizer's update.
+
+    Other precision plugins, such as one with a scaler, and wrappers of several processes do more. ``with_autocast``:
+    whether the closure may run under autocast.
     """
     precision = namespace.submodule("plugins.precision.precision").Precision
     base = namespace.submodule("strategies.strategy").Strategy
     own: Any = next(kind for kind in type(strategy).__mro__ if kind.__module__.startswith(namespace.package))
-    plugin = type(strategy.precision_plugin)
-    is_plain = all(getattr(plugin, name) is getattr(precision, name) for name in ("optimizer_step", "_wrap_closure"))
-    return strategy.root_device.type == "cpu" and is_plain and own.optimizer_step is base.optimizer_step
+    kind: Any = type(strategy.precision_plugin)
+    is_plain = kind.optimizer_step is precision.optimizer_step or (
+        # without a scaler it does the same
+        with_autocast
+        and MixedPrecisionMixin.optimizer_step is kind.optimizer_step
+        and strategy.precision_plugin.precision == "bf16-mixed"
+    )
+    is_plain = is_plain and getattr(kind, _WRAP) is getattr(precision, _WRAP)
+    return is_plain and own.optimizer_step is base.optimizer_step
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

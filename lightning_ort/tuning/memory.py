@@ -115,6 +115,7 @@ class MeasuredStep:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profile: profile | None = None
+        self._forward: int | None = None  # on a GPU
 
     def start(self) -> None:
         """Start before the step."""
@@ -138,6 +139,8 @@ class MeasuredStep:
     def stop(self) -> tuple[int, int, int] | None:
         """Return the bytes that were added at the end of the forward pass, at its peak, and at the peak after it."""
         if self._device.type == "cuda":
+            if self._forward is None:  # as of manual optimization without a backward pass
+                return None
             later = torch.cuda.max_memory_allocated(self._device) - self._start
             return self._forward, self._forward_peak, later
         if self._profile is None:

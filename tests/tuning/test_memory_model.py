@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ort.tuning.memory import tensors_in
+from lightning_ort.tuning.memory import MeasuredStep, tensors_in
 from lightning_ort.tuning.probe import Facts, start_probe
 from lightning_ort.tuning.project import Project
 
@@ -82,3 +82,15 @@ def test_facts(tmp_path: Path) -> None:
 def test_tensors_of_a_nested_batch() -> None:
     one, two = torch.ones(1), torch.ones(2)
     assert [tensor.numel() for tensor in tensors_in({"a": one, "b": [two, ("text", one)], "c": None})] == [1, 2, 1]
+
+
+def test_a_step_whose_forward_pass_has_no_known_end_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of manual optimization without a backward pass, on a GPU."""
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 8)
+    step = MeasuredStep(torch.device("cuda"))
+    step.start()
+    assert step.stop() is None
+    step.start()
+    step.forward_done()
+    assert step.stop() == (0, 0, 0)

@@ -131,8 +131,14 @@ class GuardedBackend:
         told = self._give_up, self._leave_to_eager
         guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, check=check)
         self._guards.add(guard)
-        request.keep(guard)
-        return guard
+        if request.recording is None:
+            request.keep(guard)
+            return guard
+        from lightning_ort.compiler.running.recorded_step import RecordedStep  # few need it
+
+        recorded = RecordedStep(guard, eager.graph, request.recording)
+        request.keep(recorded)
+        return recorded
 
     def _give_up(self, error: Exception) -> None:
         for guard in self._guards:

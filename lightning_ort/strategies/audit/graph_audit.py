@@ -4,7 +4,7 @@ Each compiled graph is compared with eager in its first runs (:mod:`.graph_check
 what a compiler computes wrong, not what dynamo has captured otherwise than Python does.
 """
 
-from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import weakly
 from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.strategies.audit.step_audit import AuditBudget, may_copy_process
@@ -37,3 +37,12 @@ class GraphAudit:
 
     def _skipped(self, why: str) -> None:
         self._run.record_choice(self._name, ReasonType.NOT_AUDITED, why)
+
+    def recorded(self, text: str) -> None:
+        """Report what has become of a recording."""
+        self.compared = True
+        self._run.record_choice(self._name, ReasonType.RECORDED, text)
+
+    def leave_recording(self, text: str) -> None:
+        """Report that a replay has computed something else."""
+        self._run.backend.fall_back(self._name, Reason(ReasonType.MISMATCH, f"a CUDA graph: {text}"))

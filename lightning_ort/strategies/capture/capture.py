@@ -12,12 +12,15 @@ from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
+from lightning_ort.optim.recorded_update import RecordedUpdate
 from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.capture.recording import recorder_of
 from lightning_ort.strategies.capture.step import CapturedStep
 from lightning_ort.strategies.race.settings import setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+    from torch.optim import Optimizer
 
     from lightning_ort.compiler.backend import ORTBackend
 
@@ -53,6 +56,7 @@ class Capture:
 
     def setup(self, strategy: "Strategy") -> None:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""
+        recorder = recorder_of(strategy) if self.config.debug.record_step else None
         if self.config.engine == "torch":
             self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))]
             return
@@ -63,7 +67,9 @@ class Capture:
             # not at the top: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
-            for_regions = dataclasses.replace(self.config, engine="ort", start="now", dropout_masks="exact")
+            debug = dataclasses.replace(self.config.debug, record_step=False)
+            others = dataclasses.replace(self.config, debug=debug)
+            for_regions = dataclasses.replace(others, engine="ort", start="now", dropout_masks="exact")
             self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()))
             self.backend.report.optimizers = self._report.optimizers
         if not self.backend.available and setting_for(self.config, strategy.root_device) == "ort":
@@ -72,6 +78,7 @@ class Capture:
         assert module is not None
         if self._module is None or self._module.module is not module:
             self._module, self._steps = CapturedModule(strategy, module, self.config, self.backend), {}
+        self._module.recorder = self._module.recorder or recorder
         part = self._module.part
         self._module.start()
         if self._module.part != part or not self._steps:
@@ -106,6 +113,19 @@ class Capture:
         if not self._active:
             return run(*args, **kwargs)
         return self._steps["training_step"].backward(run, *args, **kwargs)
+
+    def update(self, optimizer: "Optimizer") -> RecordedUpdate | None:
+        """Return what clips and updates after a backward pass that was a replay, once for each."""
+        module = self._module
+        if not self._active or module is None or module.recording_made is None:
+            return None
+        replayed, module.replayed = module.replayed, None
+        if replayed is None:
+            return None
+        if replayed.update is None or replayed.update.optimizer is not optimizer:
+            replayed.update = RecordedUpdate(optimizer, module.recording_made)
+        update: RecordedUpdate = replayed.update
+        return update
 
     def _request(self) -> CompileRequest:
         return CompileRequest() if self._module is None else self._module.request()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compat.torch_optimizers import has_step_hooks
+from lightning_ort.compat.torch_optimizers import step_hooks
+from lightning_ort.optim.fused_update import CHECK
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -57,7 +58,7 @@ def are_gradients_unseen(strategy: "Strategy", namespace: LightningNamespace) ->
         may_drop_gradients(strategy, namespace)
         and all(_keeps(module, base, name) for name in (*_LATER_HOOKS, "configure_gradient_clipping", "optimizer_step"))
         and all(_is_lightnings(one, name, namespace) for one in module.trainer.callbacks for name in _LATER_HOOKS)
-        and not has_step_hooks(strategy.optimizers[0])
+        and all(hasattr(hook, CHECK) for hook in step_hooks(strategy.optimizers[0]))
     )
 
 

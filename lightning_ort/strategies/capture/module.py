@@ -12,9 +12,12 @@ from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
 from lightning_ort.compiler.engines import ENGINES, SAVES_MEMORY
 from lightning_ort.compiler.executors.inductor import RecordedGradients
+from lightning_ort.compiler.machine.recorder import Recorder
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
+from lightning_ort.compiler.running.recorded_step import RecordedStep, Recording, Replay
 from lightning_ort.config import ORTConfig
+from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import (
     are_gradients_unseen,
@@ -75,6 +78,10 @@ class CapturedModule(RunFacts):
         self._gradient_hooks: list[Any] = []  # for which that holds
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.waiting: WaitingGradients | None = None  # for the backward pass of the step
+        self.recorder: Recorder | None = None  # of whole training steps, if they are to be recorded
+        self.recording_made: Recording | None = None
+        self.replayed: Replay | None = None  # in this step
+        self._recorded_steps: weakref.WeakSet[RecordedStep] = weakref.WeakSet()
         self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -103,6 +110,9 @@ class CapturedModule(RunFacts):
     def stop(self) -> None:
         """End a run of the Trainer."""
         self.monitor.remove()
+        self.replayed = self.waiting = None
+        for recorded in self._recorded_steps:
+            recorded.begin_run()
 
     def _choose_part(self) -> Part | None:
         compiled = compiled_by_user(self.module)
@@ -202,6 +212,38 @@ class CapturedModule(RunFacts):
             return False
         self.waiting = make()
         return True
+
+    def recording(self, audit: GraphAudit) -> Recording | None:
+        """Return who records training steps, if anybody does."""
+        if self.recorder is not None and self.recording_made is None:
+            self.recording_made = Recording(
+                recorder=self.recorder,
+                add=weakly(self._recorded_steps.add),
+                may_replay=weakly(self.may_replay, False),
+                leave=weakly(self.leave_replayed),
+                say=weakly(audit.recorded),
+                differs=weakly(audit.leave_recording),
+            )
+        return self.recording_made
+
+    def may_replay(self) -> bool:
+        """Return whether a step that begins may leave gradients in memory of a recording; drops those of the last one.
+
+        Nobody but the optimizer may see them.
+        """
+        self.replayed = None
+        if not self.may_touch_gradients[2]:
+            text = "steps are not recorded: a hook, a callback or the module may look at gradients"
+            self.record_choice("record_step", ReasonType.NO_EFFECT, text)
+            return False
+        if torch.is_anomaly_enabled() or not self.may_record(TRAINING):
+            return False
+        self.drop_gradients()
+        return True
+
+    def leave_replayed(self, replay: Replay, gradients: "WaitingGradients") -> None:
+        """Let the gradients of a replay wait for their backward pass."""
+        self.waiting, self.replayed = gradients, replay
 
     def hand_over_gradients(self, loss: torch.Tensor) -> bool:
         """Do what ``loss.backward()`` does, if gradients wait for that."""

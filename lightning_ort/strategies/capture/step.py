@@ -192,8 +192,7 @@ class CapturedStep(AbstractContextManager[None]):
         return True
 
     def _new_race(self, batch: Any) -> Race | None:
-        first = self._user.first_way(self._module, self._name, batch)
-        if first is None:
+        if (first := self._user.first_way(self._module, self._name, batch)) is None:
             return None
         module = self._module
         self._ways = Ways(module, self._name, batch)
@@ -361,6 +360,7 @@ class CapturedStep(AbstractContextManager[None]):
             keep=functools.partial(weakly(self._compiled.keep), way),
             activation_memory_budget=module.memory_budget(self._name),
             check=weakly(self._graph_audit.check),
+            recording=module.recording(self._graph_audit) if self._name == TRAINING and way.part == "step" else None,
         )
 
     def _writes_gradients(self) -> bool:

@@ -32,6 +32,8 @@ def challengers(module: RunFacts, step: str, first: Way) -> list[Way]:
         return [first]
     # a recording is of fixed sizes
     records = module.may_record(step) and module.config.dynamic is not True
+    if module.config.debug.record_step and step == TRAINING and first.part == "step":
+        records = False  # of inductor's two graphs: the whole step is one
     order = engines.order(module.device.type == "cuda", step == TRAINING, records)
     return [
         first if engine == first.engine else Way(engine, first.part)
