@@ -26,6 +26,7 @@ from lightning_ort.compat.autograd import (
     joint_facts,
     keeps_graph,
     without_autocast,
+    without_gradients,
 )
 from lightning_ort.compiler.graphs.layouts import int_hint
 from lightning_ort.compiler.graphs.nodes import is_random, results_of
@@ -236,7 +237,7 @@ class StepGraph:
         expected = self._expected
         if self._drop is not None:
             self._drop()
-        with torch.no_grad(), without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
+        with without_gradients(), without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
             outputs = self._run([*args, expected[1]])
             for index, new in zip(self._written, outputs, strict=False):
                 args[index].copy_(new)

@@ -45,12 +45,11 @@ class DirectStep:
         if self._wrapper is None and not self._look():
             self._wait = _RETRY
             return False
-        if not (
-            lightning_optimizers(strategy) == [self._wrapper]
-            and self._wrapper.optimizer is optimizer
-            and all(get(thing) == known for get, thing, known in self._known)
-            and strategy.precision_plugin is self._known[-1][1]
-        ):
+        wrappers, things = lightning_optimizers(strategy), (self._wrapper.optimizer, strategy.precision_plugin)
+        is_known = wrappers == [self._wrapper] and things == (optimizer, self._known[-1][1])
+        for get, thing, known in self._known:
+            is_known = is_known and get(thing) == known
+        if not is_known:
             self._wrapper = None
             return False
         return torch.is_grad_enabled() and may_update(optimizer)
