@@ -19,7 +19,7 @@ from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.machine import malloc
 from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
-from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.placement import placer, timing
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import RegionRejected
 
@@ -53,12 +53,42 @@ def test_trials_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         got = torch.compile(squares, backend=backend)(x, w)
     torch.testing.assert_close(got, squares(x, w), rtol=1e-5, atol=0)
-    kept, given_back = after_trial
+    kept, *_, given_back = after_trial
     if (
         session._cpu_arena()
     ):  # the trial itself, without which nothing is tested; malloc keeps no large block by default
         assert kept - before > 150 * MB
     assert given_back - before < 64 * MB
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.2])
+def test_a_region_is_timed_without_what_the_last_one_has_left(monkeypatch: pytest.MonkeyPatch, growth: float) -> None:
+    sizes, seen = [100.0], list[str]()
+    original = timing.measure
+
+    def measure(*args: Any) -> Any:
+        seen.append("timed")
+        sizes[0] *= growth
+        return original(*args)
+
+    def release(self: OrtExecutor) -> None:
+        seen.append("released")
+        sizes[0] = 100.0
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(placer, "resident_bytes", lambda: sizes[0])
+    monkeypatch.setattr(OrtExecutor, "release_memory", release)
+    x = torch.randn(64, 64)
+    backend = ORTBackend(
+        ORTConfig(placement="measured", cache_dir=None, debug={"torch_ops": ("aten.cos",), "min_region_nodes": 1})
+    )
+    with torch.no_grad():
+        got = torch.compile(lambda x: ((x @ x).cos() @ x).cos() @ x, backend=backend)(x)
+        torch.testing.assert_close(got, ((x @ x).cos() @ x).cos() @ x, rtol=1e-4, atol=1e-4)
+    regions = seen.count("timed")
+    assert regions >= 3
+    between = ["timed", "released"] if growth > 1 else ["timed"]
+    assert seen == [*between * regions, "released"]
 
 
 SESSION_MEMORY = """

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lightning_ort._busy import is_busy
+from lightning_ort._memory import resident_bytes
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.cache.cache import Cache, Entry
@@ -50,6 +51,7 @@ from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
+GROWTH = 1.05  # times the process's memory, and what timed regions have freed is given back before the next one
 _OUT_OF_BOUNDS = Reason(ReasonType.NOT_TIMED, "it reads or writes at positions that made-up inputs do not show")
 
 
@@ -85,6 +87,7 @@ class Placer:
         self, gm: fx.GraphModule, device: torch.device, name: str, check_budget: Callable[[], None] = lambda: None
     ) -> PlacedGraph:
         """Cut a lowered graph and build its regions; ``check_budget`` is called between them, and may raise."""
+        before = resident_bytes() or 0
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
         candidates = self._candidates(gm, list(executors.values()), name)
         timed = self.config.placement == "measured" and not torch.are_deterministic_algorithms_enabled()
@@ -118,19 +121,11 @@ class Placer:
                         self.fall_back(where, reason)
                 if builder.timed:
                     ran.add(region.executor)
+                    if (resident_bytes() or 0) > GROWTH * before:  # or each region adds the holes that its runs leave
+                        executors[region.executor].release_memory()
         for used in ran:
             executors[used].release_memory()
-        placed, torch_executor = PlacedGraph(gm, regions), TorchExecutor(self.config, device)
-        for region in regions:
-            if region.executor == TORCH:
-                placed.calls.append(torch_executor.build(region))
-                placed.reports.append(_torch_report(region, candidates.reasons, lost))
-            else:
-                guarded = built[region.key]
-                guarded.rename(region.name)  # levels change when neighbours are demoted
-                placed.calls.append(guarded)
-                placed.reports.append(guarded.report)
-        return placed
+        return _assembled(gm, regions, built, TorchExecutor(self.config, device), candidates, lost)
 
     def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
         """Ask the executors what they support; a failure while they answer is reported once for each op."""
@@ -179,6 +174,27 @@ class Placer:
         if isinstance(node.target, OpOverload) and any(each in self.config.debug.torch_ops for each in spellings):
             return Reason(ReasonType.USER, name)
         return Reason(ReasonType.RANDOM, name) if is_random(node) else None
+
+
+def _assembled(
+    gm: fx.GraphModule,
+    regions: list[Region],
+    built: Mapping[Any, GuardedRegion],
+    torch_executor: TorchExecutor,
+    candidates: Candidates,
+    lost: Mapping[Any, Timing],
+) -> PlacedGraph:
+    placed = PlacedGraph(gm, regions)
+    for region in regions:
+        if region.executor == TORCH:
+            placed.calls.append(torch_executor.build(region))
+            placed.reports.append(_torch_report(region, candidates.reasons, lost))
+        else:
+            guarded = built[region.key]
+            guarded.rename(region.name)  # levels change when neighbours are demoted
+            placed.calls.append(guarded)
+            placed.reports.append(guarded.report)
+    return placed
 
 
 def _accelerators(gm: fx.GraphModule) -> set[str]:

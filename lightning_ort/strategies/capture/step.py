@@ -30,7 +30,7 @@ from lightning_ort.compat.lightning import backward_with, lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.graphs.nodes import num_operations
-from lightning_ort.compiler.machine.out_of_memory import free_memory_of, give_back_memory, is_out_of_memory
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
 from lightning_ort.compiler.running.graph_check import GraphDiffers
@@ -42,6 +42,7 @@ from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, F
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
+from lightning_ort.strategies.capture.room import QUIET
 from lightning_ort.strategies.capture.settled import SettledCall
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 from lightning_ort.strategies.race import failures
@@ -54,7 +55,6 @@ from lightning_ort.strategies.race.turn import Turn
 from lightning_ort.strategies.race.view import RaceView
 from lightning_ort.strategies.race.ways import Ways, challengers
 
-QUIET = 64  # steps in which the race is not asked, at most: the report is that much behind
 NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
 _NO_CONTEXT = nullcontext()
 
@@ -186,9 +186,8 @@ class CapturedStep(AbstractContextManager[None]):
         way = race.next(Now(left, module.at_window_start(), room.obstacle, room.used))
         if self._compiled.free_lost(race.kept) and not self._compiled:
             self._recompiling = []
-        if any(event.what in ("wins", "loses", "costs too much", "fails") for event in race.events[events:]):
-            give_back_memory()  # ways that were tried leave holes in the heap, 20 to 40 MB for a small GPT or ViT
-        self._turn = Turn(way, min(race.quiet_steps, QUIET), race.wants_time, module.synchronize)
+        quiet = room.give_back(race.steps, any(event.what not in ("waits", "pays") for event in race.events[events:]))
+        self._turn = Turn(way, min(race.quiet_steps, QUIET, quiet), race.wants_time, module.synchronize)
         return True
 
     def _new_race(self, batch: Any) -> Race | None:

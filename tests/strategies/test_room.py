@@ -1,0 +1,69 @@
+"""When the strategy gives memory back that malloc keeps in holes of its heap."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ort.strategies.capture import room
+from lightning_ort.strategies.capture.room import QUIET, Room
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """What was given back: the bytes that the process had."""
+    sizes: list[int | None] = []
+    monkeypatch.setattr(room, "give_back_memory", lambda: sizes.append(room.resident_bytes()))
+    return sizes
+
+
+def room_of(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> tuple[Room, list[int]]:
+    """Return the room of a process, and how large that is."""
+    size = [1000]
+    monkeypatch.setattr(room, "resident_bytes", lambda device=None: size[0])
+    run: Any = SimpleNamespace(device=torch.device(device))
+    return Room(run), size
+
+
+def steps_of(one: Room, steps: int, changes: set[int]) -> list[int]:
+    """Run steps; return those before which memory may be given back."""
+    asked, quiet = [], 0
+    for step in range(steps):
+        if quiet and step not in changes:
+            quiet -= 1
+            continue
+        asked.append(step)
+        quiet = one.give_back(step, step in changes)
+    return asked
+
+
+def test_nothing_is_given_back_where_nothing_was_compiled(
+    monkeypatch: pytest.MonkeyPatch, given: list[int | None]
+) -> None:
+    one, size = room_of(monkeypatch)
+    one.see_unchanged()
+    size[0] = 5000
+    assert steps_of(one, 3 * QUIET, set()) == [0, QUIET + 1, 2 * QUIET + 2]
+    assert given == []
+
+
+def test_a_process_that_has_grown_gives_back_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, given: list[int | None]
+) -> None:
+    one, size = room_of(monkeypatch)
+    one.see_unchanged()
+    size[0] = 1100
+    assert steps_of(one, 40, {5}) == [0, 5, 6, 8, 12, 20, 36]
+    assert len(given) == 6
+    one.give_back(100, True)  # such as another way
+    one.give_back(101, False)
+    assert len(given) == 8
+
+
+def test_a_process_that_has_not_grown_gives_back_once(monkeypatch: pytest.MonkeyPatch, given: list[int | None]) -> None:
+    one, size = room_of(monkeypatch)
+    one.see_unchanged()
+    size[0] = 1040
+    steps_of(one, 40, {5})
+    assert given == [1040]
