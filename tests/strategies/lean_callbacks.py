@@ -108,10 +108,11 @@ class Extras:
         """Return the files that a run has left, and what a CSV logger has written."""
         if not self.on:
             return []
+        temporary = (".lr_find", ".scale_batch_size")
         found: list[Any] = sorted(
             path.relative_to(self.folder).as_posix()
             for path in self.folder.rglob("*")
-            if path.is_file() and "events" not in path.name and ".lr_find" not in path.name
+            if path.is_file() and "events" not in path.name and not path.name.startswith(temporary)
         )
         for path in sorted(self.folder.rglob("metrics.csv")):
             found.append([[cell for cell in line.split(",") if "." not in cell] for line in path.read_text().split()])
