@@ -9,6 +9,7 @@ import torch
 
 from lightning_ort.compat.lightning import train_fetcher
 from lightning_ort.compiler.run_part import STEP_PARTS
+from lightning_ort.strategies.lean.log import TimedLog, is_lean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,6 +72,11 @@ class _Watch:
             for name, part in (("training_step", STEP), ("backward", STEP), ("optimizer_step", OPTIMIZER))
         }
         vars(self._strategy).update(self._wrapped)
+        # a step that logs calls the Trainer; whatever else `log` is, captured steps know it as it is
+        self._attributes = vars(trainer.lightning_module)
+        self._log = log if is_lean(log := self._attributes.get("log")) else None
+        if self._log is not None:
+            self._attributes["log"] = TimedLog(self._log.__self__, functools.partial(self._timed, TRAINER)).log
         self._iterator = self._timed_iterator()
         self._since = self._now()
 
@@ -92,6 +98,8 @@ class _Watch:
         for name, wrapped in self._wrapped.items():
             if vars(self._strategy).get(name) is wrapped:
                 del vars(self._strategy)[name]
+        if self._log is not None and is_lean(self._attributes.get("log")):
+            self._attributes["log"] = self._log
         if self._fetcher.iterator is self._iterator:
             self._fetcher.iterator = self._iterator.iterator
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from small_modules import Small
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_ort import CompileReport
@@ -25,9 +26,18 @@ class Reads(Dataset):
         return torch.ones(8), torch.tensor(index % 3)
 
 
+class Slow(Tensor):
+    """A value that takes time when it is logged."""
+
+    def detach(self) -> Any:
+        time.sleep(MS["Trainer"] / 2000)
+        return super().detach()
+
+
 class Takes(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(MS["step"] / 1000)
+        self.log("slow", torch.ones(()).as_subclass(Slow))
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -46,7 +56,7 @@ class Watches(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: LightningModule, outputs: Any, batch: Any, index: int) -> None:
-        time.sleep(MS["Trainer"] / 1000)
+        time.sleep(MS["Trainer"] / 2000)  # the other half is the time of `log`
         self.losses.append(float(outputs["loss"]))
         if self.is_changed(trainer):
             self.changed.append(trainer.global_step)

@@ -3,10 +3,12 @@
 import copy
 import functools
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, active_connector, known_metric
 from lightning_ort.strategies.lean.run import LeanRun
@@ -79,6 +81,22 @@ class LeanLog:
     def __reduce__(self) -> Any:
         # pickle takes `log` of what this makes, which is the module
         return operator.itemgetter(0), ((self._module,),)
+
+
+class TimedLog(LeanLog):
+    """The same where ``timed`` wraps what is called."""
+
+    def __init__(self, untimed: LeanLog, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        vars(self).update(vars(untimed))
+        self._timed = timed(super().log)
+
+    @override
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._timed(name, value, *args, **kwargs)
+
+    @override
+    def __deepcopy__(self, memo: Any) -> "TimedLog":
+        return TimedLog(super().__deepcopy__(memo), lambda log: log)
 
 
 def is_lean(method: Any) -> bool:
