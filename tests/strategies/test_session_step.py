@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTStrategy
+from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler.executors.ort.binding import BoundSession
+from lightning_ort.strategies.capture.direct_gradients import are_gradients_unseen
 
 Fit = Callable[..., Small]
 
@@ -191,6 +193,23 @@ def test_gradients_that_are_changed_before_the_update_are_used(fit: Fit, engine:
     module = fit(Step(), callbacks=[Changes()])
     assert len(engine) < 8
     assert_close(module, fit(Step(), "auto", [Changes()]))
+
+
+@pytest.mark.parametrize("hook", [None, "configure_gradient_clipping", "optimizer_step", "on_after_backward"])
+def test_gradients_are_not_for_the_optimizer_alone_where_a_hook_sees_them(
+    hook: str | None, make_trainer: Callable[..., Any]
+) -> None:
+    class Asks(Step):
+        alone: Any = None
+        on_train_batch_end = LightningModule.on_train_batch_end
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.alone = are_gradients_unseen(self.trainer.strategy, LIGHTNING)
+
+    hooks = {} if hook is None else {hook: lambda self, *args, **kwargs: getattr(Step, hook)(self, *args, **kwargs)}
+    module = type("Hooked", (Asks,), hooks)()
+    make_trainer(strategy=ORTStrategy(config={"placement": "always"}), max_steps=2).fit(module)
+    assert module.alone == (hook is None)
 
 
 def test_a_loss_that_is_kept_has_one_backward_pass(fit: Fit) -> None:
