@@ -55,7 +55,9 @@ def fit(name: str, steps: int) -> dict[str, Any]:
         "nodes_on_ort": sum(graph.num_ort_nodes for graph in graphs),
         "served": max((region.runs for region in on_ort), default=0),  # their trials are not counted
         "ms": next((step.ms for step in report.run.steps if step.name == "training_step"), {}),
-        "kept": next((step.engine for step in reversed(report.run.steps) if step.name == "training_step"), ""),
+        "kept": next(
+            (step.runs or step.engine for step in reversed(report.run.steps) if step.name == "training_step"), ""
+        ),
     }
 
 

@@ -25,6 +25,9 @@ class OptimizerReport:
         return f"{self.configured} {runs}" + (f": {self.reason}" if self.reason else "")
 
 
+CAPTURED = "the captured step in PyTorch"
+
+
 @dataclass(frozen=True)
 class StepReport:
     """A step that was timed on several engines.
@@ -36,21 +39,28 @@ class StepReport:
         kept: What runs the step since it was given up for another reason, such as the compile budget; "" before.
         slowdown: How many times as long other programs made the steps take while an engine was timed; the times are
             without that.
+        in_torch: Whether PyTorch runs everything of the captured step, and ONNX Runtime nothing.
     """
 
     name: str
     ms: dict[str, float]
     kept: str = ""
     slowdown: dict[str, float] = field(default_factory=dict)
+    in_torch: bool = False
 
     @property
     def engine(self) -> str:
         """What runs the step from then on: the fastest engine."""
         return self.kept or min(self.ms, key=self.ms.__getitem__)
 
+    @property
+    def runs(self) -> str:
+        """What runs a captured step of which ONNX Runtime runs nothing; empty for others."""
+        return CAPTURED if self.engine == "ort" and self.in_torch else ""
+
     def __str__(self) -> str:
         times = ", ".join(f"{duration(ms)} {engine}" for engine, ms in self.ms.items())
-        return f"{self.name}: {times}; continues with {self.engine}{self.while_busy}"
+        return f"{self.name}: {times}; continues with {self.runs or self.engine}{self.while_busy}"
 
     @property
     def while_busy(self) -> str:

@@ -13,7 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from small_modules import Small
 
 from lightning_ort import CompileReport, ORTStrategy
+from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.regions.region import Timing
 from lightning_ort.strategies import report_delivery
+from lightning_ort.strategies.race.duel import Duel
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -167,3 +170,22 @@ def test_an_interrupted_fit_says_whether_it_was_worth_it(
     with caplog.at_level(logging.INFO), pytest.raises(SystemExit):
         make_trainer(strategy=ORTStrategy(config={"start": "amortized"}), max_epochs=1).fit(Interrupted())
     assert "lightning-ort: interrupted; not compiled yet: training_step: " in caplog.text
+
+
+@pytest.mark.parametrize("in_torch", [True, False])
+def test_a_captured_step_of_which_pytorch_runs_everything_is_not_onnx_runtime(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, in_torch: bool
+) -> None:
+    monkeypatch.setattr(
+        Duel, "medians", property(lambda duel: {way: 2.0 - (way.engine == "ort") for way in duel.steps})
+    )
+    # regions are not timed, or it would be up to the machine which ones stay
+    monkeypatch.setattr(timing, "measure", lambda *args: Timing({}, next(iter(args[1]))))
+    debug = {"min_region_nodes": 10_000 if in_torch else 1}
+    config = {"engine": "ort", "start": "now", "cache_dir": None, "debug": debug}
+    trainer = make_trainer(strategy=ORTStrategy(config=config), max_steps=60, max_epochs=-1, limit_val_batches=0)
+    trainer.fit(Small())
+    (step,) = (step for step in trainer.strategy.report.steps if step.name == "training_step")
+    assert step.engine == "ort"
+    assert ("in PyTorch" in str(step)) == in_torch == step.in_torch
+    assert CompileReport.from_dict(trainer.strategy.report.to_dict()).steps[0].runs == step.runs

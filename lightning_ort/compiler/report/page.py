@@ -111,7 +111,7 @@ def _steps(report: ReportData) -> dict[str, Any] | None:
         return None
     tried = [engine for engine in ENGINES if any(engine in step.ms for step in report.steps)]
     rows = [
-        [step.name, step_label(step.engine), *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried)]
+        [step.name, step.runs or step_label(step.engine), *(f"{step.ms[e]:.1f}" if e in step.ms else "" for e in tried)]
         for step in report.steps
     ]
     return {"columns": ["step", "continues with", *(f"{step_label(engine)}, ms" for engine in tried)], "rows": rows}

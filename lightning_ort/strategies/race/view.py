@@ -14,7 +14,7 @@ from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
 from lightning_ort.compiler.engines import ENGINES, step_label
 from lightning_ort.compiler.reason import ReasonType
-from lightning_ort.compiler.run_part import StepReport
+from lightning_ort.compiler.run_part import CAPTURED, StepReport
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.run_facts import RunFacts, is_announced
@@ -117,7 +117,7 @@ class RaceView:
         slowdown = {way.engine: slowed for way, slowed in event.why.slowdown.items()}
         if before is not None:
             times, slowdown = {**before.ms, **times}, {**before.slowdown, **slowdown}
-        report = StepReport(self._name, times, slowdown=slowdown)
+        report = StepReport(self._name, times, slowdown=slowdown, in_torch=self._in_torch())
         if before is None:
             steps.append(report)
         else:
@@ -150,7 +150,8 @@ class RaceView:
         elif not found.is_clear:
             outcome = "goes on, without a clear difference"
         rival = f"{duration(times[loser])} in {step_label(loser.engine)}"
-        text = f"{step_label(winner.engine)} {outcome}, {duration(times[winner])} a step ({rival})"
+        runs = CAPTURED if winner.engine == "ort" and self._in_torch() else step_label(winner.engine)
+        text = f"{runs} {outcome}, {duration(times[winner])} a step ({rival})"
         if winner is UNCHANGED:
             text += f"; {STAYS}"
         elif found.is_clear and loser is UNCHANGED and not differ(found.slowdown.values()):
@@ -158,6 +159,11 @@ class RaceView:
         if found.is_busy:
             text += WHILE_BUSY
         return f"{self._compiled_in(race, event.way)}: {text}"
+
+    def _in_torch(self) -> bool:
+        graphs = self._module.backend.report.graphs
+        own = [graph for graph in graphs if graph.name.partition("/")[0] == self._name]
+        return bool(own) and not any(graph.num_ort_nodes for graph in own)
 
     def _compiled_in(self, race: Race, way: Way) -> str:
         # all ways of the engine: as child modules or two graphs, if it could not be compiled as it was
