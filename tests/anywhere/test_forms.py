@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Any, list[Sample], dict[str, Any]]] = {
     ),
     "overlapping windows": (lambda x: x.unfold(1, 3, 1), [normal(2, 8)], {}),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"), [normal(1, 2, 5, 4)], {}),
-    "nearest": (lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="nearest"), [normal(1, 2, 3, 6)], {}),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=(2.3, 1.0), mode="nearest"), [normal(1, 2, 3, 6)], {}),
     "uneven pooling": (lambda x: F.avg_pool2d(x, (3, 2), 2, 1, True, False), [normal(1, 2, 6, 5)], {}),
     "a mask and a number": (lambda x: x.index_put((x > 0,), torch.tensor(2.0)), [normal(3, 4)], {}),
     "product with a zero": (lambda x: x.prod(1), [values([[1.0, 0.0, 3.0], [2.0, 4.0, 5.0]])], {}),

@@ -272,6 +272,7 @@ op("arange_float", lambda x: x + torch.arange(0.5, 3.5, 0.5, dtype=x.dtype), X)
 data("arange_step", lambda x: x + torch.arange(1, 13, 2), ints(6, high=5))
 op("copy_into", lambda x, y: y.copy_(x) * 2, ROW, X.fixed())
 op("upsample_nearest", lambda x: F.interpolate(x, scale_factor=2), normal(1, 2, 3, 3))
+op("upsample_nearest, factors", lambda x: F.interpolate(x, scale_factor=(2.3, 2.6)), normal(1, 2, 3, 3))
 op("upsample_bilinear", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), normal(1, 2, 3, 3))
 
 # reductions

@@ -1,14 +1,14 @@
 """Which ops AOTAutograd splits into simpler ones while it traces, and which stay whole."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from lightning_ort.compat.first_compilation import core_decompositions
-from lightning_ort.compat.torch import OpOverload, python_kernels, suggest_memory_format
+from lightning_ort.compat.torch import OpOverload, decomposition_of, python_kernels, suggest_memory_format
 from lightning_ort.compiler.lowering.eager_layouts import LAYOUTS, as_eager_lays_out
 
 aten = torch.ops.aten
@@ -96,15 +96,41 @@ def traced_as_eager() -> AbstractContextManager[None]:
     Torch 2.13 decomposes these above autograd, whatever the table of decompositions says. Of ``hardshrink`` and
     ``softshrink`` the gradients of the parts differ from eager's at NaN; of the whole gradients torch knows the shape
     only if no size is symbolic. A ``dropout`` that drops nothing becomes a copy, where eager returns its input, which
-    may be written to.
+    may be written to. Of two dimensions that are interpolated to the nearest, eager takes one whose size stays or
+    doubles without its scale factor (``nearest_idx`` in ATen/native/UpSample.h), on a CPU.
     """
     kernels: dict[tuple[OpOverload, str], Callable[..., Any] | None] = dict.fromkeys(
         ((op, "Autograd") for op in _SHRINKAGES), None
     )
     kernels |= {(op, "Meta"): lambda grad, x, lambd: torch.empty_like(x) for op in _SHRINKAGE_GRADIENTS}
-    kernels |= {(aten.dropout.default, key): _dropout for key in ("Autograd", "CompositeImplicitAutograd")}
+    for key in ("Autograd", "CompositeImplicitAutograd"):
+        kernels[aten.dropout.default, key] = _dropout
+        kernels[aten.upsample_nearest2d.default, key] = upsample_nearest2d
+        kernels[aten.upsample_nearest2d.vec, key] = _upsample_nearest2d_by_factors
     return python_kernels(kernels)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return aten.native_dropout.default(x, p, train)[0] if train and p != 0 else x
+
+
+def upsample_nearest2d(
+    x: torch.Tensor, output_size: Sequence[Any], scales_h: float | None = None, scales_w: float | None = None
+) -> torch.Tensor:
+    """Interpolate to the nearest as eager does (:func:`traced_as_eager`)."""
+    scales = [scales_h, scales_w]
+    if x.device.type == "cpu":
+        for axis, (scale, size, out) in enumerate(zip(scales, x.shape[2:], output_size, strict=True)):
+            if scale not in (None, 1, 2) and (out == size or out == 2 * size):
+                scales[axis] = None
+    return decomposition_of(aten.upsample_nearest2d.default)(x, output_size, *scales)
+
+
+def _upsample_nearest2d_by_factors(
+    x: torch.Tensor, output_size: Sequence[Any] | None, scale_factors: Sequence[float] | None
+) -> torch.Tensor:
+    factors = scale_factors or [None, None]
+    if output_size is None:
+        pairs = zip(x.shape[2:], factors, strict=True)
+        output_size = [size * int(by) if by == int(by) else torch.sym_int(size * by) for size, by in pairs]
+    return upsample_nearest2d(x, output_size, *factors)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_ort.compat.torch import OpOverload, without_tracing
 from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
+from lightning_ort.compiler.lowering.decompositions import upsample_nearest2d
 from lightning_ort.onnx_export.training.forms.decomposed import each
 
 aten = torch.ops.aten
@@ -202,3 +203,4 @@ for _name in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "
         in_parts(_packet.vec, above_autograd=True)(
             _interpolation(_packet.default, int(_name[-2]), "nearest" not in _name)
         )
+in_parts(aten.upsample_nearest2d.default, above_autograd=True)(upsample_nearest2d)
