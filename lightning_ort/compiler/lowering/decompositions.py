@@ -118,7 +118,7 @@ def upsample_nearest2d(
     x: torch.Tensor, output_size: Sequence[Any], scales_h: float | None = None, scales_w: float | None = None
 ) -> torch.Tensor:
     """Interpolate to the nearest as eager does (:func:`traced_as_eager`)."""
-    scales = [scales_h, scales_w]
+    scales: list[float | None] = [scales_h, scales_w]
     if x.device.type == "cpu":
         for axis, (scale, size, out) in enumerate(zip(scales, x.shape[2:], output_size, strict=True)):
             if scale not in (None, 1, 2) and (out == size or out == 2 * size):
@@ -129,7 +129,7 @@ def upsample_nearest2d(
 def _upsample_nearest2d_by_factors(
     x: torch.Tensor, output_size: Sequence[Any] | None, scale_factors: Sequence[float] | None
 ) -> torch.Tensor:
-    factors = scale_factors or [None, None]
+    factors: Sequence[Any] = scale_factors or [None, None]
     if output_size is None:
         pairs = zip(x.shape[2:], factors, strict=True)
         output_size = [size * int(by) if by == int(by) else torch.sym_int(size * by) for size, by in pairs]
