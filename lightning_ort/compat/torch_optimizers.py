@@ -112,12 +112,13 @@ FUSED_KERNELS: dict[type[Optimizer], Callable[..., Any]] = {
 }
 
 
-def _without_profiling(kind: type[Optimizer]) -> Any:
+@functools.cache
+def _without_profiling(step: Any) -> Any:
     """The ``step`` of a class without the wrapper that the first object of a class adds."""
-    return getattr(kind.step, "__wrapped__") if hasattr(kind.step, "hooked") else kind.step  # noqa: B009
+    return step.__wrapped__ if hasattr(step, "hooked") else step
 
 
-_STEPS = {kind: _without_profiling(kind) for kind in FUSED_KERNELS}
+_STEPS = {kind: _without_profiling(kind.step) for kind in FUSED_KERNELS}
 
 
 def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None:
@@ -130,7 +131,7 @@ def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None
     step = own.get("step")
     if (
         not (step is None or (isinstance(step, (FunctionType, MethodType)) and hasattr(step, "_wrapped_by_lr_sched")))
-        or _without_profiling(kind) is not _STEPS.get(kind)
+        or _without_profiling(kind.step) is not _STEPS.get(kind)
         or own.get("grad_scale") is not None
         or own.get("found_inf") is not None
         or own["_optimizer_step_post_hooks"]
