@@ -56,6 +56,7 @@ def test_a_process_that_has_grown_gives_back_ever_more_rarely(
     size[0] = 1100
     assert steps_of(one, 40, {5}) == [0, 5, 6, 8, 12, 20, 36]
     assert len(given) == 6
+    one.see_unchanged()  # after a way that has lost
     one.give_back(100, True)  # such as another way
     one.give_back(101, False)
     assert len(given) == 8

@@ -31,7 +31,7 @@ class Room:
         device = self._run.device
         if device.type == "cuda":
             self._step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        else:
+        elif self._next == math.inf:  # not after a way that has lost, whose holes are still there
             self._unchanged = self.used()
 
     def give_back(self, step: int, has_changed: bool) -> int:
