@@ -9,7 +9,7 @@ import torch
 
 from lightning_ort.compat.lightning import train_fetcher
 from lightning_ort.compiler.run_part import STEP_PARTS
-from lightning_ort.strategies.lean.log import TimedLog, is_lean
+from lightning_ort.strategies.lean.log import LeanLog, is_lean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,11 +72,11 @@ class _Watch:
             for name, part in (("training_step", STEP), ("backward", STEP), ("optimizer_step", OPTIMIZER))
         }
         vars(self._strategy).update(self._wrapped)
-        # a step that logs calls the Trainer; whatever else `log` is, captured steps know it as it is
-        self._attributes = vars(trainer.lightning_module)
-        self._log = log if is_lean(log := self._attributes.get("log")) else None
+        # a step that logs calls the Trainer; captured steps know the attribute `log` as it is
+        log: Any = vars(trainer.lightning_module).get("log")
+        self._log: LeanLog | None = log.__self__ if is_lean(log) else None
         if self._log is not None:
-            self._attributes["log"] = TimedLog(self._log.__self__, functools.partial(self._timed, TRAINER)).log
+            self._log.timed = self._timed(TRAINER, self._untimed_log)
         self._iterator = self._timed_iterator()
         self._since = self._now()
 
@@ -98,10 +98,18 @@ class _Watch:
         for name, wrapped in self._wrapped.items():
             if vars(self._strategy).get(name) is wrapped:
                 del vars(self._strategy)[name]
-        if self._log is not None and is_lean(self._attributes.get("log")):
-            self._attributes["log"] = self._log
+        if self._log is not None:
+            self._log.timed = None
         if self._fetcher.iterator is self._iterator:
             self._fetcher.iterator = self._iterator.iterator
+
+    def _untimed_log(self, *args: Any, **kwargs: Any) -> None:
+        assert self._log is not None
+        timed, self._log.timed = self._log.timed, None
+        try:
+            self._log.log(*args, **kwargs)
+        finally:
+            self._log.timed = timed
 
     @property
     def ms(self) -> dict[str, float]:

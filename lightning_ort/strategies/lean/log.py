@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, active_connector, known_metric
 from lightning_ort.strategies.lean.run import LeanRun
@@ -22,15 +21,22 @@ class LeanLog:
 
     What Lightning checks and makes for a call depends on the hook and on the arguments, but not on the value: so for a
     call that it has seen, the value alone is kept. The first batch of a loop, where values are reset, is Lightning's.
+
+    Attributes:
+        timed: What is called in its place while times are measured, or ``None``.
+
     """
 
     def __init__(self, lean: LeanRun) -> None:
         self._lean: Any = lean
         self._module, self._stock = lean.module, lean.module.log
         self._known: dict[Any, KnownMetric] = {}
+        self.timed: Callable[..., None] | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """See :meth:`~lightning.pytorch.core.LightningModule.log`."""
+        if self.timed is not None:
+            return self.timed(name, value, *args, **kwargs)
         lean = self._lean
         if (results := lean.results) is None:  # not within a batch
             return self._stock(name, value, *args, **kwargs)
@@ -74,29 +80,13 @@ class LeanLog:
     def __deepcopy__(self, memo: Any) -> "LeanLog":
         twin = object.__new__(LeanLog)
         module = copy.deepcopy(self._module, memo)
-        twin._lean, twin._module, twin._known = SimpleNamespace(results=None), module, {}
+        twin._lean, twin._module, twin._known, twin.timed = SimpleNamespace(results=None), module, {}, None
         twin._stock = functools.partial(type(module).log, module)
         return twin
 
     def __reduce__(self) -> Any:
         # pickle takes `log` of what this makes, which is the module
         return operator.itemgetter(0), ((self._module,),)
-
-
-class TimedLog(LeanLog):
-    """The same where ``timed`` wraps what is called."""
-
-    def __init__(self, untimed: LeanLog, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        vars(self).update(vars(untimed))
-        self._timed = timed(super().log)
-
-    @override
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._timed(name, value, *args, **kwargs)
-
-    @override
-    def __deepcopy__(self, memo: Any) -> "TimedLog":
-        return TimedLog(super().__deepcopy__(memo), lambda log: log)
 
 
 def is_lean(method: Any) -> bool:
