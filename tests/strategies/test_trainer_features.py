@@ -315,6 +315,11 @@ class Breaks(Small):
         return loss + self.net[0].weight.square().sum() * 1e-2
 
 
+def bound_sessions() -> list[BoundSession]:
+    """All that are alive."""
+    return [thing for thing in gc.get_objects() if type(thing) is BoundSession]
+
+
 @pytest.mark.parametrize(
     ("module_class", "capture"),
     [
@@ -327,6 +332,7 @@ class Breaks(Small):
 def test_trials_of_a_search_free_what_they_compiled(module_class: type[Small], capture: Any, tmp_path: Path) -> None:
     """As Optuna does: in each trial a new Trainer and a new module of the same class."""
     modules, sessions, graphs = [], [], []
+    others = bound_sessions()  # which live on as long as this test, so that only its own are counted
     for _ in range(4):
         module, strategy = module_class(), ORTStrategy(config={"placement": "always", "debug": {"capture": capture}})
         Trainer(**{**QUIET, "strategy": strategy, "default_root_dir": tmp_path, "limit_val_batches": 1.0}).fit(module)
@@ -337,7 +343,7 @@ def test_trials_of_a_search_free_what_they_compiled(module_class: type[Small], c
         modules.append(weakref.ref(module))
         del module, strategy
         gc.collect()
-        sessions.append(sum(isinstance(thing, BoundSession) for thing in gc.get_objects()))
+        sessions.append(len(bound_sessions()) - len(others))
     assert all(names == graphs[0] for names in graphs)
     assert sum(module() is not None for module in modules) <= 1
     assert sessions[0] > 0
