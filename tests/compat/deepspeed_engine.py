@@ -82,6 +82,7 @@ def train(folder: Path, facts: dict) -> None:
     facts["state"] = optimizer.state_dict()["state"]
     facts["weights"] = {name: value.clone() for name, value in module.state_dict().items()}
     engine.save_checkpoint(str(folder / "saved"), tag="checkpoint", client_state={"epoch": 3})
+    torch.distributed.destroy_process_group()  # its threads could end the process otherwise
 
 
 if __name__ == "__main__":
