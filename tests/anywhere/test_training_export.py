@@ -185,8 +185,9 @@ def test_dropout_draws_in_the_model(tmp_path: Path) -> None:
     _, results = steps_of(tmp_path / "drops", [batch] * 20, lr=0.0)
     losses = [result["loss"] for result in results]
     assert len(set(losses)) == 20
-    # of mean 100 / 0.75
-    assert np.mean(losses) == pytest.approx(module.training_step(batch, 0).item(), rel=0.05)
+    # of mean 100 / 0.75; single losses differ by 2.4 %
+    expected = np.mean([module.training_step(batch, 0).item() for _ in range(20)])
+    assert np.mean(losses) == pytest.approx(expected, rel=0.05)
     export_training(module, batch, tmp_path / "off", dropout=False)
     _, results = steps_of(tmp_path / "off", [batch] * 2, lr=0.0)
     assert results[0] == results[1]
