@@ -243,18 +243,21 @@ def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
 
     def mutation(self: Any, item: Any) -> None:
         _refuse_late_read(self, item)
-        if isinstance(item, variables.ConstDictVariable) and item.source is not None and _is_of_module(self, item):
-            _leave("a write to a dictionary of global variables")
+        if isinstance(item, variables.ConstDictVariable) and item.source is not None:
+            value = _value_of(self.output_graph_weakref(), item.source)
+            if isinstance(value, dict) and value is vars(sys.modules.get(str(value.get("__name__")), object)):
+                _leave("a write to a dictionary of global variables")
         mutate(self, item)
 
     return mutation
 
 
-def _is_of_module(effects: Any, item: Any) -> bool:
+def _value_of(graph: Any, source: Any) -> Any:
+    """Return what a graph found at a source, ``None`` for what it makes itself (torch 2.11 to 2.13)."""
+    frame = graph.root_tx
     with contextlib.suppress(KeyError, NotImplementedError):
-        value = effects.output_graph_weakref().resolve_source_value(item.source)
-        return value is vars(sys.modules.get(value.get("__name__"), object))
-    return False
+        return source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
+    return None
 
 
 def _refuse_late_read(effects: Any, item: Any) -> None:
@@ -262,11 +265,9 @@ def _refuse_late_read(effects: Any, item: Any) -> None:
     graph, source = effects.output_graph_weakref(), getattr(item, "source", None)
     if source is None or not ("_lightning_ort_late" in vars(graph) or any(one.calls for one in late_readers)):
         return
-    with contextlib.suppress(KeyError, NotImplementedError):  # of what the graph makes itself
-        frame = graph.root_tx  # as `OutputGraph.resolve_source_value` of torch 2.13, which 2.11 has not
-        value = source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
-        if any(one.reads(value) for one in late_readers):
-            _refuse("it changes its batch after it has logged")
+    value = _value_of(graph, source)
+    if value is not None and any(one.reads(value) for one in late_readers):
+        _refuse("it changes its batch after it has logged")
 
 
 def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,6 +67,11 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any]:
     return get_decompositions([op])[op]
 
 
+def interpolated_size(size: Sequence[Any], output_size: Any, factors: Sequence[float] | None) -> Sequence[Any]:
+    """Return the size of an interpolated tensor's dimensions, of which one of the two is given (torch 2.13)."""
+    return torch._decomp.decompositions.upsample_compute_output_size(size, output_size, factors)
+
+
 @contextmanager
 def python_kernels(kernels: Mapping[tuple[OpOverload, str], Callable[..., Any] | None]) -> Iterator[None]:
     """Within the block, set the Python kernels of ops for dispatch keys; ``None`` removes one (torch 2.13)."""

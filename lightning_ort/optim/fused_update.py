@@ -7,13 +7,14 @@ and while other programs use the cores it takes milliseconds. So small tensors a
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
 from lightning_ort.compat.autograd import without_gradients
-from lightning_ort.compat.torch_optimizers import FUSED_KERNELS, note_step, only_step_hooks
+from lightning_ort.compat.torch_optimizers import FUSED_KERNELS, note_step, only_hooks_before_steps, only_step_hooks
 from lightning_ort.compiler.machine.openmp import OneThread
 
 # elements of a tensor that one thread updates in less time than it takes to wake another
@@ -49,6 +50,11 @@ def may_update(optimizer: optim.Optimizer) -> bool:
         if not hasattr(hook, CHECK):
             return False
     return True
+
+
+def only_own_hooks(optimizer: optim.Optimizer) -> AbstractContextManager[None]:
+    """Within the block an optimizer has none of the hooks that came since :func:`may_update`."""
+    return only_hooks_before_steps(optimizer, lambda hook: hasattr(hook, CHECK))
 
 
 class FusedUpdate:

@@ -31,11 +31,10 @@ from lightning_ort.compat.lightning import (
     hide_leaf_spec_deprecation,
     set_checkpoint_io,
 )
-from lightning_ort.compat.torch_optimizers import only_hooks_before_steps
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
-from lightning_ort.optim.fused_update import CHECK, FusedUpdate, may_update
+from lightning_ort.optim.fused_update import FusedUpdate, may_update, only_own_hooks
 from lightning_ort.optim.recorded_update import is_fused
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
@@ -238,7 +237,7 @@ class ORTMixin(_Strategy):
             module = model or self.lightning_module
             result, clip, asked = closure_before_clipping(self.precision_plugin, module, optimizer, closure)
             recorded = self._capture.update(optimizer)
-            with only_hooks_before_steps(optimizer, lambda hook: hasattr(hook, CHECK)):  # those that were there
+            with only_own_hooks(optimizer):
                 if recorded is not None:
                     recorded.step(clip, asked)
                 else:
@@ -256,7 +255,7 @@ class ORTMixin(_Strategy):
         if self._update is None or self._update.optimizer is not optimizer:
             self._update = FusedUpdate(optimizer)
         if not self._update():
-            with only_hooks_before_steps(optimizer, lambda hook: hasattr(hook, CHECK)):  # those that were there
+            with only_own_hooks(optimizer):
                 optimizer.step()
 
     @override

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.first_compilation import core_decompositions
-from lightning_ort.compat.torch import OpOverload, decomposition_of, python_kernels, suggest_memory_format
+from lightning_ort.compat.torch import (
+    OpOverload,
+    decomposition_of,
+    interpolated_size,
+    python_kernels,
+    suggest_memory_format,
+)
 from lightning_ort.compiler.lowering.eager_layouts import LAYOUTS, as_eager_lays_out
 
 aten = torch.ops.aten
@@ -129,8 +135,5 @@ def upsample_nearest2d(
 def _upsample_nearest2d_by_factors(
     x: torch.Tensor, output_size: Sequence[Any] | None, scale_factors: Sequence[float] | None
 ) -> torch.Tensor:
-    factors: Sequence[Any] = scale_factors or [None, None]
-    if output_size is None:
-        pairs = zip(x.shape[2:], factors, strict=True)
-        output_size = [size * int(by) if by == int(by) else torch.sym_int(size * by) for size, by in pairs]
-    return upsample_nearest2d(x, output_size, *factors)
+    sizes = interpolated_size(x.shape, output_size, scale_factors)
+    return upsample_nearest2d(x, sizes, *(scale_factors or ()))

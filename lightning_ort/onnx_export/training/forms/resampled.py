@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ort.compat.torch import OpOverload, without_tracing
+from lightning_ort.compat.torch import OpOverload, interpolated_size, without_tracing
 from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
 from lightning_ort.compiler.lowering.decompositions import upsample_nearest2d
 from lightning_ort.onnx_export.training.forms.decomposed import each
@@ -186,8 +186,7 @@ def _interpolation(op: OpOverload, spatial: int, aligns: bool) -> Callable[..., 
         sizes = x.shape[-spatial:]
         if not _is_static(x, spatial=spatial):
             raise NotImplementedError("interpolation of a symbolic size")
-        pairs = zip(sizes, factors or (), strict=False)
-        outs = list(output_size or [int(math.floor(size * factor)) for size, factor in pairs])
+        outs = interpolated_size(x.shape, output_size, factors)
 
         def along(units: Tensor, axis: int) -> Tensor:
             return op(units, _only(axis, outs, 1), *align, *_only(axis, factors or [None] * spatial, None))
