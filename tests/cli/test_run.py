@@ -150,7 +150,8 @@ def fit(folder: Path, *start: str, project: str = "lightning.pytorch", **trainer
     # which places by a fixed rule: what is measured could leave all of so small a model to torch
     settings = {"deterministic": True, "accelerator": "cpu", "max_epochs": 1, "default_root_dir": str(folder)}
     (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {**settings, **trainer}}))
-    done = python(*start, PROJECT, "fit", "--config=config.yaml", cwd=folder, PROJECT_USES=project)
+    variables = {"PROJECT_USES": project, "LIGHTNING_ORT_CONFIG": '{"start": "now"}'}
+    done = python(*start, PROJECT, "fit", "--config=config.yaml", cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
     files = sorted(folder.glob("fit.*.json"))
     return {int(file.suffixes[0][1:]): json.loads(file.read_text()) for file in files}

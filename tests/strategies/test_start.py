@@ -174,9 +174,15 @@ def test_deterministic_mode_lets_no_clock_decide(make_trainer: Callable[..., Any
     torch.use_deterministic_algorithms(True)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
-    report = fit(Small(), amortized(), make_trainer, deterministic=True).strategy.report
-    for one in (trainer.strategy.report, report):
-        assert [graph.name for graph in one.graphs] == ["training_step/step_0"]
+    waits, starts = (
+        fit(Small(), ORTStrategy(config={"start": start}), make_trainer, deterministic=True).strategy.report
+        for start in ("amortized", "now")
+    )
+    for one in (trainer.strategy.report, waits):
+        assert one.graphs == []
+        assert one.notes[-1].where == "training_step"
+        assert one.notes[-1].reason.type is ReasonType.STATIC_RULE
+    assert [graph.name for graph in starts.graphs] == ["training_step/step_0"]
 
 
 def test_always_is_now_and_amortized_is_honoured(make_trainer: Callable[..., Any]) -> None:

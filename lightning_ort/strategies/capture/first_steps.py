@@ -16,6 +16,7 @@ from lightning_ort.strategies.race.terms import Way
 from lightning_ort.strategies.race.view import STAYS
 
 WATCHED = 16  # steps: what happens in later ones only is found out when it is captured
+UNTIMED = "no time may tell whether compiling pays; ORTConfig(start='now') compiles at once, by a fixed rule"
 LATE_SECOND_GRADIENT = (
     "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
     " torch.compile backend has none. A step that needs one from the beginning stays in PyTorch; this one took other"
@@ -80,6 +81,11 @@ class UserStep(NamedTuple):
     def first_way(self, module: Any, name: str, batch: Any) -> Way | None:
         """Return how the step of a :class:`~.module.CapturedModule` is captured at first, if it can be."""
         part = module.part
+        if part is None:
+            return None
+        if module.stays_unchanged(name):
+            module.record_choice(name, ReasonType.STATIC_RULE, UNTIMED)
+            return None
         if part == "step":
             if dynamo.is_wrapped(self.call):
                 module.record_choice(name, ReasonType.ALREADY_COMPILED, STAYS)
@@ -89,8 +95,6 @@ class UserStep(NamedTuple):
             elif given_iterator(batch[0]):
                 module.record_choice(name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
                 part = "modules"
-        if part is None:
-            return None
         return Way("ort", part, 1 if name == TRAINING and part == "step" else 2)
 
     def unchanged_steps(self, module: Any, name: str) -> int:

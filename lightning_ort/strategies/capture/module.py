@@ -102,7 +102,7 @@ class CapturedModule(RunFacts):
         if self.saves_memory(TRAINING) and self.setting == "auto":
             if obstacle := ENGINES[SAVES_MEMORY].obstacle(self.device.type == "cuda"):
                 self.record_choice("activation_memory_budget", ReasonType.NO_EFFECT, obstacle)
-        elif self.config.engine == "auto" and torch.are_deterministic_algorithms_enabled():
+        elif self.config.engine == "auto" and not self.is_amortized and torch.are_deterministic_algorithms_enabled():
             self.record_choice("all steps", ReasonType.STATIC_RULE, "nothing is timed, so only ONNX Runtime is tried")
         self.monitor.by_hand = not self.module.automatic_optimization
         self.monitor.install()

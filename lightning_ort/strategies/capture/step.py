@@ -174,6 +174,7 @@ class CapturedStep(AbstractContextManager[None]):
         module.begin_run()
         race = self._race or self._new_race(batch)
         if race is None:
+            self._turn = Turn(quiet=QUIET)
             return False
         events = len(race.events)
         self._tell(race)

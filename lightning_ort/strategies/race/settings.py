@@ -8,12 +8,16 @@ from lightning_ort.strategies.race.race import NO_LIMIT
 
 
 def is_amortized(config: ORTConfig) -> bool:
-    """Return whether steps wait until compiling pays, which no clock may decide in deterministic mode."""
+    """Return whether steps wait until compiling pays."""
     wants_graphs = (
         config.placement == "always" or config.debug.check_against_eager or config.debug.save_onnx_dir is not None
     )
-    start = config.start or ("now" if wants_graphs else DEFAULT_START)
-    return start == "amortized" and not torch.are_deterministic_algorithms_enabled()
+    return (config.start or ("now" if wants_graphs else DEFAULT_START)) == "amortized"
+
+
+def lets_no_clock_decide(config: ORTConfig) -> bool:
+    """Return whether steps stay as they are: in deterministic mode times must not tell whether compiling pays."""
+    return is_amortized(config) and torch.are_deterministic_algorithms_enabled()
 
 
 def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
