@@ -155,6 +155,7 @@ def known_metric(results: Any, hook: str, name: str, value: Any, add_loader: boo
     key = f"{hook}.{name}"
     if add_loader and results.dataloader_idx is not None:
         key += f".{results.dataloader_idx}"
-    if (item := results.get(key)) is None or item.meta.enable_graph:
+    item = results.get(key)
+    if item is None or item.meta.enable_graph or item.meta.reduce_fx in (max, min):  # those keep the tensor itself
         return None
     return KnownMetric(results, key, value)

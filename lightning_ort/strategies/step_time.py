@@ -42,8 +42,8 @@ class StepTime:
     def look(self, trainer: "pl.Trainer") -> None:
         """Begin to watch, or go on; at the end the Trainer's next steps are as they were."""
         if self._watch is None:
-            if (fetcher := train_fetcher(trainer)) is not None:  # else somebody runs a step, and no fit
-                self._watch = _Watch(trainer, fetcher)
+            if train_fetcher(trainer) is not None:  # else somebody runs a step, and no fit
+                self._watch = _Watch(trainer)
         elif self._watch.next_step():
             self.ms = self._watch.ms or self.ms
             self.teardown()
@@ -59,10 +59,9 @@ class StepTime:
 class _Watch:
     """Attributes the time to the parts of a step; what is none of the others is the Trainer's."""
 
-    def __init__(self, trainer: "pl.Trainer", fetcher: Any) -> None:
-        self._strategy = trainer.strategy
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer, self._strategy = trainer, trainer.strategy
         self._batches = trainer.accumulate_grad_batches
-        self._fetcher = fetcher
         self._within = [TRAINER]
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
         self._steps: list[dict[str, float]] = []
@@ -87,7 +86,7 @@ class _Watch:
             self._charge()
             parts, self._parts = self._parts, dict.fromkeys(STEP_PARTS, 0.0)
             self._tried += 1
-            if self._fetcher.iterator is not self._iterator:  # another epoch has begun
+            if train_fetcher(self._trainer).iterator is not self._iterator:  # another epoch has begun
                 self._iterator = self._timed_iterator()
             elif self._batch > 0:
                 self._steps.append(parts)
@@ -100,8 +99,9 @@ class _Watch:
                 del vars(self._strategy)[name]
         if self._log is not None:
             self._log.timed = None
-        if self._fetcher.iterator is self._iterator:
-            self._fetcher.iterator = self._iterator.iterator
+        fetcher = train_fetcher(self._trainer)
+        if fetcher is not None and fetcher.iterator is self._iterator:
+            fetcher.iterator = self._iterator.iterator
 
     def _untimed_log(self, *args: Any, **kwargs: Any) -> None:
         assert self._log is not None
@@ -133,7 +133,8 @@ class _Watch:
         return timed
 
     def _timed_iterator(self) -> "_TimedIterator":
-        self._fetcher.iterator = timed = _TimedIterator(self._fetcher.iterator, self._timed)
+        fetcher = train_fetcher(self._trainer)
+        fetcher.iterator = timed = _TimedIterator(fetcher.iterator, self._timed)
         return timed
 
     def _charge(self) -> None:

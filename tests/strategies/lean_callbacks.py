@@ -1,6 +1,7 @@
 """Lightning's own callbacks and loggers for a watched Trainer, and unusual data and steps, drawn from a seed."""
 
 import random
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,18 @@ class Extras:
         plan.datamodule |= self.tunes  # loaders that are passed cannot be made again with another batch size
         if self.on:
             self.change(plan)
+        rare = random.Random(plan.seed + 2 * 10**6)
+        self.forgets = self.on and rare.random() < 0.2  # a hook that moves some batches returns nothing
+        self.has_gaps = self.on and rare.random() < 0.2  # a loader gives None in place of some batches
+        self.reduce: Any = rare.choice([None, max, min, "max", sum]) if self.on else None
+        if self.forgets and "on_after_batch_transfer" not in plan.transfers:
+            plan.transfers.append("on_after_batch_transfer")
+        if self.reduce is not None:
+            how = rare.choice([{"on_step": True, "on_epoch": True}, {"on_epoch": True}, {"batch_size": 3}])
+            plan.logs.append(
+                (rare.choice(["training_step", "validation_step"]), "changed", {**how, "reduce_fx": self.reduce}, 1)
+            )
+            plan.logs.append(("training_step", "by place", {}, 1))
 
     def change(self, plan: Any) -> None:
         """Change the arguments of the Trainer, and have the metric logged that callbacks need."""
@@ -122,7 +135,8 @@ class Extras:
         """Return the states of callbacks."""
         kinds = (callbacks.Timer, callbacks.SpikeDetection)
         states = [each.state_dict() for each in made if not isinstance(each, kinds)]
-        return [str(state).replace(str(self.folder), "") for state in states]
+        folders = f"{re.escape(str(self.folder.parent))}/(resumed )?[a-z]+"  # of both loops: a state may be the other's
+        return [re.sub(folders, "", str(state)) for state in states]
 
 
 def optimize(module: Any, how: str, loss: Any, again: Callable[[], Any]) -> None:

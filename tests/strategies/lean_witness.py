@@ -178,6 +178,12 @@ class Base(LightningModule):
             elif kind == "mse":
                 self.mse(value.detach().reshape(1), torch.zeros(1))
                 self.log(name, self.mse, **{**kwargs, "reduce_fx": "mean"})
+            elif kind == "changed":
+                place = value.detach().clone()
+                self.log(name, place, **kwargs)
+                place.fill_(100.0)
+            elif kind == "by place":
+                self.log(name, value, True, None, True, True, "mean", False, False, None, True, number % 2)
             else:
                 self.log(
                     name,
@@ -258,6 +264,8 @@ def hook_of_module(name: str) -> Callable[..., Any]:
             self.trainer.should_stop = True
         if name == "on_train_batch_end" and plan.replaces_at == number:
             replace(self, plan)
+        if name == "on_after_batch_transfer" and plan.extras.forgets and self.trainer.training and number % 4 == 2:
+            return None
         return getattr(Base, name)(self, *args, **kwargs) if name not in SHARED else None
 
     return hook
@@ -405,6 +413,8 @@ class Plan:
 
     def train_loader(self, generator: torch.Generator, batch_size: int = 4) -> Any:
         batches = self.batch_list(generator)
+        if self.extras.has_gaps and self.kind == "unsized":
+            batches.insert(1, None)
         if self.kind == "list":
             return [[batch, {"x": batch}] for batch in batches]
         if self.kind == "unsized":
@@ -430,7 +440,9 @@ def data_of(plan: Plan, witness: Witness) -> dict[str, Any]:
 
     def transfer(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any) -> Any:
-            witness.see("datamodule", name, *args)
+            number = witness.see("datamodule", name, *args)
+            if plan.extras.forgets and self.trainer.training and name == "on_after_batch_transfer" and number % 4 == 2:
+                return None
             return getattr(LightningDataModule, name)(self, *args)
 
         return hook

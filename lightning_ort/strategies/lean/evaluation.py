@@ -25,6 +25,7 @@ class _LeanRun(LeanObject):
     def run(self) -> Any:
         lean = self._lean
         before = lean.is_within_another
+        lean.bars.catch_up()
         try:
             return super().run()  # type: ignore[misc]
         finally:
@@ -33,7 +34,7 @@ class _LeanRun(LeanObject):
 
     def on_run_start(self) -> None:
         super().on_run_start()  # type: ignore[misc]
-        self._lean.begin_evaluation(self._data_fetcher, self._results)
+        self._lean.begin_loop(self._data_fetcher, self._results)
 
 
 class LeanEvaluation(_LeanRun, _EvaluationLoop):

@@ -17,15 +17,11 @@ else:
 class LeanFetcher(_PrefetchDataFetcher):
     """Asks the loader itself, where there is but one and its length is known."""
 
-    _put_back: Any = None
     _lean: LeanRun
     __reduce_ex__ = LeanObject.__reduce_ex__
 
     @override
     def __next__(self) -> Any:
-        if (item := self._put_back) is not None:
-            self._put_back = None
-            return item
         lean = self._lean
         loader, length = only_loader(self, lean.loaders), self.length
         if loader is None or length is None or lean.trainer.profiler.__class__ is not lean.no_profiler:
@@ -38,7 +34,3 @@ class LeanFetcher(_PrefetchDataFetcher):
         self.fetched += 1
         self.done = self.fetched >= length
         return item
-
-    def put_back(self, item: Any) -> None:
-        """Return this the next time."""
-        self._put_back = item

@@ -23,6 +23,9 @@ def reason_against(namespace: LightningNamespace, trainer: Any, strategy: Any) -
 def _reasons(namespace: LightningNamespace, trainer: Any, strategy: Any) -> Iterator[str]:
     if type(trainer.profiler) is not namespace.submodule("profilers").PassThroughProfiler:
         yield "a profiler sees each call"
+    stock_strategy: Any = namespace.submodule("strategies.strategy").Strategy
+    if type(strategy).post_training_step is not stock_strategy.post_training_step:
+        yield f"{type(strategy).__name__} overrides post_training_step"
     base = namespace.submodule("trainer.trainer").Trainer
     for name, value in vars(base).items():
         if isinstance(value, property) and getattr(type(trainer), name) is not value:

@@ -41,7 +41,7 @@ class Lean:
             return f"Lightning's own: {reason}"
         run = LeanRun(namespace, trainer, strategy)
         run.closure_class = _subclass(namespace.submodule("loops.optimization.automatic").Closure, LeanClosure)
-        run.watch = functools.partial(self._watch, run, stock_fetcher(namespace))
+        run.watch = functools.partial(_watch, run, stock_fetcher(namespace))
         for thing, lean in zip(parts_of(trainer), _PARTS, strict=True):
             if lean is not None:
                 self._change(run, thing, _subclass(type(thing), lean))
@@ -52,13 +52,8 @@ class Lean:
             vars(run.module)["log"] = LeanLog(run).log
         return "lean"
 
-    def _watch(self, run: LeanRun, stock: type, fetcher: Any) -> None:
-        if type(fetcher) is stock:
-            self._change(run, fetcher, _subclass(stock, LeanFetcher))
-
     def _change(self, run: LeanRun, thing: Any, kind: type) -> None:
-        thing.__class__ = kind
-        thing.__dict__["_lean"] = run
+        _make_lean(run, thing, kind)
         self._changed.append(thing)
 
     def teardown(self) -> None:
@@ -66,6 +61,7 @@ class Lean:
         for thing in self._changed:
             if isinstance(thing, LeanConnector):
                 thing.make()  # after an error, what the last batch has logged is still to be seen
+                thing.__dict__["_lean"].results = None  # somebody may have kept the `log` of this run
             thing.__class__ = type(thing).stock_class
             del thing.__dict__["_lean"]
         self._changed.clear()
@@ -75,6 +71,17 @@ class Lean:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Lean())  # a copy is in no run
+
+
+def _make_lean(run: LeanRun, thing: Any, kind: type) -> None:
+    thing.__class__ = kind
+    thing.__dict__["_lean"] = run
+
+
+def _watch(run: LeanRun, stock: type, fetcher: Any) -> None:
+    """Make a fetcher lean, for as long as Lightning has it: each time that data is loaded again there is another."""
+    if type(fetcher) is stock:
+        _make_lean(run, fetcher, _subclass(stock, LeanFetcher))
 
 
 def _subclass(stock: type, lean: type) -> Any:

@@ -12,7 +12,7 @@ import torch
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, active_connector, known_metric
 from lightning_ort.strategies.lean.run import LeanRun
 
-_BATCH_SIZE = "batch_size"
+_BATCH_SIZE, _AFTER = "batch_size", 9  # arguments that are passed by place between the value and that
 _LOGGER, _LOADER = ("logger", 1), ("add_dataloader_idx", 8)  # keywords, and where they are after name and value
 
 
@@ -38,7 +38,7 @@ class LeanLog:
         if self.timed is not None:
             return self.timed(name, value, *args, **kwargs)
         lean = self._lean
-        if (results := lean.results) is None:  # not within a batch
+        if (results := lean.results) is None or len(args) > _AFTER:  # not within a batch, or with its size by place
             return self._stock(name, value, *args, **kwargs)
         hook = self._module.__dict__[CURRENT_HOOK]
         size = kwargs.pop(_BATCH_SIZE, None)

@@ -19,6 +19,11 @@ _OWNERS = 2  # references to a dictionary that nobody else holds: the connector'
 class LeanConnector(LeanObject, _LoggerConnector):
     """Keeps what a batch has logged, and updates Lightning's dictionaries when anybody reads them."""
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.make()
+        return super().__reduce_ex__(protocol)
+
     def begin_batch(self, results: Any, batch: Any, dataloader_idx: int | None) -> None:
         """Do what ``on_batch_start`` does."""
         if self._first_loop_iter is not False:

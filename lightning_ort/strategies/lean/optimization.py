@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, lightning_optimizers
 from lightning_ort.compat.torch_optimizers import drop_gradients
-from lightning_ort.strategies.capture.shims import MISSING, restore_attribute
 from lightning_ort.strategies.lean.direct import SKIPPED
 from lightning_ort.strategies.lean.run import LeanObject, LeanRun
 
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 else:
     Closure = _AutomaticOptimization = _ManualOptimization = Precision = object
+
+
+# as Lightning says it
+REFUSED = (
+    "Skipping the `training_step` by returning None in distributed training is not supported."
+    " It is recommended that you rewrite your training logic to avoid having to skip the step in the first place."
+)
 
 
 class LeanClosure(Closure):
@@ -37,21 +43,16 @@ class LeanClosure(Closure):
             with torch.enable_grad():
                 return self.closure()
         lean, loop = self._lean, self._loop
-        own = lean.module.__dict__
-        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "training_step"
-        output = lean.strategy.training_step(*self._args)
-        own[CURRENT_HOOK] = before
-        if output is None:
-            loop.refuse_skipped_step()
+        output = lean.call("training_step", lean.strategy.training_step, *self._args)
+        if output is None and lean.several_processes:
+            raise RuntimeError(REFUSED)
         result = loop.output_result_cls.from_training_step_output(output, loop.trainer.accumulate_grad_batches)
         if (loss := result.closure_loss) is None:
             self.warning_cache.warn(SKIPPED)
         if self._drops:
             loop.drop_gradients(self._optimizer, self._batch_idx)
         if loss is not None:
-            before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "backward"
-            lean.strategy.backward(loss, self._optimizer)
-            own[CURRENT_HOOK] = before
+            lean.call("backward", lean.strategy.backward, loss, self._optimizer)
         return result
 
 
@@ -69,10 +70,8 @@ class LeanAutomatic(LeanObject, _AutomaticOptimization):
         steps, module = self.optim_progress.optimizer.step, lean.module
         steps.total.ready += 1
         steps.current.ready += 1
-        own = module.__dict__
-        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "optimizer_step"
-        module.optimizer_step(trainer.current_epoch, batch_idx, lightning_optimizers(lean.strategy)[0], closure)
-        own[CURRENT_HOOK] = before
+        wrapper = lightning_optimizers(lean.strategy)[0]
+        lean.call("optimizer_step", module.optimizer_step, trainer.current_epoch, batch_idx, wrapper, closure)
         steps.total.completed += 1
         steps.current.completed += 1
         result = closure.consume_result()
@@ -84,18 +83,6 @@ class LeanAutomatic(LeanObject, _AutomaticOptimization):
         if not lean.on or self._skip_backward:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         return lean.closure_class(lean, self, optimizer, batch_idx, kwargs.values())
-
-    def refuse_skipped_step(self) -> None:
-        """Raise what Lightning raises where a step of several processes returned nothing."""
-        if not self._lean.several_processes:
-            return
-        attributes = vars(self._lean.strategy)
-        before = attributes.get("training_step", MISSING)
-        attributes["training_step"] = lambda: None
-        try:
-            self._training_step({})  # type: ignore[arg-type]
-        finally:
-            restore_attribute(attributes, "training_step", before)
 
     def drop_gradients(self, optimizer: Any, batch_idx: int) -> None:
         """Drop the gradients of the last step, with its hooks."""
@@ -127,10 +114,7 @@ class LeanManual(LeanObject, _ManualOptimization):
         lean = self._lean
         if not lean.on:
             return super().advance(kwargs)
-        own = lean.module.__dict__
-        before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "training_step"
-        output = lean.strategy.training_step(*kwargs.values())
-        own[CURRENT_HOOK] = before
+        output = lean.call("training_step", lean.strategy.training_step, *kwargs.values())
         self._output = self.output_result_cls.from_training_step_output(output).asdict()
         return None
 

@@ -38,7 +38,9 @@ class LeanRun:
         self.direct = DirectStep(self)
         self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
         self.stage, self.sanity = "validation", False
-        self.is_within_another = False  # whether a hook of another loop has called the loop that runs
+        self.is_within_another = (
+            False  # whether the Trainer logs to another loop, whose hook has called the one that runs
+        )
         self.sigterm_exception = namespace.submodule("utilities.exceptions").SIGTERMException
         self._call = namespace.submodule("trainer.call")
         self._says_each_call = says_each_call(namespace)
@@ -58,7 +60,7 @@ class LeanRun:
         )
         return self.on
 
-    def begin_evaluation(self, fetcher: Any, results: Any) -> None:
+    def begin_loop(self, fetcher: Any, results: Any) -> None:
         """Begin a loop over the batches that a fetcher fetches, which has its metrics in ``results``."""
         self.is_within_another = current_results(self.trainer) is not results
         self.watch(fetcher)
@@ -78,9 +80,13 @@ class LeanRun:
         """Run a step of an evaluation."""
         if not self.takes_index(name, lambda: build({"batch": args[0], "batch_idx": args[1]}, name)):
             args = (args[0], *args[2:])
+        return self.call(name, getattr(self.strategy, name), *args)
+
+    def call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method as the hook or step of this name."""
         own = self.module.__dict__
         before, own[CURRENT_HOOK] = own[CURRENT_HOOK], name
-        output = getattr(self.strategy, name)(*args)
+        output = method(*args)
         own[CURRENT_HOOK] = before
         return output
 
@@ -106,10 +112,7 @@ class LeanRun:
         """Call the strategy's hook before a training step."""
         start = self.strategy.on_train_batch_start
         if getattr(start, "__func__", None) is not self._on_train_batch_start:
-            own = self.module.__dict__
-            before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "on_train_batch_start"
-            start(batch, batch_idx)
-            own[CURRENT_HOOK] = before
+            self.call("on_train_batch_start", start, batch, batch_idx)
 
 
 class LeanObject:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 else:
     _TrainingEpochLoop = object
 
+_NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this warning..."  # as Lightning says it
+
 
 class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
     """Does of Lightning's loop what somebody asked for; whatever is unusual is left to Lightning's own code."""
@@ -44,7 +46,7 @@ class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
-        self._lean.watch(data_fetcher)
+        self._lean.begin_loop(data_fetcher, self._results)
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -55,11 +57,7 @@ class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
             self.val_loop.restarting = False
         if lean.several_processes and self._broadcasts_sigterm:
             self._broadcast_sigterm_tensor()
-        item = next(data_fetcher)
-        batch = item[0]
-        if batch is None:
-            data_fetcher.put_back(item)
-            return super().advance(data_fetcher)
+        batch, *_ = next(data_fetcher)
         progress = self.batch_progress
         total: Any = progress.total
         current: Any = progress.current
@@ -70,22 +68,25 @@ class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
         current.ready += 1
         connector, module = active_connector(trainer), lean.module
         connector.begin_batch(self._results, batch, None)
-        response = lean.run_hook(trainer, module, "on_train_batch_start", batch, batch_idx)
-        lean.tell_strategy(batch, batch_idx)
-        output: Any = None
-        if response == -1:
-            self._skip_rest_of_epoch()
+        output, skips = None, False
+        if batch is None:
+            self._warning_cache.warn(_NO_BATCH)
         else:
-            total.started += 1
-            current.started += 1
-            output = self._optimize(batch, batch_idx)
+            skips = lean.run_hook(trainer, module, "on_train_batch_start", batch, batch_idx) == -1
+            lean.tell_strategy(batch, batch_idx)
+            if skips:
+                self._skip_rest_of_epoch()
+            else:
+                total.started += 1
+                current.started += 1
+                output = self._optimize(batch, batch_idx)
         total.processed += 1
         current.processed += 1
         if lean.strategy.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self._num_ready_batches_reached():
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if response == -1:
+        if skips:
             raise StopIteration
         lean.bars.must_draw = self._may_end_or_validate()
         lean.run_hook(trainer, module, "on_train_batch_end", output, batch, batch_idx)
