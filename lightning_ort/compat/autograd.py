@@ -4,11 +4,12 @@ Each function names the torch version that it was read in.
 """
 
 import math
+import operator
 import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -78,12 +79,13 @@ def _is_differentiable(output: Any) -> bool:
     return getattr(output, "requires_grad_for_backward", output.requires_grad)
 
 
-def have_gradient_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+_HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether any of these leaves has hooks that autograd's engine runs when its gradient arrives (torch 2.13)."""
-    for parameter in parameters:  # noqa: SIM110 (a generator takes longer)
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return True
-    return False
+    before, after = _HOOKS
+    return any(map(before, parameters)) or any(map(after, parameters))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -99,9 +99,9 @@ def stock_fetcher(namespace: LightningNamespace) -> Any:
 
 
 def only_loader(fetcher: Any, loaders: Any) -> Any:
-    """Return what iterates over the only loader of a fetcher that fetches nothing in advance, or ``None``."""
+    """Return what iterates over the only loader of a fetcher that is not done, or ``None``."""
     combined = fetcher.iterator
-    if combined.__class__ is not loaders.CombinedLoader or fetcher.batches or fetcher.done:
+    if combined.__class__ is not loaders.CombinedLoader or fetcher.done:
         return None
     cycle = combined._iterator
     is_only = cycle.__class__ is loaders._MaxSizeCycle and len(cycle.iterators) == 1

@@ -263,7 +263,7 @@ def next_batch(iterator: Any) -> Any:
     if (
         iterator.__class__ is not _SingleProcessDataLoaderIter
         or _SingleProcessDataLoaderIter.__next__ is not _STOCK_NEXT
-        or iterator._dataset_kind != _DatasetKind.Map
+        or (iterator._dataset_kind != _DatasetKind.Map and iterator._IterableDataset_len_called is not None)
         or iterator._sampler_iter is None
         or torch.autograd._profiler_enabled()
     ):

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import operator
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -140,7 +141,6 @@ class _StepCheck:
         self.undo: Callable[[], None] = lambda: None
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # of the parameters that are not contiguous
 
-    @torch.no_grad()
     def __call__(self) -> None:
         owner = shard_of(self.optimizer)
         if len(self.optimizer.param_groups) != self.known_groups:
@@ -148,18 +148,14 @@ class _StepCheck:
         # a shard has groups of its own, which get the settings of the whole's in its step
         pairs = zip(self.optimizer.param_groups, owner.param_groups, strict=True)
         fused = []
-        strided = []  # few or none, so that an ordinary model pays for this loop alone
+        strided: list[torch.Tensor] = []  # few or none
         for group, own in pairs:
             if not group.get("fused"):
                 continue
             fused.append((group, own["params"]))
-            for p in own["params"]:
-                gradient = p.grad
-                if gradient is None:
-                    continue
-                if not (gradient.is_contiguous() and p.is_contiguous()) or is_zero_tensor(gradient):
-                    strided.append(p)
-        if strided and any(p.grad.is_sparse for p in strided):
+            if not _are_plain(own["params"]):
+                strided += [p for p in own["params"] if p.grad is not None and not _are_plain([p])]
+        if strided and any(p.grad is not None and p.grad.is_sparse for p in strided):
             self._give_up()
             return
         if strided or self._strides:
@@ -184,6 +180,7 @@ class _StepCheck:
             "A gradient is sparse, which fused optimizers do not support: %s runs as configured.", runs(self.optimizer)
         )
 
+    @torch.no_grad()
     def _lay_out(self, owner: optim.Optimizer, strided: list[torch.Tensor]) -> None:
         strides = {p: p.stride() for p in strided if not p.is_contiguous()}
         if strides != self._strides:
@@ -193,6 +190,15 @@ class _StepCheck:
         for p in strided:
             if p.grad is not None and (p.grad.stride() != p.stride() or is_zero_tensor(p.grad)):
                 p.grad = torch.empty_like(p).copy_(p.grad)
+
+
+def _are_plain(parameters: list[torch.Tensor]) -> bool:
+    """Whether these and their gradients are contiguous memory; an ordinary model pays for this alone."""
+    tensors = [*parameters, *[gradient for gradient in map(_GRAD, parameters) if gradient is not None]]
+    return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(is_zero_tensor, tensors))
+
+
+_GRAD = operator.attrgetter("grad")
 
 
 def _fill_momentum(state: MutableMapping[torch.Tensor, Any], parameters: list[torch.Tensor]) -> None:

@@ -5,8 +5,9 @@ parallel region for each tensor, whatever its size, and wake all threads for it:
 and while other programs use the cores it takes milliseconds. So small tensors are updated by one thread.
 """
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,7 +101,7 @@ class FusedUpdate:
 
     def _calls(self) -> list[_Call] | None:
         states, groups, kind = self.optimizer.state, self.optimizer.param_groups, type(self.optimizer)
-        seen = [*states, *states.values()]
+        seen = [*states, *states.values(), *itertools.chain.from_iterable(map(_VALUES, states.values()))]
         for group in groups:
             seen += group["params"]
         is_known = len(seen) == len(self._seen) and len(groups) == len(self._groups)
@@ -108,33 +109,40 @@ class FusedUpdate:
             self._seen, self._groups = seen, [_Group(kind, group, states) for group in groups]
         calls: list[_Call] = []
         for index, group in enumerate(groups):
-            names = _STATES[kind]
-            if kind is optim.SGD and not group["momentum"]:
-                names = ()
-            elif names is _ADAM and group["amsgrad"]:
-                names = _AMSGRAD
-            if not self._groups[index].add_calls(calls, names, group):
+            if not self._groups[index].add_calls(calls, group):
                 self._groups[index] = one = _Group(kind, group, states)
-                if not one.add_calls(calls, names, group):
+                if not one.add_calls(calls, group):
                     return None
         return calls
 
 
 class _Group:
-    """The lists of one group of parameters."""
+    """The lists of one group of parameters, whose states stay the same tensors."""
 
     def __init__(self, kind: Any, group: dict[str, Any], states: Mapping[Tensor, Any]) -> None:
         self._kind = kind
+        self._form = group.get("amsgrad"), not group.get("momentum")
+        names = _STATES[kind]
+        if kind is optim.SGD and not group["momentum"]:
+            names = ()
+        elif names is _ADAM and group["amsgrad"]:
+            names = _AMSGRAD
         self._without = [p for p in group["params"] if p.grad is None]
-        self._parts: list[tuple[list[Tensor], list[Any], bool]] = []  # parameters, their states, whether they are small
+        self._parts: list[tuple[list[Tensor], list[list[Any]], bool]] = []  # parameters, states, whether small
         rows = [(p, states.get(p) or {}) for p in group["params"] if p.grad is not None]
         for is_small in (False, True):
             if part := [row for row in rows if (row[0].numel() <= SMALL) == is_small]:
-                self._parts.append(([p for p, _ in part], [own for _, own in part], is_small))
+                lists = [[own.get(name) for _, own in part] for name in names] or [[]]
+                if names is _ADAM:
+                    lists.insert(2, [])
+                self._parts.append(([p for p, _ in part], lists, is_small))
+        self._has_states = all(type(one) is Tensor for _, lists, _ in self._parts for each in lists for one in each)
 
-    def add_calls(self, calls: list[_Call], names: Sequence[str], group: dict[str, Any]) -> bool:
+    def add_calls(self, calls: list[_Call], group: dict[str, Any]) -> bool:
         """Add the calls of kernels; return whether there are only such as torch would make, for what is known here."""
         kind = self._kind
+        if self._form != (group.get("amsgrad"), not group.get("momentum")) or not self._has_states:
+            return False
         settings = {name: group[name] for name in _SETTINGS[kind]}
         kernel = FUSED_KERNELS[kind]
         if kind is optim.SGD:
@@ -148,22 +156,14 @@ class _Group:
         if self._without and not _NOTHING.issuperset(map(type, map(_GRAD, self._without))):
             return False
         own_calls: list[_Call] = []
-        for parameters, owns, is_small in self._parts:
-            tensors = [parameters, [*map(_GRAD, parameters)]]
-            for name in names:
-                tensors.append([*map(_STATE[name], owns)])
-            for one in tensors[1:]:
-                if not _TENSOR.issuperset(map(type, one)):
-                    return False
-            if not names:
-                tensors.append([])
-            elif kind in (optim.Adam, optim.AdamW) and len(names) == len(_ADAM):
-                tensors.insert(4, [])
-            own_calls.append((kernel, tensors, settings, is_small))
+        for parameters, lists, is_small in self._parts:
+            gradients = [*map(_GRAD, parameters)]
+            if not _TENSOR.issuperset(map(type, gradients)):
+                return False
+            own_calls.append((kernel, [parameters, gradients, *lists], settings, is_small))
         calls += own_calls
         return True
 
 
-_GRAD = operator.attrgetter("grad")
-_STATE = {name: operator.methodcaller("get", name) for names in _STATES.values() for name in (*names, "max_exp_avg_sq")}
+_GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")
 _TENSOR, _NOTHING = frozenset({Tensor}), frozenset({type(None)})

@@ -212,9 +212,8 @@ class ORTMixin(_Strategy):
     @property
     def is_stock_step(self) -> bool:
         """Whether a step is what Lightning and this class make of it, and its update may be called directly."""
-        return self._updates and all(
-            getattr(type(self), name) is getattr(ORTMixin, name) for name in ("training_step", "optimizer_step")
-        )
+        names = ("training_step", "backward", "optimizer_step")
+        return self._updates and all(getattr(type(self), name) is getattr(ORTMixin, name) for name in names)
 
     @property
     def is_watched(self) -> bool:
@@ -226,6 +225,10 @@ class ORTMixin(_Strategy):
         self._masks.begin_step()
         self._times.steps += 1
         return self._capture.training_step(self.lightning_module, args)
+
+    def take_gradients(self, loss: Any) -> Callable[[], None] | None:
+        """Return what does what ``loss.backward()`` does, where nothing of others runs until the update."""
+        return self._capture.take_gradients(loss)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,16 @@ import copy
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ort import ORTStrategy
 from tests.strategies.lean_witness import plain, witness
@@ -49,6 +52,40 @@ def check(seed: int, folder: Path) -> None:
 @pytest.mark.parametrize("seed", [*range(8), 84, 100, 805, 881])  # the last four have shown defects
 def test_same_record(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
+
+
+def test_streams_are_read_as_stock_reads_them() -> None:
+    class Stream(IterableDataset[Any]):
+        """Its length is unknown, and its third pass fails."""
+
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            for number in range(5):
+                record.append(f"reads {number}")
+                if self.passes == 3 and number == 3:
+                    raise ArithmeticError
+                yield torch.ones(8), torch.tensor(number % 3)
+            record.append("ends")
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            record.append((batch_idx, len(batch[1]), progress.is_last_batch, progress.state_dict()))
+
+    records = []
+    for loop in ("stock", "lean"):
+        record: list[Any] = []
+        strategy = ORTStrategy(config={"engine": "torch", "debug": {"trainer_loop": loop}})
+        trainer = Trainer(
+            strategy=strategy, max_epochs=3, callbacks=[Looks()], logger=False, enable_checkpointing=False
+        )
+        with pytest.raises(ArithmeticError):
+            trainer.fit(Small(), DataLoader(Stream(), batch_size=2))
+        records.append([*record, trainer.fit_loop.state_dict()])
+    assert_same(*records, "streams")
+    assert len(records[0]) > 20
 
 
 class Counts(TQDMProgressBar):

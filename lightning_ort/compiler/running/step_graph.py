@@ -9,6 +9,7 @@ again, such as 1, or the scale of a gradient scaler. If another one arrives, the
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -88,7 +89,8 @@ class GraphSource:
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
 
-_IS_LEAF = operator.attrgetter("is_leaf")
+_IS_LEAF, _GRAD = operator.attrgetter("is_leaf"), operator.attrgetter("grad")
+_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _Expected = tuple[float, torch.Tensor]
 _TWICE = (
     "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward through the"
@@ -130,7 +132,9 @@ class WaitingGradients:
         """Do what ``backward()`` does."""
         self._loss = None  # which refers to this object
         self._taken(None)
-        self._add(self._gradients)
+        gradients, self._gradients = self._gradients, []
+        if not _accumulate(self._parameters, gradients):
+            torch.autograd.backward(self._parameters, gradients)
 
     def _take(self, loss: torch.Tensor) -> None:
         if not self._gradients:
@@ -143,9 +147,6 @@ class WaitingGradients:
         if tangent.device.type != "cpu" or float(tangent) != number:
             torch._foreach_mul_(gradients, tangent / expected)
         self._taken(tangent)
-        self._add(gradients)
-
-    def _add(self, gradients: list[torch.Tensor]) -> None:
         if gradients is self._gradients:
             self._gradients = []
         if not _accumulate(self._parameters, gradients):
@@ -345,22 +346,18 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
     # where parameters are tied after the step was compiled, one gets two gradients
     if len({*map(id, parameters)}) < len(parameters) or have_gradient_hooks(parameters):
         return False
-    sums, summands, new = [], [], []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        before = parameter.grad
-        if before is None:
-            if gradient.stride() != parameter.stride():
-                return False
-            new.append((parameter, gradient))
-        else:
-            if before.layout is not torch.strided:
-                return False
-            sums.append(before)
-            summands.append(gradient)
-    if sums:
+    before = [*map(_GRAD, parameters)]
+    is_new = [*map(operator.is_, before, itertools.repeat(None))]
+    new, first = [*itertools.compress(parameters, is_new)], [*itertools.compress(gradients, is_new)]
+    if [*map(_STRIDE, new)] != [*map(_STRIDE, first)]:
+        return False
+    if len(new) < len(before):
+        sums = [one for one in before if one is not None]
+        if any(one.layout is not torch.strided for one in sums):
+            return False
         with torch.no_grad():
-            torch._foreach_add_(sums, summands)
-    for parameter, gradient in new:
+            torch._foreach_add_(sums, [one for one, alone in zip(gradients, is_new, strict=True) if not alone])
+    for parameter, gradient in zip(new, first, strict=True):
         parameter.grad = gradient
     return True
 

@@ -108,6 +108,10 @@ class Capture:
             return module.training_step(*args)
         return step.run(args)
 
+    def take_gradients(self, loss: Any) -> Callable[[], None] | None:
+        """Return what does what ``loss.backward()`` does, where nothing of others runs until the update."""
+        return self._steps["training_step"].take_gradients(loss) if self._active else None
+
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step."""
         if not self._active:

@@ -62,14 +62,27 @@ def are_gradients_unseen(strategy: "Strategy", namespace: LightningNamespace) ->
     )
 
 
-def hooks_on_gradients(strategy: "Strategy") -> list[Any]:
-    """Return the methods on which the answers above depend: people replace them while they train."""
+def runs_nothing_of_others(strategy: "Strategy", namespace: LightningNamespace) -> bool:
+    """Return whether nothing but Lightning's and torch's code runs between a training step and its update."""
     module: Any = strategy.lightning_module
-    own = module.backward, module.optimizer_zero_grad, strategy.precision_plugin.backward
-    return [*own, *map(_HOOKS, (module, *module.trainer.callbacks))]
+    base = namespace.submodule("core.module").LightningModule
+    return (
+        may_drop_gradients(strategy, namespace)
+        and all(_keeps_hook(strategy, namespace, hook) for hook in _LATER_HOOKS[:2])
+        and all(_keeps(module, base, name) for name in _METHODS)
+    )
 
 
-_HOOKS = operator.attrgetter("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
+def hooks_on_gradients(strategy: "Strategy", module: Any) -> list[Any]:
+    """Return the methods on which the answers above depend: people replace them while they train."""
+    others = [strategy.precision_plugin.backward, *map(_ZERO_GRAD, strategy.optimizers)]
+    return [_OF_MODULE(module), *others, *map(_HOOKS, module.trainer.callbacks)]
+
+
+_METHODS = ("configure_gradient_clipping", "clip_gradients", "optimizer_step")
+_NAMES = ("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
+_HOOKS, _ZERO_GRAD = operator.attrgetter(*_NAMES), operator.attrgetter("zero_grad")
+_OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_METHODS, *_NAMES)
 
 
 def _is_lightnings(callback: Any, hook: str, namespace: LightningNamespace) -> bool:

@@ -24,6 +24,7 @@ from lightning_ort.strategies.capture.direct_gradients import (
     hooks_on_gradients,
     may_drop_gradients,
     may_write_gradients,
+    runs_nothing_of_others,
 )
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.room import Room
@@ -74,7 +75,7 @@ class CapturedModule(RunFacts):
         self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.running: Runs | None = None  # what is captured in this call, or was in the last
         self.optimizers: Any = None
-        self._gradients: tuple[bool, bool, bool] | None = None  # as of may_touch_gradients
+        self._gradients: tuple[bool, bool, bool, bool] | None = None  # as of may_touch_gradients
         self._gradient_hooks: list[Any] = []  # for which that holds
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.waiting: WaitingGradients | None = None  # for the backward pass of the step
@@ -188,15 +189,16 @@ class CapturedModule(RunFacts):
     # Gradients
 
     @property
-    def may_touch_gradients(self) -> tuple[bool, bool, bool]:
+    def may_touch_gradients(self) -> tuple[bool, bool, bool, bool]:
         """Whether a step that ran as one graph may write the gradients of parameters itself, and drop the last ones.
 
-        Third, whether nobody but the optimizer sees them at all.
+        Third, whether nobody but the optimizer sees them at all; fourth, whether nothing of others runs until it does.
         """
-        hooks = hooks_on_gradients(self.strategy)
+        hooks = hooks_on_gradients(self.strategy, self.module)
         if self._gradients is None or hooks != self._gradient_hooks:
             ask, self._gradient_hooks = (self.strategy, self.namespace), hooks
-            self._gradients = may_write_gradients(*ask), may_drop_gradients(*ask), are_gradients_unseen(*ask)
+            writes, drops = may_write_gradients(*ask), may_drop_gradients(*ask)
+            self._gradients = writes, drops, are_gradients_unseen(*ask), runs_nothing_of_others(*ask)
         return self._gradients
 
     def writes_gradients(self) -> bool:

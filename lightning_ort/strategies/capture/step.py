@@ -148,11 +148,8 @@ class CapturedStep(AbstractContextManager[None]):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
         attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._user.replacement:  # as in __exit__, without its calls in each step
-            if self._before is MISSING:
-                del attributes[self._name]
-            else:
-                attributes[self._name] = self._before
+        if attributes.get(self._name) is self._user.replacement:  # as in __exit__
+            restore_attribute(attributes, self._name, self._before)
         turn, has_new_hooks = self._turn, self._hooks.found_new()
         if turn.quiet and not has_new_hooks and not self._failures:
             turn.quiet -= 1
@@ -161,9 +158,7 @@ class CapturedStep(AbstractContextManager[None]):
         else:
             return self._user.call(*args, **kwargs)
         turn.steps += 1
-        if not turn.is_timed:
-            return self._run_on(turn.way, *args, **kwargs)
-        with turn.timed():
+        with turn.timed() if turn.is_timed else _NO_CONTEXT:
             return self._run_on(turn.way, *args, **kwargs)
 
     def _ask(self, batch: Any, has_new_hooks: bool) -> bool:
@@ -437,9 +432,7 @@ class CapturedStep(AbstractContextManager[None]):
         """Run the backward pass of the training step, as a part of it."""
         turn = self._turn
         if turn.way is UNCHANGED:
-            if not turn.is_timed:
-                return run(*args, **kwargs)
-            with turn.timed():
+            with turn.timed() if turn.is_timed else _NO_CONTEXT:
                 return run(*args, **kwargs)
         module = self._module
         recorded: AbstractContextManager[None] = _NO_CONTEXT
@@ -461,6 +454,15 @@ class CapturedStep(AbstractContextManager[None]):
         if self._audit.audit is not None and (differs := self._audit.after_backward()):
             self._leave_as_wrong(differs)
         return result
+
+    def take_gradients(self, loss: torch.Tensor) -> Callable[[], None] | None:
+        """Return what does what ``loss.backward()`` does, if gradients wait for that and nothing of others runs."""
+        turn, module = self._turn, self._module
+        waiting = None if self._audit.audit is not None or not module.may_touch_gradients[3] else module.waiting
+        if waiting is None or not waiting.are_of(loss):
+            return None
+        module.waiting = None
+        return turn.timed()(waiting.hand_over) if turn.is_timed else waiting.hand_over
 
     # Failures
 

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, after_closure, lightning_optimizers
+from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.optim.fused_update import may_update
 
 SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this warning..."  # as Lightning says it
+_AROUND = ("pre_backward", "post_backward")
 _RETRY = 64  # steps until it is looked again whether everything is Lightning's own
-_OF_STRATEGY = ("training_step", "optimizer_step")
-_OF_PRECISION = ("optimizer_step", "_wrap_closure", "_after_closure", "train_step_context", "forward_context")
+_OF_STRATEGY = ("training_step", "backward", *_AROUND, "optimizer_step")
+_OF_CLOSURE = ("optimizer_step", "_wrap_closure", "_after_closure", "train_step_context", "forward_context")
+_OF_PRECISION = (*_OF_CLOSURE, "backward", *_AROUND, "clip_gradients")
 _OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
 
 
@@ -82,19 +85,47 @@ class DirectStep:
         before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "training_step"
         output = strategy.direct_step(args)
         own[CURRENT_HOOK] = "optimizer_step"
+        loss = output.get("loss") if type(output) is dict else output
+        is_captured = type(loss) is torch.Tensor and loss.is_leaf
+        if is_captured and (hand_over := strategy.take_gradients(loss)) is not None:
+            found = self._go_on(loop, optimizer, output, loss, hand_over)
+        else:
+            found = self._go_on_with_hooks(loop, optimizer, batch_idx, output)
+        strategy.update(optimizer)
+        own[CURRENT_HOOK] = before
+        steps.total.completed += 1
+        steps.current.completed += 1
+        return found
+
+    def _go_on(
+        self, loop: Any, optimizer: Any, output: Any, loss: Any, hand_over: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Do what is between a step and its update where nobody has anything of his own there."""
+        lean, progress = self._lean, loop.optim_progress.optimizer.zero_grad
+        found = {"loss": loss.detach().clone()}  # as Lightning's result has it
+        if output is not loss:
+            found |= {key: value for key, value in output.items() if key != "loss"}
+        for counts in (progress.total, progress.current):
+            counts.ready += 1
+            counts.started += 1
+            counts.completed += 1
+        drop_gradients(optimizer)
+        hand_over()
+        if lean.trainer.gradient_clip_val is not None or lean.trainer.gradient_clip_algorithm is not None:
+            after_closure(lean.strategy.precision_plugin, lean.module, optimizer)
+        return found
+
+    def _go_on_with_hooks(self, loop: Any, optimizer: Any, batch_idx: int, output: Any) -> dict[str, Any]:
+        lean, own = self._lean, self._lean.module.__dict__
         result = loop.output_result_cls.from_training_step_output(output, 1)
         if result.closure_loss is None:
             lean.closure_class.warning_cache.warn(SKIPPED)
         loop.drop_gradients(optimizer, batch_idx)
         if result.closure_loss is not None:
             own[CURRENT_HOOK] = "backward"
-            strategy.backward(result.closure_loss, optimizer)
+            lean.strategy.backward(result.closure_loss, optimizer)
             own[CURRENT_HOOK] = "optimizer_step"
-        after_closure(strategy.precision_plugin, lean.module, optimizer)
-        strategy.update(optimizer)
-        own[CURRENT_HOOK] = before
-        steps.total.completed += 1
-        steps.current.completed += 1
+        after_closure(lean.strategy.precision_plugin, lean.module, optimizer)
         return {} if result.loss is None else result.asdict()
 
 
@@ -104,8 +135,10 @@ def _is_stock(lean: Any, wrapper: Any) -> bool:
     namespace, plugin = lean.namespace, strategy.precision_plugin
     precision: Any = namespace.submodule("plugins.precision.precision").Precision
     optimizer: Any = namespace.submodule("core.optimizer")
+    kind: Any = namespace.submodule("strategies.strategy").Strategy
     return (
         strategy.is_stock_step
+        and all(getattr(type(strategy), name) is getattr(kind, name) for name in _AROUND)
         and strategy.model is lean.module
         and not lean.several_processes
         and getattr(type(plugin), "stock_class", None) is precision

@@ -15,7 +15,7 @@ else:
 
 
 class LeanFetcher(_PrefetchDataFetcher):
-    """Asks the loader itself, where there is but one and its length is known."""
+    """Asks the loader itself, where there is but one."""
 
     _lean: LeanRun
     __reduce_ex__ = LeanObject.__reduce_ex__
@@ -23,14 +23,20 @@ class LeanFetcher(_PrefetchDataFetcher):
     @override
     def __next__(self) -> Any:
         lean = self._lean
-        loader, length = only_loader(self, lean.loaders), self.length
-        if loader is None or length is None or lean.trainer.profiler.__class__ is not lean.no_profiler:
+        loader, length, ahead = only_loader(self, lean.loaders), self.length, self.batches
+        if loader is None or bool(ahead) != (length is None) or lean.trainer.profiler.__class__ is not lean.no_profiler:
             return super().__next__()
+        item = ahead.pop(0) if length is None else None  # one is fetched in advance, to know which is the last
         try:
-            item = next_of_only(loader)
+            fetched = next_of_only(loader)
         except StopIteration:
-            self.done = True
+            self.done = not ahead
+            if length is None:
+                return item
             raise
         self.fetched += 1
+        if length is None:
+            ahead.append(fetched)
+            return item
         self.done = self.fetched >= length
-        return item
+        return fetched

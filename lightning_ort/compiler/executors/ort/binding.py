@@ -6,12 +6,13 @@ most of the time activations, keep their addresses, so that in steady state litt
 
 import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 # onnxruntime rejects null pointers, which are the addresses of torch's empty tensors
 _EMPTY = torch.zeros(1)
+_ADDRESS: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_IS_CONTIGUOUS: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+_IS_NEGATIVE: Callable[[torch.Tensor], bool] = torch.Tensor.is_neg
+_SHAPE = operator.attrgetter("shape")
 
 
 class _Bindings(threading.local):
@@ -109,39 +114,30 @@ class BoundSession:
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region on its inputs, tensors or integers for symbolic sizes, and return new outputs."""
-        kept: Any = None  # what has to live until the run is over
         binding, bound, bound_outputs, numbers, own = next(self._bindings.turns)
         for index in self._copied:
             bound[index] = None
-        if self._static_sizes is not None:
-            sizes = self._static_sizes
-            for index, tensor in enumerate(args):
-                if not tensor.is_contiguous() or (type(tensor) is not nn.Parameter and tensor.is_neg()):
-                    kept = (kept, tensor := _in_memory(tensor))
-                address = tensor.data_ptr()
-                if address != bound[index]:
-                    if not address and tensor.numel():
-                        kept = (kept, tensor := _in_memory(tensor))
-                        address = tensor.data_ptr()
-                    self._bind_input(binding, index, self._input_sizes[index], address)
-                    bound[index] = address
-        else:
+        sizes: Any = self._static_sizes
+        fixed, tensors = sizes is not None, args
+        if not fixed:
             sizes = self._sizes_of(*args)  # type: ignore[misc]
-            for index, value in enumerate(args):
-                tensor = numbers[index].fill_(value) if index in numbers else value
-                if not tensor.is_contiguous() or tensor.is_neg() or not tensor.data_ptr():
-                    kept = (kept, tensor := _in_memory(tensor))
-                place = (tensor.data_ptr(), tensor.shape)
-                if place != bound[index]:
-                    self._bind_input(binding, index, tuple(tensor.shape), place[0])
-                    bound[index] = place
+            tensors = tuple(numbers[i].fill_(arg) if i in numbers else arg for i, arg in enumerate(args))
+        addresses = [*map(_ADDRESS, tensors)]
+        if 0 in addresses or not all(map(_IS_CONTIGUOUS, tensors)) or any(map(_IS_NEGATIVE, tensors)):
+            tensors = tuple(map(_in_memory, tensors))  # which live until the run is over
+            addresses = [*map(_ADDRESS, tensors)]
+        shapes: Any = self._input_sizes if fixed else [*map(_SHAPE, tensors)]
+        places: list[Any] = addresses if fixed else [*zip(addresses, shapes, strict=True)]
+        for index in itertools.compress(itertools.count(), map(operator.ne, places, bound)):
+            self._bind_input(binding, index, tuple(shapes[index]), addresses[index])
+            bound[index] = places[index]
         outputs = self._allocate(sizes) if own is None else own.allocate()
-        for index, tensor in enumerate(outputs):
-            size, address = sizes[index], tensor.data_ptr()
-            if (address, size) != bound_outputs[index]:
-                name, dtype = self._outputs[index]
-                binding.bind_output(name, self._memory, dtype, size, address or _EMPTY.data_ptr())
-                bound_outputs[index] = (address, size)
+        addresses = [*map(_ADDRESS, outputs)]
+        places = addresses if fixed else [*zip(addresses, sizes, strict=True)]
+        for index in itertools.compress(itertools.count(), map(operator.ne, places, bound_outputs)):
+            name, dtype = self._outputs[index]
+            binding.bind_output(name, self._memory, dtype, sizes[index], addresses[index] or _EMPTY.data_ptr())
+            bound_outputs[index] = places[index]
         if self._pause_openmp:
             openmp.pause_openmp()
         self._run(binding, self._options)

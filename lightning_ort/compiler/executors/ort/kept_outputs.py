@@ -1,15 +1,16 @@
-"""Small gradients of a step as one graph, in memory that stays: :class:`KeptOutputs`.
+"""Small results of a step as one graph, in memory that stays: :class:`KeptOutputs`.
 
 A session is bound to the addresses of its outputs, which takes three times as long as to allocate them, and four times
 as long as a small kernel. A gradient lives until the next step but one, so its memory moves from step to step. Here it
 stays, in two sets that take turns: the Trainer runs a step before it drops the gradients of the last one.
 """
 
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import fx
 
 from lightning_ort.compat.torch import empty_strided_cpu, storage_address, storage_use_count
 from lightning_ort.compiler.graphs.nodes import GRADIENTS_FROM, base_of, is_static
@@ -21,13 +22,19 @@ Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides an
 MAX_BYTES = 65_536
 MAX_BYTES_IN_ALL = 4 * 2**20  # of a set
 
+_ADDRESS: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_DATA: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("data")
+
 
 def kept_outputs_of(region: Region) -> frozenset[int]:
-    """Return which outputs of a region on the CPU are small gradients of a step as one graph."""
+    """Return which outputs of a region on the CPU are small results of a step as one graph."""
     if storage_use_count is None or empty_strided_cpu is None or not all(map(is_static, region.outputs)):
         return frozenset()
-    gradients = _gradients(region.outputs[0].graph) if region.outputs else frozenset()
-    values = {index: node.meta["val"] for index, node in enumerate(region.outputs) if node in gradients}
+    output = region.outputs[0].graph.output_node() if region.outputs else None
+    if output is None or GRADIENTS_FROM not in output.meta:
+        return frozenset()
+    results = {base_of(node) for node in output.all_input_nodes}
+    values = {index: node.meta["val"] for index, node in enumerate(region.outputs) if node in results}
     kept, in_all = [], 0
     for size, index in sorted((val.numel() * val.element_size(), index) for index, val in values.items()):
         in_all += size
@@ -36,53 +43,45 @@ def kept_outputs_of(region: Region) -> frozenset[int]:
     return frozenset(kept)
 
 
-def _gradients(graph: fx.Graph) -> frozenset[fx.Node]:
-    output = graph.output_node()
-    if GRADIENTS_FROM not in output.meta:
-        return frozenset()
-    results: Sequence[fx.Node | None] = output.args[0]  # type: ignore[assignment]
-    return frozenset(base_of(node) for node in results[output.meta[GRADIENTS_FROM] :] if node is not None)
-
-
 class KeptOutputs:
     """Allocates the outputs of a session, those in ``kept`` in memory that stays."""
 
     def __init__(self, specs: Iterable[Spec], kept: frozenset[int]) -> None:
-        self._specs = [(spec, index in kept) for index, spec in enumerate(specs)]
-        self._memory: list[_Memory | None] = [None] * len(self._specs)
+        pairs = list(enumerate(specs))
+        self._kept = [spec for index, spec in pairs if index in kept]
+        self._others = [(index, spec) for index, spec in pairs if index not in kept]
+        self._tensors: list[Any] = [None] * len(self._kept)  # that nobody else gets
+        self._storages: list[Any] = [None] * len(self._kept)
+        self._addresses = [0] * len(self._kept)
+        self._users: tuple[list[int], ...] = ()  # as long as nobody else refers to the memory
 
     def allocate(self) -> list[torch.Tensor]:
         """Return a new tensor for each output; the memory of some was used before, if nobody refers to it any more."""
         assert empty_strided_cpu is not None
-        outputs = []
-        for index, (spec, stays) in enumerate(self._specs):
-            if not stays:
-                outputs.append(empty_strided_cpu(*spec))
-                continue
-            memory = self._memory[index]
-            # free if no tensor, array or storage but ours refers to it, and if it is where it was, such as not shared
-            if (
-                memory is None
-                or storage_use_count(memory.address) != memory.users  # type: ignore[misc]
-                or sys.getrefcount(memory.storage) != memory.references
-                or memory.tensor.data_ptr() != memory.place
-            ):
-                memory = self._memory[index] = _Memory(empty_strided_cpu(*spec))
-            # another tensor each time: what the last user did to sizes, hooks or attributes of theirs has no effect
-            outputs.append(memory.tensor.data)
+        if not self._users or self._see() != self._users:
+            self._renew()
+        # another tensor each time: what the last user did to sizes, hooks or attributes of theirs has no effect
+        outputs = [*map(_DATA, self._tensors)]
+        for index, spec in self._others:
+            outputs.insert(index, empty_strided_cpu(*spec))
         return outputs
 
+    def _see(self) -> tuple[list[int], ...]:
+        """How many tensors, and how many storages, refer to the memory, and where it is, which changes if shared."""
+        return (
+            [*map(storage_use_count, self._addresses)],  # type: ignore[arg-type]
+            [*map(sys.getrefcount, self._storages)],
+            [*map(_ADDRESS, self._tensors)],
+        )
 
-class _Memory:
-    """The memory of an output, with a tensor that nobody else gets."""
-
-    __slots__ = ("address", "place", "references", "storage", "users", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert storage_use_count is not None
-        self.tensor = tensor
-        self.storage = tensor.untyped_storage()
-        self.address = storage_address(self.storage)
-        self.place = tensor.data_ptr()
-        self.users = storage_use_count(self.address)
-        self.references = sys.getrefcount(self.storage)
+    def _renew(self) -> None:
+        """Take other memory where somebody refers to it."""
+        assert empty_strided_cpu is not None
+        now: Iterable[Any] = zip(*self._see(), strict=True) if self._users else [()] * len(self._kept)
+        before: Iterable[Any] = zip(*self._users, strict=True) if self._users else [None] * len(self._kept)
+        for index, (one, other) in enumerate([*zip(now, before, strict=True)]):
+            if one != other:
+                self._tensors[index] = empty_strided_cpu(*self._kept[index])
+                self._storages[index] = self._tensors[index].untyped_storage()
+                self._addresses[index] = storage_address(self._storages[index])
+        self._users = self._see()
