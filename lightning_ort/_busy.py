@@ -6,7 +6,7 @@ divided by those in which the thread did not wait for one. It is 1 on an idle ma
 
 from collections.abc import Iterable
 
-SLOWDOWN = 1.25  # from here on a machine is called busy, and two slowdowns are called different
+from lightning_ort._limits import LIMITS
 
 
 def slowdown(seconds: float, waited: float) -> float:
@@ -16,10 +16,10 @@ def slowdown(seconds: float, waited: float) -> float:
 
 def is_busy(slowed: float) -> bool:
     """Return whether a machine with this slowdown is busy: what is timed on it may be different when it is not."""
-    return slowed > SLOWDOWN
+    return slowed > LIMITS.get().slowdown
 
 
 def differ(slowed: Iterable[float]) -> bool:
     """Return whether times under these slowdowns have no ratio that means anything."""
     slowed = list(slowed)
-    return bool(slowed) and max(slowed) > SLOWDOWN * min(slowed)
+    return bool(slowed) and max(slowed) > LIMITS.get().slowdown * min(slowed)

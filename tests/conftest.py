@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
+from lightning_ort._limits import LIMITS, Limits
 from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.machine.openmp import pause_openmp
@@ -85,21 +87,14 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def trials_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the modules of tests take less than a millisecond a step, or none at all by a clock of their own
-    monkeypatch.setattr("lightning_ort.strategies.race.duel.MIN_SECONDS", 0)
+def limits() -> Iterator[Callable[..., None]]:
+    """Duels are short, no machine is busy, and about one audit is made in each run; a test may set others.
 
-
-@pytest.fixture(autouse=True)
-def machines_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # or what tests find would depend on what else runs
-    monkeypatch.setattr("lightning_ort._busy.SLOWDOWN", 1e9)
-
-
-@pytest.fixture(autouse=True)
-def audits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    # about one in each run, and what the time of a run allows; those of audits ask for more
-    monkeypatch.setattr("lightning_ort.strategies.audit.schedule.SECONDS", 0.15)
+    The modules of tests take less than a millisecond a step, or none at all by a clock of their own.
+    """
+    token = LIMITS.set(Limits(slowdown=math.inf, duel=0.0, audits=0.15))
+    yield lambda **changed: LIMITS.set(dataclasses.replace(LIMITS.get(), **changed))
+    LIMITS.reset(token)
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """What other programs take, as the system counts it; no test that times anything."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightning_ort import _busy, _stopwatch
-from lightning_ort._busy import differ, slowdown
+from lightning_ort import _stopwatch
+from lightning_ort._busy import differ, is_busy, slowdown
 from lightning_ort._stopwatch import Stopwatch
 
 
@@ -39,12 +40,12 @@ def test_this_system_counts_it_where_it_is_linux() -> None:
         assert 0 <= waited <= seconds
 
 
-def test_slowdowns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowdowns(limits: Callable[..., None]) -> None:
     assert slowdown(4.0, 3.0) == 4.0
     assert slowdown(1.0, 0.0) == slowdown(0.0, 0.0) == slowdown(1.0, 1.0) == 1.0
-    monkeypatch.setattr(_busy, "SLOWDOWN", 1.25)
+    limits(slowdown=1.25)
     assert not differ([])
     assert not differ([3.0, 3.7])
     assert differ([3.0, 4.0])
     assert differ(iter([4.0, 3.0]))
-    assert [_busy.is_busy(slowed) for slowed in (1.0, 1.25, 1.26)] == [False, False, True]
+    assert [is_busy(slowed) for slowed in (1.0, 1.25, 1.26)] == [False, False, True]

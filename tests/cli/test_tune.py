@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ort
-from lightning_ort import TuneResult, _busy
+from lightning_ort import TuneResult
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
@@ -242,8 +243,10 @@ def test_what_the_parser_of_lightning_cli_says(project: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("waited", "notes"), [(0.1, 0), (0.5, 1)])
-def test_a_busy_machine_is_named(waited: float, notes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_busy, "SLOWDOWN", 1.25)
+def test_a_busy_machine_is_named(
+    waited: float, notes: int, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
+) -> None:
+    limits(slowdown=1.25)
     monkeypatch.setattr(Stopwatch, "read", lambda self: (1.0, waited))
     found = api.busy()
     assert len(found) == notes

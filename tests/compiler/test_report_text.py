@@ -1,5 +1,6 @@
 """The text of a report in terminals of four widths; `python -m tests.compiler.test_report_text` writes the files."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_a_report_before_the_fit() -> None:
     assert str(CompileReport()) == "nothing has run yet\n"
 
 
-def test_times_of_a_busy_machine_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ort._busy.SLOWDOWN", 1.25)  # other tests know no busy machine
+def test_times_of_a_busy_machine_are_called_so(limits: Callable[..., None]) -> None:
+    limits(slowdown=1.25)  # other tests know no busy machine
     busy = StepReport("training_step", {"ort": 1.0, "torch": 2.0}, slowdown={"ort": 1.0, "torch": 3.0})
     idle = StepReport("training_step", {"ort": 1.0, "torch": 2.0}, slowdown={"ort": 1.0, "torch": 1.1})
     for step, says in ((busy, True), (idle, False)):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTConfig, ORTStrategy
+from lightning_ort._limits import LIMITS
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
@@ -31,9 +32,8 @@ pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs f
 
 
 @pytest.fixture(autouse=True)
-def audits_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "SECONDS", 60.0)
-    monkeypatch.setattr(schedule, "LEAST_PATIENCE", 20.0)
+def audits_may_take_long(limits: Callable[..., None]) -> None:
+    limits(audits=60.0, patience=20.0)
 
 
 ALWAYS = ORTConfig(placement="always")
@@ -391,10 +391,10 @@ def test_inductor_is_audited(make_trainer: Callable[..., Any], monkeypatch: pyte
 
 @pytest.mark.slow
 def test_five_hundred_copies_beside_workers_threads_bars_and_loggers(
-    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(schedule, "LONGEST_GAP", 1)
-    monkeypatch.setattr(schedule, "SECONDS", 10_000.0)
+    limits(audits=10_000.0)
     stop, lock = threading.Event(), threading.Lock()
 
     def work() -> None:
@@ -470,8 +470,8 @@ def test_audits_become_rare(make_trainer: Callable[..., Any]) -> None:
     assert 8 <= report.run.audits <= 40
 
 
-def test_audits_take_a_share_of_the_time(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "SECONDS", 0.0)
+def test_audits_take_a_share_of_the_time(make_trainer: Callable[..., Any], limits: Callable[..., None]) -> None:
+    limits(audits=0.0)
     start = time.perf_counter()
     report = fit(make_trainer, Small(), max_epochs=2)
     seconds = time.perf_counter() - start
@@ -523,9 +523,9 @@ def test_what_an_audit_takes_is_expected_from_the_machine_as_it_is() -> None:
     assert schedule.expected_seconds(1.0, 2, 5.0, 1.0) == 5.0
     assert schedule.expected_seconds(1.0, 2, 0.5, 1.0) == first
     assert schedule.limit_seconds(first) > first
-    assert schedule.limit_seconds(0.0) == schedule.LEAST_PATIENCE
-    assert schedule.allowed_seconds(0.0, 0.0) == schedule.SECONDS
-    assert schedule.allowed_seconds(1000.0, 100.0) == pytest.approx(schedule.SECONDS + 3.0 + 3.0)
+    assert schedule.limit_seconds(0.0) == LIMITS.get().patience
+    assert schedule.allowed_seconds(0.0, 0.0) == LIMITS.get().audits
+    assert schedule.allowed_seconds(1000.0, 100.0) == pytest.approx(LIMITS.get().audits + 3.0 + 3.0)
 
 
 # What counts as a difference

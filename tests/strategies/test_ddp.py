@@ -15,15 +15,13 @@ from processes import START, Recorded, fit
 from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies.audit import schedule
 from lightning_ort.strategies.distributed.run_store import agree
 from lightning_ort.strategies.race.duel import Duel
 
 
 @pytest.fixture(autouse=True)
-def audits_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:  # processes that are forked inherit it
-    monkeypatch.setattr(schedule, "SECONDS", 5.0)
-    monkeypatch.setattr(schedule, "LEAST_PATIENCE", 20.0)
+def audits_may_take_long(limits: Callable[..., None]) -> None:  # processes that are forked inherit it
+    limits(audits=5.0, patience=20.0)
 
 
 def executors(facts: dict[str, Any]) -> list[list[str]]:

@@ -244,11 +244,11 @@ def test_a_copy_reaches_nothing_outside(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_audits_of_a_step_that_reaches_for_what_is_outside(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
     audits = 200
     monkeypatch.setattr(schedule.Schedule, "is_due", lambda *_: True)
-    monkeypatch.setattr(schedule, "SECONDS", 1000.0)
+    limits(audits=1000.0)
     monkeypatch.setattr(step_audit, "MAX_UNKNOWN", 1000)
     outside, parent, known = Outside(tmp_path), os.getpid(), list[ForkedCopy]()
     attempts = [*outside.attempts().items()]

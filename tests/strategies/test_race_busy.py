@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from lightning_ort import _busy
+from lightning_ort._limits import Limits
 from lightning_ort.strategies.race.race import FIRST, RARER, RECHECK, SAMPLES, STOP, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Verdict, Waiting, Way
 
-SHARE, SLOWDOWN = 0.05, _busy.SLOWDOWN
+SHARE, SLOWDOWN = 0.05, Limits().slowdown
 ORT, INDUCTOR = Way("ort"), Way("inductor")
 Slowed = Callable[[int], float]
 
 
 @pytest.fixture(autouse=True)
-def machines_may_be_busy(machines_are_idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_busy, "SLOWDOWN", SLOWDOWN)
+def machines_may_be_busy(limits: Callable[..., None]) -> None:
+    limits(slowdown=SLOWDOWN)
 
 
 def make(*ways: Way, cost: float = 4.0, share: float = SHARE, **kwargs: Any) -> Race:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from small_modules import Small
 
-from lightning_ort import CompileReport, ORTStrategy, _busy
+from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.report.view import speedup
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport
@@ -89,8 +89,8 @@ def show(module: Any, *events: Event, measured: bool = True) -> CompileReport:
 
 
 @pytest.fixture
-def machines_may_be_busy(machines_are_idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_busy, "SLOWDOWN", 1.25)
+def machines_may_be_busy(limits: Callable[..., None]) -> None:
+    limits(slowdown=1.25)
 
 
 @pytest.mark.usefixtures("machines_may_be_busy")

@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def test_two_trainers_in_two_threads(kinds: tuple[type[Twin], type[Twin]], make_
     strategies = [ORTStrategy(config={"placement": "always", "fallback": "raise", "audit": "off"}) for _ in kinds]
     trainers = [make_trainer(max_epochs=3, strategy=strategy, limit_val_batches=0) for strategy in strategies]
     threads = [
-        threading.Thread(target=trainer.fit, args=(module,)) for trainer, module in zip(trainers, modules, strict=True)
+        threading.Thread(target=copy_context().run, args=(trainer.fit, module))
+        for trainer, module in zip(trainers, modules, strict=True)
     ]
     for thread in threads:
         thread.start()

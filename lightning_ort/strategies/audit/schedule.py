@@ -5,12 +5,12 @@ Nothing here knows of torch, clocks or files.
 
 import random
 
+from lightning_ort._limits import LIMITS
+
 LONGEST_GAP = 1000  # steps
-# what the audits of a run may take: seconds, and shares of the run's time and of the time that compiling took
-SECONDS, SHARE, SHARE_OF_COMPILING = 1.0, 0.003, 0.03
+SHARE, SHARE_OF_COMPILING = 0.003, 0.03  # of a run's time, and of that of compiling, that its audits may take
 COPYING = 0.1  # seconds that copying a process is expected to take, before one was copied
-# the copy ends after so many times what was expected, and not before so many seconds
-PATIENCE, LEAST_PATIENCE = 4.0, 2.0
+PATIENCE = 4.0  # the copy ends after so many times what was expected
 ENOUGH = 2  # audits, for a step to be called audited
 
 
@@ -48,9 +48,9 @@ def expected_seconds(usual: float, threads: int, processor: float, slowdown: flo
 
 def allowed_seconds(elapsed: float, compiling: float) -> float:
     """Return what the audits of a run may take in all, after so many seconds of the run, and of compiling in it."""
-    return SECONDS + SHARE * elapsed + SHARE_OF_COMPILING * compiling
+    return LIMITS.get().audits + SHARE * elapsed + SHARE_OF_COMPILING * compiling
 
 
 def limit_seconds(expected: float) -> float:
     """Return after how many seconds a copy ends itself."""
-    return max(LEAST_PATIENCE, PATIENCE * expected)
+    return max(LIMITS.get().patience, PATIENCE * expected)

@@ -4,12 +4,11 @@ import statistics
 from collections.abc import Iterable
 
 from lightning_ort._busy import is_busy, slowdown
+from lightning_ort._limits import LIMITS
 from lightning_ort.strategies.race.terms import Took, Way
 
 CLEAR, LEAST, MOST = 2, 6, 18  # samples of each way in a duel: far apart, usual, close
 FAR, CLOSE = 1.5, 1.1  # ratios of times
-# seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
-MIN_SECONDS = 0.06
 
 
 class Duel:
@@ -49,7 +48,9 @@ class Duel:
         """Whether there are enough samples."""
         one, other = map(self.samples, self.steps)
         count = len(one)
-        if self._fresh or count < CLEAR or count % 2 or sum(one) + sum(other) < MIN_SECONDS:  # so both have as many
+        if self._fresh or count < CLEAR or count % 2:  # so both have as many
+            return False
+        if sum(one) + sum(other) < LIMITS.get().duel:
             return False
         fast, slow = sorted((one, other), key=statistics.median)
         if max(fast) * FAR < min(slow) or count >= MOST:
