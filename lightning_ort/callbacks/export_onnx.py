@@ -12,20 +12,18 @@ import torch
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, names_its_arguments
+from lightning_ort.compat import lightning_bases
 from lightning_ort.onnx_export.quantize import Quantize
 from lightning_ort.onnx_export.signature import bind_sample
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Callback
-else:
-    _Callback = object
 
 _log = logging.getLogger(__name__)
 
 
 @names_its_arguments
-class ExportOnnxCallback(_Callback):
+class ExportOnnxCallback(lightning_bases.Callback):
     """Exports the module as an ONNX model at the end of a fit, on the first process.
 
     Everything that can be checked without exporting is checked when the fit starts. ``fast_dev_run`` writes no file.

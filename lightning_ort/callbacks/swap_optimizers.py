@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ort._arguments import names_its_arguments
+from lightning_ort.compat import lightning_bases
 from lightning_ort.optim import registry
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
@@ -13,13 +14,10 @@ from lightning_ort.strategies.optimizers import OptimizerSettings, swap_optimize
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Callback
-else:
-    _Callback = object
 
 
 @names_its_arguments
-class SwapOptimizersCallback(OptimizerSettings, _Callback):
+class SwapOptimizersCallback(OptimizerSettings, lightning_bases.Callback):
     """Runs the optimizers that ``configure_optimizers`` returned with another implementation.
 
     As a callback it works under every strategy; the strategies of this package also take it as ``optim=``. It swaps

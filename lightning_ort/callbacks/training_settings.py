@@ -13,12 +13,10 @@ from typing_extensions import override
 from lightning_ort._arguments import check_choice, check_integer, names_its_arguments, passed
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.callbacks.loaders import changed
+from lightning_ort.compat import lightning_bases
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch import Callback as _Callback
-else:
-    _Callback = object
 
 _OWNER = "ORTTrainingSettings"
 
@@ -26,7 +24,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @names_its_arguments
-class TrainingSettingsCallback(_Callback):
+class TrainingSettingsCallback(lightning_bases.Callback):
     """Sets the training batches, the layout, the threads and what is recomputed, for the time of a fit.
 
     ``lightning-ort tune`` writes it into its configuration. Of the data it changes what ``train_dataloader`` of the

@@ -1,19 +1,16 @@
 """Lightning's ``DeepSpeedStrategy`` with public names for what is overridden and called of it (lightning 2.5, 2.6)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
-else:
-    _DeepSpeedStrategy = object
+from lightning_ort.compat import lightning_bases
 
 
-class DeepSpeedNames(_DeepSpeedStrategy):
+class DeepSpeedNames(lightning_bases.DeepSpeedStrategy):
     """Has a method of its own for each private one of ``DeepSpeedStrategy`` that a subclass changes."""
 
     def check_configuration(self) -> None:

@@ -2,22 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ort._arguments import names_its_arguments
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule as _LightningModule
-else:
-    _LightningModule = object
+from lightning_ort.compat import lightning_bases
 
 
 @names_its_arguments
-class PredictorMixin(_LightningModule):
+class PredictorMixin(lightning_bases.LightningModule):
     """An ONNX model to call, and for ``trainer.predict``.
 
     It is called as the exported module was, and returns the same. It has no parameters and cannot be trained.

@@ -1,21 +1,17 @@
 """bfloat16 weights that learn from small updates: :class:`BFloat16Mixin`, over Lightning's ``HalfPrecision``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice
+from lightning_ort.compat import lightning_bases
 from lightning_ort.optim.swap import OptimizerSwap
 
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import HalfPrecision as _HalfPrecision
-else:
-    _HalfPrecision = object
 
-
-class BFloat16Mixin(_HalfPrecision):
+class BFloat16Mixin(lightning_bases.HalfPrecision):
     """``"bf16-true"`` whose Adam or AdamW keeps the rounding errors of the weights.
 
     A bfloat16 weight of 1 does not change when 0.001 is added to it. So the optimizer runs as

@@ -1,6 +1,6 @@
 """Faster float32 matrix products with less precision: :class:`MatmulPrecisionMixin`, over Lightning's ``Precision``."""
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -9,18 +9,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, names_its_arguments
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.torch import float32_matmul_precision, set_float32_matmul_precision
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision as _Precision
-else:
-    _Precision = object
 
 Level = Literal["highest", "high", "medium"]
 
 
 @names_its_arguments
-class MatmulPrecisionMixin(_Precision):
+class MatmulPrecisionMixin(lightning_bases.Precision):
     """Computes float32 matrix products with fewer bits during a run.
 
     It sets ``torch.set_float32_matmul_precision``. On CUDA ``"high"`` and ``"medium"`` are TensorFloat-32, which the

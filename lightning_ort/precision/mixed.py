@@ -10,13 +10,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type, names_its_arguments
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.torch_optimizers import unscaled_by_scaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
-else:
-    _MixedPrecision = object
 
 MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
 
@@ -25,7 +23,7 @@ _WRAPPED = ("step", "state_dict")  # methods of schedulers, while a fit lasts
 
 
 @names_its_arguments
-class MixedPrecisionMixin(_MixedPrecision):
+class MixedPrecisionMixin(lightning_bases.MixedPrecision):
     """Automatic mixed precision that supports fused optimizers with gradient clipping, and counts overflows.
 
     The step runs under ``torch.autocast``. With ``"16-mixed"`` the loss is scaled. The gradients are unscaled and

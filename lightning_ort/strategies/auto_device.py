@@ -1,17 +1,13 @@
 """One device, chosen by the Trainer: :class:`AutoDeviceMixin`."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from lightning_ort._arguments import check_device, check_type
 from lightning_ort._imports import LightningNamespace
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDeviceStrategy
-else:
-    _SingleDeviceStrategy = object
+from lightning_ort.compat import lightning_bases
 
 _TYPES = {  # argument: the module of its class in each namespace, and the name of the class
     "accelerator": ("accelerators", "Accelerator"),
@@ -20,7 +16,7 @@ _TYPES = {  # argument: the module of its class in each namespace, and the name 
 }
 
 
-class AutoDeviceMixin(_SingleDeviceStrategy):
+class AutoDeviceMixin(lightning_bases.SingleDeviceStrategy):
     """Lets the Trainer choose the device of a single-device strategy.
 
     Lightning creates a single-device strategy from its name with ``device="cpu"``, whatever the accelerator. It passes

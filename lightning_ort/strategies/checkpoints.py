@@ -16,14 +16,12 @@ from fsspec.utils import get_protocol
 from typing_extensions import override
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import chosen_checkpoint_io, set_checkpoint_io
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
     from lightning.pytorch.strategies import Strategy
-else:
-    _TorchCheckpointIO = object
 
 
 # a file that nobody has written to for this long belongs to a process that was killed, perhaps on another machine
@@ -115,7 +113,7 @@ def _checksum(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-class AtomicSaveMixin(_TorchCheckpointIO):
+class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
     """Puts a checkpoint in its place when it is complete.
 
     Lightning writes to the system's folder for temporary files first. If that is another file system it then copies the

@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import (
     closure_before_clipping,
     closure_of_step,
@@ -61,14 +62,11 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import Strategy as _Strategy
-else:
-    _Strategy = object
 
 _DEFAULT = ORTConfig()
 
 
-class ORTMixin(_Strategy):
+class ORTMixin(lightning_bases.Strategy):
     """Runs the steps of the LightningModule on ONNX Runtime, under any strategy that it is put in front of.
 
     Args:

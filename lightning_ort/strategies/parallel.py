@@ -4,13 +4,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_type
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import hand_over, wrap_start_of_scripts
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.distributed import relaunch, watchdog
@@ -18,15 +19,10 @@ from lightning_ort.strategies.distributed.run_store import Agree, open_run_store
 from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
 from lightning_ort.strategies.mixin import ORTMixin
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _ParallelStrategy
-else:
-    _ParallelStrategy = object
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class ORTParallelMixin(ORTMixin, _ParallelStrategy):
+class ORTParallelMixin(ORTMixin, lightning_bases.ParallelStrategy):
     """Places regions alike in all processes, and ends all of them when one ends.
 
     If a process fails or is killed, the others end too, and say which one it was. SIGTERM to any process, which cluster

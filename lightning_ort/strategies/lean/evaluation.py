@@ -1,18 +1,13 @@
 """One batch of a validation, a test or a prediction: :class:`LeanEvaluation`, :class:`LeanPrediction`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning_loops import active_connector
 from lightning_ort.strategies.lean.run import LeanObject
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-    from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-else:
-    _EvaluationLoop = _PredictionLoop = object
 
 
 class _LeanRun(LeanObject):
@@ -37,7 +32,7 @@ class _LeanRun(LeanObject):
         self._lean.begin_loop(self._data_fetcher, self._results)
 
 
-class LeanEvaluation(_LeanRun, _EvaluationLoop):
+class LeanEvaluation(_LeanRun, lightning_bases.EvaluationLoop):
     """Does of Lightning's loop what somebody asked for."""
 
     @override
@@ -82,7 +77,7 @@ class LeanEvaluation(_LeanRun, _EvaluationLoop):
         return None
 
 
-class LeanPrediction(_LeanRun, _PredictionLoop):
+class LeanPrediction(_LeanRun, lightning_bases.PredictionLoop):
     """Does of Lightning's loop what somebody asked for."""
 
     @override

@@ -1,22 +1,18 @@
 """Lightning's dictionaries of metrics, made when somebody reads them: :class:`LeanConnector`."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning_loops import DICTIONARIES, shown, step_values
 from lightning_ort.strategies.lean.run import LeanObject
-
-if TYPE_CHECKING:
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-else:
-    _LoggerConnector = object
 
 _OWNERS = 2  # references to a dictionary that nobody else holds: the connector's, and that of whoever counts
 
 
-class LeanConnector(LeanObject, _LoggerConnector):
+class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
     """Keeps what a batch has logged, and updates Lightning's dictionaries when anybody reads them."""
 
     @override

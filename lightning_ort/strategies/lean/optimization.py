@@ -4,23 +4,16 @@
 is what an optimizer gets, and :class:`LeanPrecision` is where Lightning calls hooks between backward pass and step.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, lightning_optimizers
 from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.strategies.lean.direct import SKIPPED
 from lightning_ort.strategies.lean.run import LeanObject, LeanRun
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
-    from lightning.pytorch.loops.optimization.manual import _ManualOptimization
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Closure = _AutomaticOptimization = _ManualOptimization = Precision = object
-
 
 # as Lightning says it
 REFUSED = (
@@ -29,7 +22,7 @@ REFUSED = (
 )
 
 
-class LeanClosure(Closure):
+class LeanClosure(lightning_bases.Closure):
     """What the optimizer calls: training step, dropping the old gradients, backward pass."""
 
     def __init__(self, lean: LeanRun, loop: "LeanAutomatic", optimizer: Any, batch_idx: int, args: Any) -> None:
@@ -56,7 +49,7 @@ class LeanClosure(Closure):
         return result
 
 
-class LeanAutomatic(LeanObject, _AutomaticOptimization):
+class LeanAutomatic(LeanObject, lightning_bases.AutomaticOptimization):
     """Optimization by Lightning."""
 
     @override
@@ -106,7 +99,7 @@ class LeanAutomatic(LeanObject, _AutomaticOptimization):
         current.completed += 1
 
 
-class LeanManual(LeanObject, _ManualOptimization):
+class LeanManual(LeanObject, lightning_bases.ManualOptimization):
     """Optimization by the training step itself."""
 
     @override
@@ -119,7 +112,7 @@ class LeanManual(LeanObject, _ManualOptimization):
         return None
 
 
-class LeanPrecision(LeanObject, Precision):
+class LeanPrecision(LeanObject, lightning_bases.Precision):
     """What any precision plugin inherits: its class derives from this in place of Lightning's base class."""
 
     @override

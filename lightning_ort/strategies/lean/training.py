@@ -1,22 +1,18 @@
 """One batch of a fit, around its training step: :class:`LeanEpochLoop`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning_loops import RESTARTING, active_connector, may_validate_by_time
 from lightning_ort.strategies.lean.fetching import LeanFetcher
 from lightning_ort.strategies.lean.run import LeanObject
 
-if TYPE_CHECKING:
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-else:
-    _TrainingEpochLoop = object
-
 _NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this warning..."  # as Lightning says it
 
 
-class LeanEpochLoop(LeanObject, _TrainingEpochLoop):
+class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     """Does of Lightning's loop what somebody asked for; whatever is unusual is left to Lightning's own code."""
 
     @property
