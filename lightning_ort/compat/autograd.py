@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._dynamo import eval_frame
+from torch._functorch import config as functorch_config
 from torch._functorch import eager_transforms
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch._guards import TracingContext
@@ -77,6 +78,30 @@ def joint_facts(num_inputs: int) -> JointFacts | None:
 def _is_differentiable(output: Any) -> bool:
     # torch 2.11 has the second name only
     return getattr(output, "requires_grad_for_backward", output.requires_grad)
+
+
+def adds_guards() -> bool:
+    """Whether AOTAutograd has a condition of its own on the inputs of the graph that it traced last (torch 2.13)."""
+    context = TracingContext.try_get()
+    return context is None or bool(context.guards_context.aotautograd_guards)
+
+
+def tracing_modes() -> tuple[Any, ...]:
+    """What decides how AOTAutograd traces a graph, beside gradients and autocast (torch 2.13)."""
+    attention = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.mha.get_fastpath_enabled(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+        functorch_config.get_hash().hex(),
+    )
 
 
 _HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")

@@ -26,7 +26,7 @@ from torch.distributions import kl
 from torch.utils._sympy.interp import handlers
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
-from lightning_ort.compat.first_compilation import load_autograd, without_collections
+from lightning_ort.compat.first_compilation import load_autograd, without_collections, without_debugger
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
@@ -154,6 +154,9 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> I
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
     settings: dict[str, Any] = {} if HAS_REGIONS else {"recompile_limit": RECOMPILE_LIMIT}
+    # a look at garbage, and one at all backends that are installed: 20 and 40 ms
+    unneeded = ("run_gc_after_compile", "invalidate_compile_context_weakrefs")
+    settings |= {name: False for name in unneeded if hasattr(dynamo_config, name)}
     if _LOOKS_AT_EACH_OBJECT:
         settings |= {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
     # before torch 2.12 metrics of a compilation are lost where functions are among the settings that they show
@@ -251,8 +254,7 @@ def compile_isolated(function: Callable[..., Any], **options: Any) -> Callable[.
     """
     if HAS_REGIONS:
         options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    with without_collections():
-        load_autograd()
+    with without_collections(), without_debugger():
         return torch.compile(function, **options)
 
 
@@ -412,11 +414,11 @@ def aot_backend(**compilers: Any) -> Callable[..., Any]:
     """
 
     def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        # not loaded with torch: 0.2 s
         if os.environ.get("TORCH_COMPILE_DEBUG") == "1" or any(isinstance(one, (list, tuple, dict)) for one in inputs):
             from torch._dynamo.backends.common import aot_autograd
 
             return aot_autograd(**compilers)(gm, inputs)
+        load_autograd()
         from torch._functorch.aot_autograd import aot_module_simplified
 
         return _not_traced(aot_module_simplified(gm, inputs, **compilers | {"bw_compiler": compile_backward}))

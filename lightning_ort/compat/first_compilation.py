@@ -6,20 +6,30 @@ All of it was read in torch 2.13; a version without a name that is replaced here
 import functools
 import gc
 import importlib
+import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch._export.utils as export_utils
 from torch._decomp import core_aten_decompositions
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame, graph_region_tracker, guards, output_graph, symbolic_convert
 from torch._dynamo.variables import higher_order_ops
 from torch._ops import OpOverload
 
 _FUNC_MAP = "torch.distributed.tensor.experimental._func_map"
+# Dynamo loads these to list their files, and to ask for objects of a class that there are none of then: 0.15 s.
+_NAMED: dict[str, dict[str, Any]] = {
+    "torch._inductor.sizevars": {},
+    "torch.export._trace": {"_ExportModuleSpecTrackerDict": type("_ExportModuleSpecTrackerDict", (dict,), {})},
+}
 
 
 @contextmanager
@@ -36,23 +46,68 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def compiled_quickly() -> Iterator[None]:
-    """Within the block dynamo looks at no garbage, and does not load ``local_map`` to know its calls."""
+    """Within the block dynamo looks at no garbage, and does nothing of what :func:`_shortcuts` leaves out."""
     with ExitStack() as stack:
         stack.enter_context(without_collections())
-        owner = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
-        if (known := getattr(owner, "should_wrap_in_hop", None)) is not None:
-            # nobody has a function of a module that is not loaded: 50 ms
-            is_one = staticmethod(lambda value: _FUNC_MAP in sys.modules and known(value))
-            stack.enter_context(patch.object(owner, "should_wrap_in_hop", is_one))
+        for name, known in _NAMED.items():
+            if name not in sys.modules:
+                stack.callback(_Later(name, known).is_found)
+        for owner, name, instead in _shortcuts():
+            stack.enter_context(patch.object(owner, name, instead))
         yield
+
+
+def _shortcuts() -> Iterator[tuple[Any, str, Any]]:
+    """What a small step does not need: whose it is, its name, and what is done instead."""
+    owner = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
+    if (knows := getattr(owner, "should_wrap_in_hop", None)) is not None:
+        # nobody has a function of a module that is not loaded: 50 ms
+        yield owner, "should_wrap_in_hop", staticmethod(lambda value: _FUNC_MAP in sys.modules and knows(value))
+    if not (dynamo_config.use_graph_deduplication or dynamo_config.track_nodes_for_deduplication):
+        yield graph_region_tracker, "InputPickler", lambda: None  # it loads inductor's cache: 50 ms
+    translator = symbolic_convert.InstructionTranslator
+    if (throws := getattr(translator, "_throw_if_in_functorch", None)) is not None:
+        # it loads all backends to compare one with another, for calls within torch.func: 90 ms
+        within = torch._C._functorch.peek_interpreter_stack
+        yield translator, "_throw_if_in_functorch", lambda self: None if within() is None else throws(self)
+    if not any(log.isEnabledFor(logging.DEBUG) for log in _logs()):
+        if hasattr(symbolic_convert, "get_funcname"):  # it reads each file that a step calls into: 30 ms
+            yield symbolic_convert, "get_funcname", lambda *args: None
+        if hasattr(guards, "profile_guard_manager"):  # with empty caches: 14 ms
+            yield guards, "profile_guard_manager", lambda *args: 0.0
+
+
+def _logs() -> Iterator[logging.Logger]:
+    """Those that show what a call or a guard was made of."""
+    for module, name in ((output_graph, "trace_call_log"), (guards, "guards_log")):
+        if (log := getattr(module, name, None)) is not None:
+            yield log
+
+
+@contextmanager
+def without_debugger() -> Iterator[None]:
+    """Within the block torch.compile wraps no backend to debug it, which loads AOTAutograd and networkx: 0.15 s."""
+    if not hasattr(eval_frame, "get_compiler_fn") or dynamo_config.repro_after is not None:
+        yield
+        return
+    with patch.object(eval_frame, "get_compiler_fn", _as_wrapped):
+        yield
+
+
+def _as_wrapped(backend: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return backend(*args, **kwargs)
+
+    run.__name__ = getattr(backend, "compiler_name", run.__name__)
+    run._torchdynamo_orig_backend = backend  # type: ignore[attr-defined]
+    return run
 
 
 def load_autograd() -> None:
     """Load AOTAutograd, and networkx not before something of that is used: 60 ms and 300 modules."""
     if "networkx" in sys.modules or "torch._functorch.partitioners" in sys.modules:
         return
-    later = _Later("networkx")
-    sys.modules["networkx"] = later
+    later = _Later("networkx", annotates=True)
     try:
         importlib.import_module("torch._functorch.aot_autograd")
     finally:
@@ -60,20 +115,34 @@ def load_autograd() -> None:
 
 
 class _Later(ModuleType):
-    """A module in place of one that is loaded when something of it is used."""
+    """A module in place of one that is loaded when something of it is used that is not ``known``.
 
-    def __init__(self, name: str) -> None:
+    ``annotates``: whether what this thread loads meanwhile names it in annotations alone.
+    """
+
+    def __init__(self, name: str, known: Mapping[str, Any] | None = None, annotates: bool = False) -> None:
         super().__init__(name)
-        self._annotates: int | None = threading.get_ident()
+        vars(self).update(known or {})
+        self._annotates = threading.get_ident() if annotates else None
+        parent, _, self._own_name = name.rpartition(".")
+        self._parent = sys.modules.get(parent)
+        if self._parent is not None:
+            self.__file__ = str(Path(self._parent.__path__[0], f"{self._own_name}.py"))
+            setattr(self._parent, self._own_name, self)
+        sys.modules[name] = self
 
     def is_found(self) -> None:
         """From now on whoever imports it gets the module itself."""
         self._annotates = None
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
+        if self._parent is not None and vars(self._parent).get(self._own_name) is self:
+            delattr(self._parent, self._own_name)
 
     def __getattr__(self, name: str) -> Any:
-        if threading.get_ident() == self._annotates:  # it is loaded by what names it in annotations
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if threading.get_ident() == self._annotates:
             return name
         self.is_found()
         return getattr(importlib.import_module(self.__name__), name)

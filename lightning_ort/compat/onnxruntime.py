@@ -111,11 +111,6 @@ def without_device_warning() -> Iterator[None]:
         onnxruntime.set_default_logger_severity(2)
 
 
-def is_ort_format(model: bytes) -> bool:
-    """Return whether a model is in onnxruntime's own flatbuffers format (onnxruntime 1.19)."""
-    return model[4:8] == b"ORTM"
-
-
 def cuda_provider_error() -> str | None:
     """Return why the CUDA provider's library does not load, such as a missing dependency (onnxruntime 1.19)."""
     import onnxruntime

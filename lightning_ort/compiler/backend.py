@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -17,15 +17,13 @@ from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.placement.placer import Placer
 from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import ORTConfig
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.placement.placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +100,8 @@ class ORTBackend:
         return ORTBackend._num_compiled > 0
 
     @functools.cached_property
-    def placer(self) -> "Placer":
+    def placer(self) -> Placer:
         """What places the regions of all graphs."""
-        # not at the top: it loads onnx and the converters, and short runs compile nothing
-        from lightning_ort.compiler.placement.placer import Placer
-
         return Placer(self.config, self.cache, self.fall_back, self.record_choice, self._agree)
 
     def fall_back(self, where: str, reason: Reason) -> None:

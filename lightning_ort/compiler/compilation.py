@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -13,13 +13,15 @@ from torch import fx
 from lightning_ort._busy import is_busy
 from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
-from lightning_ort.compat.torch import allow_retain_graph, backward_at_once, boxed, without_fake_tensors
+from lightning_ort.compat.torch import GraphFacts, allow_retain_graph, backward_at_once, boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.cache.kept_step import is_plain
 from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
 from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty, is_random
 from lightning_ort.compiler.graphs.writes import InputWrites
 from lightning_ort.compiler.lowering.one_graph import loss_of
+from lightning_ort.compiler.placement.placer import Placer
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.linking import assemble
 from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
@@ -30,9 +32,6 @@ from lightning_ort.compiler.running.fallbacks import PASSES, Aftermath, GuardedG
 from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.compiler.running.step_graph import GraphSource, StepGraph
 from lightning_ort.config import ORTConfig
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.placement.placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Workplace(Protocol):
     available: bool
 
     @property
-    def placer(self) -> "Placer":  # noqa: D102
+    def placer(self) -> Placer:  # noqa: D102
         ...
 
     def fall_back(self, where: str, reason: Reason) -> None: ...  # noqa: D102
@@ -88,14 +87,15 @@ class Compilation:
         source = self._step_source()
         # processes of a run go by what one of them measures, not by what each has kept
         alone = self._request.agree is None
-        name = self._cache.graphs_name(gm, inputs, source is not None) if alone else None
+        facts = source is not None, self._request.by_hand
+        name = self._cache.graphs_name(gm, inputs, *facts) if alone else None
         if name is not None and (kept := self._cache.load_graphs(name)) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
         watch = Stopwatch()
         messages, compiled = len(report.fallbacks) + len(report.notes), len(report.graphs)
         try:
-            run = self._traced(source, inputs)
+            run = self._kept(source, name, inputs) or self._traced(source, inputs)
         except Stopped:
             del report.graphs[compiled:]
             return gm.forward
@@ -106,6 +106,7 @@ class Compilation:
             if name is not None and not told and not is_busy(watch.slowdown):
                 self._cache.store_graphs(name, self._graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
+        self._keep(source, name, inputs)
         return self._guarded(captured.writes.hide(run), source)
 
     def _step_source(self) -> GraphSource | None:
@@ -122,6 +123,26 @@ class Compilation:
         if (loss := loss_of(gm)) is None:
             return None
         return GraphSource(loss, self._num_inputs)
+
+    def _kept(self, source: GraphSource | None, name: str | None, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """Compile a step that an earlier run has traced; return what runs in place of AOTAutograd's passes, if any."""
+        if source is None or name is None or not is_plain(self._gm, inputs):
+            return None
+        if not self._cache.load_step(name, source.restore):
+            return None
+        assert source.gm is not None
+        assert source.facts is not None
+        self.monitor.facts = GraphFacts(self._num_inputs, source.facts.written, True)
+        source.run = self.compile_graph("step", source.gm, inputs, lowered=True)
+        return self._gm.forward
+
+    def _keep(self, source: GraphSource | None, name: str | None, inputs: Sequence[Any]) -> None:
+        """Keep a step for later runs, if all that there is to know of it can be kept."""
+        if name is None or source is None or source.run is None or source.facts is None or source.is_kept:
+            return
+        as_kept = GraphFacts(self._num_inputs, source.facts.written, True)
+        if self.monitor.facts == as_kept and is_plain(self._gm, inputs) and (plain := source.to_plain()) is not None:
+            self._cache.store_step(name, plain)
 
     def _traced(self, source: GraphSource | None, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Trace the graph and compile what that gives; ``None`` if an input is too empty to be traced."""
@@ -179,8 +200,10 @@ class Compilation:
             self._backend.fall_back(f"{self._request.label}/step", reason)
             return None
 
-    def compile_graph(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Compile one ATen graph: lower it, place its regions, assemble them."""
+    def compile_graph(
+        self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any], lowered: bool = False
+    ) -> Callable[[list[Any]], Any]:
+        """Compile one ATen graph: lower it if it is not, place its regions, assemble them."""
         start = time.perf_counter()
         self._request.check_budget()
         self.monitor.see_facts()
@@ -192,7 +215,8 @@ class Compilation:
         # regions are built and timed on real tensors
         with without_fake_tensors(), torch.no_grad():
             try:
-                lowering.lower(gm)
+                if not lowered:
+                    lowering.lower(gm)
                 placed = self._backend.placer.place(gm, device_of(inputs), graph.name, self._request.check_budget)
                 graph.regions = placed.reports
                 run = assemble(placed)

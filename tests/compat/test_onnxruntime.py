@@ -67,15 +67,6 @@ def test_share_cpu_memory() -> None:
     assert torch.equal(torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), -x)
 
 
-def test_is_ort_format(tmp_path: Path) -> None:
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "model.ort")
-    options.add_session_config_entry("session.save_model_format", "ORT")
-    session_of(options)
-    assert compat.is_ort_format((tmp_path / "model.ort").read_bytes())
-    assert not compat.is_ort_format(negation())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_cuda_provider_error() -> None:
     error = compat.cuda_provider_error()

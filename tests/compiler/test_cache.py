@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import fx, nn
@@ -20,7 +21,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import cache, cache_folder
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint
-from lightning_ort.compiler.executors.ort import session, support
+from lightning_ort.compiler.executors.ort import kept_models, session, support
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import Timing, Variant
@@ -97,26 +98,22 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
         regions(second)[0].save_reproducer("folder")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"placement": "always"},
-        {"debug": {"min_region_nodes": 1}},
-        {"debug": {"torch_ops": ["aten.gelu"]}},
-        {"activation_memory_budget": 0.5},
-        {"debug": {"intra_op_threads": 3}},
-        {"debug": {"kernels": "standard"}},
-    ],
-)
-def test_a_graph_left_to_torch_is_traced_under_another_config(monkeypatch, change):
-    module, x = mlp(), torch.randn(4, 8)
-    torch_wins(monkeypatch)
-    train(ORTBackend(), module, x)
-    other = ORTBackend(change)
-    train(other, module, x)
-    assert other.report.graphs
-    assert all(graph.seconds > 0 for graph in other.report.graphs)
-    assert (other.report.ort_runs > 0) == (change == {"placement": "always"})
+CHANGES = [
+    {},
+    {"placement": "always"},
+    {"debug": {"min_region_nodes": 1}},
+    {"debug": {"torch_ops": ["aten.gelu"]}},
+    {"activation_memory_budget": 0.5},
+    {"debug": {"intra_op_threads": 3}},
+    {"debug": {"kernels": "standard"}},
+]
+
+
+def test_a_graph_has_another_entry_under_another_config():
+    gm, inputs = fx.symbolic_trace(lambda x: torch.relu(x)), [torch.randn(4, 8)]
+    names = {Cache(ORTConfig(**change)).graphs_name(gm, inputs, False, False) for change in CHANGES}
+    names |= {Cache(ORTConfig()).graphs_name(gm, inputs, *facts) for facts in ((True, False), (False, True))}
+    assert len(names) == len(CHANGES) + 2
 
 
 def test_a_graph_left_to_torch_is_traced_for_other_inputs_and_modes(monkeypatch):
@@ -407,17 +404,17 @@ def test_models_that_reach_out_are_not_run(kept, tmp_path, monkeypatch, kind):
     written = Cache(ORTConfig(cache_dir=str(tmp_path)))
     for path in tmp_path.glob("region-*.onnx"):
         entry = written.load(path.stem)
-        assert session.untrusted_reason(entry.model) is None
+        assert kept_models.untrusted_reason(entry.model) is None
         model = onnx.ModelProto.FromString(entry.model)
         hostile(model, kind, tmp_path / "secret")
-        assert session.untrusted_reason(model.SerializeToString()) is not None
+        assert kept_models.untrusted_reason(model.SerializeToString()) is not None
         written.store(path.stem, Entry(model.SerializeToString(), entry.timing))
     given = []
     build = session.build
     monkeypatch.setattr(session, "build", lambda *args: [given.append(args[0]), build(*args)][1])
     check_same(ORTBackend(options), module, x, expected)
     assert given
-    assert all(session.untrusted_reason(model) is None for model in given)
+    assert all(kept_models.untrusted_reason(model) is None for model in given)
 
 
 def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
@@ -432,8 +429,16 @@ def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
 
 
 def test_what_is_kept_is_a_model(kept, tmp_path):
+    own_format = onnxruntime.SessionOptions()
+    own_format.optimized_model_filepath = str(tmp_path / "model.ort")
+    own_format.add_session_config_entry("session.save_model_format", "ORT")
     for path in tmp_path.glob("region-*.onnx"):
         onnx.checker.check_model(onnx.load(path))
+        model = Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem).model
+        assert kept_models.untrusted_reason(model) is None
+        assert kept_models.untrusted_reason(model[:-1]) is not None
+        onnxruntime.InferenceSession(model, own_format, providers=["CPUExecutionProvider"])
+        assert kept_models.untrusted_reason((tmp_path / "model.ort").read_bytes()) is not None
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -99,7 +99,19 @@ def test_captured_graphs_are_told_apart_by_calls_inputs_and_modes() -> None:
         texts.add(captured(function, X))
     with torch.autocast("cpu"):
         texts.add(captured(function, X))
-    assert len(texts) == 7
+    # what torch traces otherwise, or may, though the graph is the same
+    texts |= {captured(function, torch.zeros(13)[1:].view(3, 4)), captured(function, torch.nn.Parameter(X))}
+    with torch.backends.mkldnn.flags(enabled=False):
+        texts.add(captured(function, X))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        texts.add(captured(function, X))
+    torch.use_deterministic_algorithms(True)
+    texts.add(captured(function, X))
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float64)
+    texts.add(captured(function, X))
+    torch.set_default_dtype(torch.float32)
+    assert len(texts) == 13
 
 
 def test_a_graph_with_a_constant_tensor_has_none() -> None:

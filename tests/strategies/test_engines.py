@@ -77,7 +77,7 @@ def module_on(device: torch.device = CPU, operations: int = 100, records: bool =
         device=device,
         module=module,
         setting=setting_for(config, device),
-        settings=(),
+        settings=lambda engine: (),
         is_measured=config.placement == "measured",
         is_amortized=is_amortized(config),
         may_record=lambda step: records,

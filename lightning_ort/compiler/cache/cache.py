@@ -3,6 +3,7 @@
 - ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
+- ``step-<hash>.json``: a captured step as one graph with its gradients, lowered (:mod:`.kept_step`)
 - ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
 - ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.executors.mask_kernel`)
@@ -159,14 +160,17 @@ class Cache:
         """Write a shared library; the loader ignores what follows it in its file."""
         self._write(f"{name}.so", content + _seal(name, content))
 
-    def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], one_graph: bool) -> str | None:
-        """Return the name of a captured graph's entry, which may be a step's, or ``None`` if nothing is kept of it."""
+    def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], *facts: bool) -> str | None:
+        """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it.
+
+        ``facts`` are what else decides how it is traced.
+        """
         config = self._config
         wanted = config.cache_dir is not None and config.debug.save_onnx_dir is None
         text = captured_fingerprint(gm.graph, inputs) if wanted else None
         if text is None:
             return None
-        return self.name(text, (*config.key("graphs"), str(one_graph)), "graphs")
+        return self.name(text, (*config.key("graphs"), str(facts)), "graphs")
 
     def load_graphs(self, name: str) -> list[GraphReport] | None:
         """Return the reports of a captured graph of which torch runs everything, and of its gradient, or ``None``."""
@@ -175,6 +179,22 @@ class Cache:
     def store_graphs(self, name: str, graphs: Sequence[GraphReport]) -> None:
         """Write that torch runs all of these."""
         self._write_json(name, to_plain(list(graphs)))
+
+    def load_step(self, name: str, restore: Callable[[Any], None]) -> bool:
+        """Have what is kept of a captured graph that is a step restored; return whether there was anything.
+
+        ``name`` is that of :meth:`graphs_name`; ``restore`` may raise anything for what it does not know.
+        """
+
+        def convert(kept: Any) -> bool:
+            restore(kept)
+            return True
+
+        return self._read(_of_step(name), convert) is not None
+
+    def store_step(self, name: str, plain: Any) -> None:
+        """Write what is kept of a step."""
+        self._write_json(_of_step(name), plain)
 
     def load_startup(self, name: str) -> Startup | None:
         """Return what is known of a step's start; :meth:`name` with the kind ``"start"`` makes its name."""
@@ -212,6 +232,10 @@ class Cache:
         except OSError as error:
             log.warning("Nothing is kept between runs: %s cannot be written (%s)", self._folder, error)
             self._folder = None
+
+
+def _of_step(name: str) -> str:
+    return f"step-{name.partition('-')[2]}"
 
 
 def _to_support(item: Any) -> Support:

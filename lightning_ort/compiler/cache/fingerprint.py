@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from lightning_ort.compat.autograd import tracing_modes
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
@@ -53,14 +54,23 @@ def captured_fingerprint(graph: fx.Graph, inputs: Sequence[Any]) -> str | None:
     ``None`` for a graph that holds more than calls of functions and methods.
     """
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *tracing_modes()
     remaining, lines = iter(inputs), _Lines()
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             return None
         lines.add(node, node.op, [next(remaining)] if node.op == "placeholder" else [])
-    text = f"{autocast} {modes} {[getattr(value, 'requires_grad', None) for value in inputs]}\n{lines}"
+    text = f"{autocast} {modes} {[*map(_state_of, inputs)]}\n{lines}"
     return None if " at 0x" in text else text  # the address of an object, which says nothing
+
+
+def _state_of(value: Any) -> Any:
+    """What the trace of a graph may depend on beside the sizes of an input."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    offset = value.storage_offset() if value.layout is torch.strided else 0
+    bits = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
+    return type(value).__name__, str(value.device), offset, *bits
 
 
 class _Lines:

@@ -3,20 +3,18 @@
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from lightning_ort.compat.torch import generate_boxed_code
+from lightning_ort.compiler.placement.placer import PlacedGraph
 from lightning_ort.compiler.regions.region import copy_with_views
-
-if TYPE_CHECKING:
-    from lightning_ort.compiler.placement.placer import PlacedGraph
 
 log = logging.getLogger(__name__)
 
 
-def assemble(placed: "PlacedGraph") -> Callable[[list[Any]], Any]:
+def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
     """Return a boxed function that calls the regions in order, by name, and frees what is no longer needed."""
     gm = placed.gm
     graph = fx.Graph()

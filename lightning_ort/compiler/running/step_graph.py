@@ -21,6 +21,7 @@ from torch import fx
 
 from lightning_ort.compat.autograd import (
     JointFacts,
+    adds_guards,
     at_gradient,
     have_gradient_hooks,
     is_share,
@@ -29,6 +30,7 @@ from lightning_ort.compat.autograd import (
     without_autocast,
     without_gradients,
 )
+from lightning_ort.compiler.cache.kept_step import from_plain, to_plain
 from lightning_ort.compiler.graphs.layouts import int_hint
 from lightning_ort.compiler.graphs.nodes import is_random, results_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
@@ -46,6 +48,7 @@ class GraphSource:
         run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
         others: Inputs on which results depend, but the loss does not.
         can_repeat: Whether the step can be done again from what its buffers are afterwards.
+        is_kept: Whether an earlier run has traced it.
     """
 
     def __init__(self, loss: int, num_inputs: int) -> None:
@@ -57,6 +60,7 @@ class GraphSource:
         self.run: Callable[[list[Any]], Sequence[Any]] | None = None
         self.others: Sequence[int] = ()
         self.can_repeat = False
+        self.is_kept = False
 
     def keep_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
         """Keep a copy of the joint graph, which is split next."""
@@ -85,6 +89,19 @@ class GraphSource:
         self.others = [index for index, (of_all, of_loss) in pairs if of_all is not None and of_loss is None]
         self.gm = gm
         return gm
+
+    def to_plain(self) -> Any:
+        """Return the same as the types of JSON, once the graph is lowered; ``None`` if that is not possible."""
+        graph = None if self.gm is None or adds_guards() else to_plain(self.gm.graph)
+        if graph is None or self.facts is None:
+            return None
+        return {**self.facts._asdict(), "graph": graph, "others": [*self.others], "can_repeat": self.can_repeat}
+
+    def restore(self, plain: Any) -> None:
+        """Take over what :meth:`to_plain` of the same graph has returned in an earlier run."""
+        facts = JointFacts(plain["written"], plain["differentiable"])
+        others, can_repeat, self.gm = plain["others"], plain["can_repeat"], from_plain(plain["graph"])
+        self.facts, self.others, self.can_repeat, self.is_kept = facts, others, can_repeat, True
 
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones

@@ -99,7 +99,7 @@ class CapturedStep(AbstractContextManager[None]):
             return
         self._tell(self._race)
         self._view.end_run(self._race)
-        if self._module.is_amortized and self._module.module.trainer.is_global_zero:
+        if self._module.module.trainer.is_global_zero:
             self._ways.store(self._race.of_run)
 
     # The step of the module

@@ -68,11 +68,10 @@ class RunFacts:
         """The engines that may run a step."""
         return setting_for(self.config, self.device)
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """What else than the module and its batches decides how long a step takes."""
+    def settings(self, engine: str) -> tuple[str, ...]:
+        """Return what else than the module and its batches decides how long a step takes on an engine."""
         trainer, strategy = self.module.trainer, type(self.strategy).__name__
-        config = self.config.key("steps", engine=self.setting)
+        config = self.config.key("steps", engine=engine)
         return (*config, str(trainer.precision), str(trainer.world_size), strategy)
 
     @property

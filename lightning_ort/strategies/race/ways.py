@@ -49,13 +49,9 @@ class Ways:
         self._module, self._name = module, name
         self._program = digest(program(), repr(snapshot({"hparams": module.module.hparams})))
         about = f"{name}\n{_describe(module.module)}\n{_sizes(batch)}"
-        cache, settings = module.backend.cache, module.settings
-        self._files = {
-            engine: cache.name(f"{engine}\n{about}", settings, "start") for engine in ENGINES if engine != TORCH
-        }
-        # whoever wants to start now wants to try again what was in vain
-        amortized = module.is_amortized
-        self._known = {engine: self._load(file) if amortized else None for engine, file in self._files.items()}
+        cache, names = module.backend.cache, [engine for engine in ENGINES if engine != TORCH]
+        self._files = {name: cache.name(f"{name}\n{about}", module.settings(name), "start") for name in names}
+        self._known = {engine: self._load(file) for engine, file in self._files.items()}
         self._fixed = engines.ort_fixed_cost(not module.backend.compiled_in_process())
 
     def expect(self, way: Way) -> Expected:
@@ -64,13 +60,15 @@ class Ways:
         cost = engine.cost(facts)
         if self._module.setting != way.engine and (why := engine.obstacle(facts.on_gpu)):
             return Expected(cost, 0.0, why)
-        refused = next((known.refused for known in self._known.values() if known is not None and known.refused), "")
+        # whoever wants to start now wants to try again what was in vain
+        earlier = self._known if self._module.is_amortized else {}
+        refused = next((known.refused for known in earlier.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
             return Expected(cost, 0.0, why)
         saves = engine.saves(facts) if self._module.is_amortized or facts.on_gpu else 1.0
         stake = engines.STAKE if facts.on_gpu else 1.0
-        known = self._known.get(way.engine)
+        known = earlier.get(way.engine)
         if known is None:
             return Expected(cost, saves, "", stake)
         why, measured = "", False
@@ -119,6 +117,8 @@ class Ways:
 
     def store(self, events: list[Event]) -> None:
         """Keep what a run has found, by its events, for later ones."""
+        if not self._module.is_amortized and not self._module.is_measured:
+            return  # of which no clock may decide anything
         refused = next((str(event.why.reason) for event in events if event.what == "refused"), "")
         for engine, file in self._files.items():
             own = [event for event in events if event.way.engine == engine]

@@ -16,7 +16,7 @@ from torch import fx
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, element_type, input_dtype
+from lightning_ort.compiler.executors.ort.dtypes import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.executors.ort.kept_outputs import KeptOutputs, Spec, kept_outputs_of
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun

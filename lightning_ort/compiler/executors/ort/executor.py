@@ -10,10 +10,8 @@ from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.executors.ort import kernels, session, support
+from lightning_ort.compiler.executors.ort import kept_models, kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
-from lightning_ort.compiler.executors.ort.conversion import CONVERTERS
-from lightning_ort.compiler.executors.ort.conversion.graph import variants_of
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Region, Support, Variant, count_flops
@@ -40,6 +38,8 @@ class OrtExecutor(Executor):
     @classmethod
     @override
     def whole_ops(cls) -> frozenset[OpOverload]:
+        from lightning_ort.compiler.executors.ort.conversion import CONVERTERS  # not at the top: it loads onnx
+
         return frozenset(CONVERTERS)
 
     @functools.cached_property
@@ -64,10 +64,14 @@ class OrtExecutor(Executor):
 
     @override
     def supports(self, node: fx.Node) -> Support:
+        from lightning_ort.compiler.executors.ort import support  # not at the top: it loads onnx
+
         return support.check(node, self.kernels)
 
     @override
     def op_variants(self, node: fx.Node) -> Sequence[str]:
+        from lightning_ort.compiler.executors.ort.conversion.graph import variants_of  # not at the top: it loads onnx
+
         return variants_of(node, self.kernels)
 
     @override
@@ -95,7 +99,7 @@ class OrtExecutor(Executor):
 
     @override
     def untrusted_reason(self, artifact: bytes) -> str | None:
-        return session.untrusted_reason(artifact)
+        return kept_models.untrusted_reason(artifact)
 
     @override
     def save(self, artifact: bytes, name: str) -> None:

@@ -1,8 +1,7 @@
-"""Converts regions to ONNX models and builds sessions of them."""
+"""Converts regions to ONNX models and builds sessions of them; only what converts loads onnx."""
 
 import functools
 import logging
-import math
 import os
 import weakref
 from contextlib import suppress
@@ -10,13 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import torch
 
-from lightning_ort.compat.onnxruntime import is_ort_format, share_cpu_memory
-from lightning_ort.compiler.executors.ort.conversion.graph import MICROSOFT, GraphBuilder
-from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+from lightning_ort.compat.onnxruntime import share_cpu_memory
 from lightning_ort.compiler.executors.ort.kernels import Kernels, new_session, session_options
 from lightning_ort.compiler.executors.ort.providers import CUDA
 from lightning_ort.compiler.executors.ort.streams import handle_of
@@ -26,19 +21,11 @@ from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import Region, RegionRejected
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 
 log = logging.getLogger(__name__)
-
-# operators of onnxruntime that run Python or torch code, or read files
-_OUTSIDE_OPS = {"ATen", "EPContext", "PythonOp", "PythonOpGrad"}
-_ATTRIBUTES = {
-    onnx.AttributeProto.AttributeType.Value(f"{kind}{plural}")
-    for kind in ("FLOAT", "INT", "STRING", "TENSOR")
-    for plural in ("", "S")
-}
-_MAX_CONSTANT = 1 << 24  # elements: constants are shapes, scalars and index tables
 
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
 _inherited: "list[onnxruntime.InferenceSession]" = []
@@ -48,8 +35,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: _inherited.extend(_alive))
 
 
-def convert(region: Region, kernels: Kernels, name: str) -> onnx.ModelProto:
+def convert(region: Region, kernels: Kernels, name: str) -> "onnx.ModelProto":
     """Convert a region to a checked model with inputs ``i0``, ... and outputs ``o0``, ...; or ``RegionRejected``."""
+    import onnx
+    import onnx_ir as ir
+
+    from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
+    from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
+
     builder = GraphBuilder(kernels)
     graph = region.module.graph
     try:
@@ -73,39 +66,6 @@ def convert(region: Region, kernels: Kernels, name: str) -> onnx.ModelProto:
     except onnx.checker.ValidationError as error:
         raise RegionRejected(ReasonType.CHECKER_FAILED, error) from error
     return model
-
-
-def untrusted_reason(model: bytes) -> str | None:
-    """Return why a cached model cannot have been written by :func:`convert`, or ``None``.
-
-    onnxruntime 1.19 reads any file that a model names as the content of a tensor.
-    """
-    from google.protobuf.message import DecodeError
-
-    if is_ort_format(model):
-        return "it is in onnxruntime's own format"
-    try:
-        proto = onnx.ModelProto.FromString(model)
-    except DecodeError as error:
-        return f"it is not an ONNX model: {error}"
-    if proto.functions or proto.training_info or proto.metadata_props or proto.graph.sparse_initializer:
-        return "it has functions, training information, metadata or sparse constants"
-    domains = {opset.domain for opset in proto.opset_import} | {node.domain for node in proto.graph.node}
-    if unknown := domains - {"", MICROSOFT}:
-        return f"it has operators of {', '.join(sorted(unknown))}"
-    if found := _OUTSIDE_OPS & {node.op_type for node in proto.graph.node}:
-        return f"it has the operator {', '.join(sorted(found))}"
-    tensors = list(proto.graph.initializer)
-    for attribute in (attribute for node in proto.graph.node for attribute in node.attribute):
-        tensors += [attribute.t, *attribute.tensors]
-        if attribute.type not in _ATTRIBUTES:
-            return f"the attribute {attribute.name!r} is a graph, or of another type that is never written"
-    for tensor in tensors:
-        if tensor.external_data or tensor.data_location != onnx.TensorProto.DEFAULT:
-            return f"the constant {tensor.name!r} is in another file"
-        if math.prod(tensor.dims) > _MAX_CONSTANT or min(tensor.dims, default=0) < 0:
-            return f"the constant {tensor.name!r} has the shape {list(tensor.dims)}"
-    return None
 
 
 def build(
@@ -184,6 +144,7 @@ def _shrink_arena() -> None:
 
 @functools.cache
 def _negation() -> "onnxruntime.InferenceSession":
+    import onnx
     import onnxruntime
 
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")

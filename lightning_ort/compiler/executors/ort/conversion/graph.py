@@ -20,6 +20,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.executors.ort.kept_models import MICROSOFT
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, VARIANT, reached
@@ -29,7 +30,6 @@ from lightning_ort.compiler.reason import ReasonType
 # what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
 OPSET = 18
 IR_VERSION = 10
-MICROSOFT = "com.microsoft"
 # of those that ScatterND adds: its cost model starts a second thread at 210,000 (1.19)
 _MAX_SERIAL_SUMMANDS = 1 << 16
 

@@ -8,10 +8,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.torch import expression_of
-from lightning_ort.compiler.graphs.nodes import ANY_BYTE
-
-Scalar = bool | int | float
-Arg = fx.Node | Scalar
+from lightning_ort.compiler.executors.ort.dtypes import Arg, Scalar, dtype_of, element_type, input_dtype  # noqa: F401  (for converters)
 
 DTYPES: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -27,33 +24,10 @@ DTYPES: dict[torch.dtype, ir.DataType] = {
 }
 
 
-def element_type(dtype: torch.dtype) -> Any:
-    """The type that onnxruntime's IO binding takes: numpy's, or ONNX's number for bfloat16, which numpy lacks."""
-    data_type = DTYPES[dtype]
-    return int(data_type) if data_type is ir.DataType.BFLOAT16 else data_type.numpy()
-
-
-def dtype_of(arg: Arg) -> torch.dtype:
-    """The dtype of an argument; a Python integer is int64, a float float32, a symbolic float float64."""
-    if isinstance(arg, fx.Node):
-        val = arg.meta["val"]
-        if isinstance(val, torch.Tensor):
-            return val.dtype
-        return {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}.get(type(val), torch.int64)
-    if isinstance(arg, bool):
-        return torch.bool
-    return torch.int64 if isinstance(arg, int) else torch.float32
-
-
 def work_dtype(node: fx.Node) -> torch.dtype:
     """The dtype in which torch's kernels compute with a tensor, or keep its statistics: float32 for half types."""
     dtype = dtype_of(node)
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def input_dtype(node: fx.Node) -> torch.dtype:
-    """The dtype of a region's input: that of the node, or uint8 for booleans that may be any byte."""
-    return torch.uint8 if node.meta.get(ANY_BYTE) else dtype_of(node)
 
 
 def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
