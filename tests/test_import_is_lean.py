@@ -82,7 +82,7 @@ for width, config in json.loads(fits):
     assert trainer.global_step == 4
     print("ran", trainer.strategy.report.ort_runs, *(name for name in names if name in sys.modules))
 """
-COMPILER = {"onnx", "onnx_ir", "torch._functorch.partitioners"}
+COMPILER = {"onnxruntime", "onnx", "onnx_ir", "torch._functorch.partitioners"}
 INDUCTOR = "torch._inductor.ir"  # takes 0.3 s and 24 MB
 ZERO = "torch.distributed.optim"  # takes 0.2 s
 

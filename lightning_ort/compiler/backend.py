@@ -34,10 +34,11 @@ class ORTBackend:
     Args:
         config: Settings: an :class:`~lightning_ort.config.ORTConfig`, a mapping with its fields, or ``None``.
         request: Returns what is compiled now; asked once for each graph.
+        loads: Whether onnxruntime is loaded now, and not with the first graph.
 
     Attributes:
         report: What was compiled, in order.
-        available: Whether onnxruntime can be used; if not, every graph runs in torch.
+        available: Whether onnxruntime can be used, as far as is known; if not, every graph runs in torch.
         cache: What is kept between runs.
 
     Raises:
@@ -60,6 +61,7 @@ class ORTBackend:
         self,
         config: ORTConfig | Mapping[str, Any] | None = None,
         request: Callable[[], CompileRequest] = CompileRequest,
+        loads: bool = True,
     ) -> None:
         self.config = ORTConfig.parse(config)
         if self.config.engine in ("auto", "torch"):
@@ -76,12 +78,9 @@ class ORTBackend:
         self.cache = Cache(self.config)
         self._request = request
         self._calls = 0
-        reason = kernels.unavailable()
-        self.available = reason is None
-        if reason is not None:
-            self.fall_back("onnxruntime", reason)
-        else:
-            kernels.check_config(self.config)
+        self._has_loaded = False
+        self.available = True
+        self.load(loads)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one graph captured by dynamo, and its backward graph."""
@@ -93,6 +92,17 @@ class ORTBackend:
                 return self.compilation(self, self._request(), number, gm, len(example_inputs)).run(example_inputs)
         finally:
             self.report.compile_seconds += time.perf_counter() - start
+
+    def load(self, loads: bool = True) -> bool:
+        """Load onnxruntime, or see whether it is installed; return whether it can be used."""
+        if self.available and not self._has_loaded:
+            self._has_loaded = loads
+            if (reason := kernels.unavailable(loads)) is not None:
+                self.available = False
+                self.fall_back("onnxruntime", reason)
+            elif loads:
+                kernels.check_config(self.config)
+        return self.available
 
     @staticmethod
     def compiled_in_process() -> bool:

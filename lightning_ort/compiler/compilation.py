@@ -42,11 +42,12 @@ class Workplace(Protocol):
     config: ORTConfig
     report: CompileReport
     cache: Cache
-    available: bool
 
     @property
     def placer(self) -> Placer:  # noqa: D102
         ...
+
+    def load(self) -> bool: ...  # noqa: D102
 
     def fall_back(self, where: str, reason: Reason) -> None: ...  # noqa: D102
 
@@ -82,7 +83,7 @@ class Compilation:
         if (reason := conflict_of(captured)) is not None:
             self._aftermath.refuse(reason)
             return in_eager(captured)
-        if not self._backend.available or not self._request.may_compile(gm):
+        if not self._backend.load() or not self._request.may_compile(gm):
             return gm.forward
         source = self._step_source()
         # processes of a run go by what one of them measures, not by what each has kept

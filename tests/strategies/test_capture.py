@@ -301,7 +301,7 @@ def test_without_onnxruntime(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = Reason(ReasonType.RUNTIME_UNAVAILABLE, "onnxruntime is not installed")
-    monkeypatch.setattr(kernels, "unavailable", lambda: reason)
+    monkeypatch.setattr(kernels, "unavailable", lambda loads=True: reason)
     plain, module = Small(), Small()
     fit(plain, "auto", make_trainer)
     report = fit(module, always(), make_trainer)

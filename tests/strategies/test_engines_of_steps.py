@@ -184,7 +184,7 @@ def test_no_onnxruntime_is_needed_for_inductor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reason = Reason(ReasonType.RUNTIME_UNAVAILABLE, "onnxruntime is not installed")
-    monkeypatch.setattr(kernels, "unavailable", lambda: reason)
+    monkeypatch.setattr(kernels, "unavailable", lambda loads=True: reason)
     paces(torch=2.0, inductor=1.0)
     module, report = fit(make_trainer)
     assert compiled

@@ -155,18 +155,16 @@ def digest(*parts: str) -> str:
 @functools.cache
 def software() -> tuple[str, ...]:
     """Return the builds of onnxruntime, torch and engines, and a hash of this package's sources that matter."""
-    import onnxruntime
-
-    from lightning_ort.compiler.executors.ort.kernels import installed  # which imports more than a hash needs
+    # not at the top: it imports more than a hash needs
+    from lightning_ort.compiler.executors.ort.kernels import DISTRIBUTIONS, installed
 
     sources = hashlib.sha256()
     own = Path(__file__).parents[2]
     for path in sorted([*own.glob("compat/*.py"), *own.glob("compiler/**/*.py")]):
         sources.update(path.read_bytes())
-    # the training build has the plain one's version number
-    package = getattr(onnxruntime, "package_name", "")
-    engines = (str(installed(engine.package)) for engine in ENGINES.values() if engine.package)
-    return (package, onnxruntime.__version__, torch.__version__, *engines, sources.hexdigest())
+    packages = [*DISTRIBUTIONS, *(engine.package for engine in ENGINES.values() if engine.package)]
+    versions = (str(installed(package)) for package in packages)
+    return (*versions, torch.__version__, sources.hexdigest())
 
 
 def program() -> str:

@@ -16,7 +16,7 @@ from lightning_ort.optim.recorded_update import RecordedUpdate
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.recording import recorder_of
 from lightning_ort.strategies.capture.step import CapturedStep
-from lightning_ort.strategies.race.settings import setting_for
+from lightning_ort.strategies.race.settings import is_amortized, setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -64,13 +64,15 @@ class Capture:
             self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF, f"{variable}=1 is set"))]
             return
         if self.backend is None:
-            # not at the top: onnxruntime is loaded when there is something to run on it
             from lightning_ort.compiler.backend import ORTBackend
 
             debug = dataclasses.replace(self.config.debug, record_step=False)
             others = dataclasses.replace(self.config, debug=debug)
             for_regions = dataclasses.replace(others, engine="ort", start="now", dropout_masks="exact")
-            self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()))
+            # most short runs compile nothing, and need no onnxruntime
+            is_named = debug.providers is not None or debug.kernels != "auto"
+            loads = is_named or not is_amortized(self.config)
+            self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()), loads)
             self.backend.report.optimizers = self._report.optimizers
         if not self.backend.available and setting_for(self.config, strategy.root_device) == "ort":
             return

@@ -48,13 +48,13 @@ _CPU = torch.device("cpu")
 _load_errors: dict[Hashable, str | None] = {}
 
 
-def unavailable() -> Reason | None:
-    """Return why onnxruntime cannot be used here, or ``None`` if it can."""
-    text = _unavailable_text()
+def unavailable(loads: bool = True) -> Reason | None:
+    """Return why onnxruntime cannot be used here, or ``None`` if it can, as far as is known before it loads."""
+    text = _unavailable_text(loads)
     return None if text is None else Reason(ReasonType.RUNTIME_UNAVAILABLE, text)
 
 
-def _unavailable_text() -> str | None:
+def _unavailable_text(loads: bool) -> str | None:
     found = {name: version for name in DISTRIBUTIONS if (version := installed(name))}
     if not found:
         return f"no onnxruntime is installed; {INSTALL}"
@@ -67,6 +67,8 @@ def _unavailable_text() -> str | None:
     ((name, version),) = found.items()
     if Version(version) < MINIMUM:
         return f"{name} {version} is too old, {MINIMUM} is the oldest supported version; {INSTALL}"
+    if not loads:
+        return None
     try:
         onnxruntime = import_onnxruntime()
     except Exception as error:  # a broken build fails in many ways: ImportError, OSError, AttributeError
@@ -98,9 +100,7 @@ def check_config(config: ORTConfig) -> None:
 
 def available_providers() -> list[str]:
     """Return the execution providers of the installed onnxruntime, with those that were added to it as plug-ins."""
-    import onnxruntime
-
-    return list(dict.fromkeys([*onnxruntime.get_available_providers(), *ep_devices()]))
+    return list(dict.fromkeys([*import_onnxruntime().get_available_providers(), *ep_devices()]))
 
 
 def current_device(providers: Sequence[str]) -> torch.device:
