@@ -63,13 +63,9 @@ def are_gradients_unseen(strategy: "Strategy", namespace: LightningNamespace) ->
 
 
 def runs_nothing_of_others(strategy: "Strategy", namespace: LightningNamespace) -> bool:
-    """Return whether nothing but Lightning's and torch's code runs between a training step and its update."""
-    module: Any = strategy.lightning_module
-    base = namespace.submodule("core.module").LightningModule
-    return (
-        may_drop_gradients(strategy, namespace)
-        and all(_keeps_hook(strategy, namespace, hook) for hook in _LATER_HOOKS[:2])
-        and all(_keeps(module, base, name) for name in _METHODS)
+    """Return whether nothing of others runs between a training step and the clipping of gradients before its update."""
+    return may_drop_gradients(strategy, namespace) and all(
+        _keeps_hook(strategy, namespace, hook) for hook in _LATER_HOOKS[:2]
     )
 
 
@@ -79,10 +75,9 @@ def hooks_on_gradients(strategy: "Strategy", module: Any) -> list[Any]:
     return [_OF_MODULE(module), *others, *map(_HOOKS, module.trainer.callbacks)]
 
 
-_METHODS = ("configure_gradient_clipping", "clip_gradients", "optimizer_step")
 _NAMES = ("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
 _HOOKS, _ZERO_GRAD = operator.attrgetter(*_NAMES), operator.attrgetter("zero_grad")
-_OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_METHODS, *_NAMES)
+_OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_NAMES)
 
 
 def _is_lightnings(callback: Any, hook: str, namespace: LightningNamespace) -> bool:

@@ -111,7 +111,7 @@ class DirectStep:
             counts.completed += 1
         drop_gradients(optimizer)
         hand_over()
-        if lean.trainer.gradient_clip_val is not None or lean.trainer.gradient_clip_algorithm is not None:
+        if lean.clips_gradients:
             after_closure(lean.strategy.precision_plugin, lean.module, optimizer)
         return found
 

@@ -137,7 +137,7 @@ class LeanPrecision(LeanObject, lightning_bases.Precision):
             return super()._after_closure(model, optimizer)
         trainer = model.trainer
         lean.run_hook(trainer, model, "on_before_optimizer_step", optimizer)
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        if value is None and algorithm is None and lean.hooks.clips_as_asked(model, self):
+        if not lean.clips_gradients:
             return None
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         return self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)

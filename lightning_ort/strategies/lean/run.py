@@ -67,6 +67,16 @@ class LeanRun:
         self.stage = "test" if self.trainer.testing else "validation"
         self.sanity = self.trainer.sanity_checking
 
+    @property
+    def clips_gradients(self) -> bool:
+        """Whether gradients are clipped, or somebody may do something in place of that."""
+        trainer = self.trainer
+        return (
+            trainer.gradient_clip_val is not None
+            or trainer.gradient_clip_algorithm is not None
+            or not self.hooks.clips_as_asked(self.module, self.strategy.precision_plugin)
+        )
+
     def takes_index(self, name: str, build: Callable[[], Any]) -> bool:
         """Return whether a step takes the number of the batch, as Lightning finds it out."""
         step = getattr(self.module, name)
