@@ -139,10 +139,7 @@ def is_share(value: torch.Tensor, leaf: torch.Tensor | None, share: float) -> bo
 
 
 def at_gradient(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
-    """Call a function when a new leaf has got a gradient, by a hook that nothing can remove (torch 2.13).
-
-    A handle would count among the hooks that were made, so that each module were asked for new ones in each step.
-    """
+    """Call a function when a new leaf has got a gradient, by a hook that nothing can remove (torch 2.13)."""
     leaf._post_accumulate_grad_hooks = OrderedDict({0: call})
 
 

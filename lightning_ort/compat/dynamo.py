@@ -171,6 +171,8 @@ def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> I
                 # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
                 "allow_unspec_int_on_nn_module": True,
                 "suppress_errors": True,
+                # otherwise hooks that come later, or with another module, do not run
+                "skip_nnmodule_hook_guards": False,
                 # otherwise each `.item()`, which people log, ends a graph
                 "capture_scalar_outputs": numbers,
                 # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ

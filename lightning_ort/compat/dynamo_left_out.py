@@ -353,10 +353,10 @@ def _call_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_array(variable: Any) -> bool:
-    """Return whether a variable of dynamo is a NumPy array (torch 2.13)."""
+    """Return whether a variable of dynamo is a NumPy array, or a number of NumPy's (torch 2.13)."""
     if isinstance(variable, variables.LazyVariableTracker):
         if not variable.is_realized():
-            return issubclass(variable.peek_type(), np.ndarray)  # without guards on it
+            return issubclass(variable.peek_type(), (np.ndarray, np.generic))  # without guards on it
         variable = variable.realize()
     return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
 

@@ -39,6 +39,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 
 from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array
 from lightning_ort.compat.dynamo_messages import is_installed
+from lightning_ort.compat.torch import HOOKS_OF_ALL_MODULES
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
 _MRO, _FLAGS = (vars(type)[name].__get__ for name in ("__mro__", "__flags__"))  # a metaclass may have others
@@ -73,6 +74,8 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
         is_new = value not in known
         result = build(self, value)
         _guard_bases(self.tx, value if isinstance(value, type) else type(value))
+        if isinstance(value, torch.nn.Module):
+            _facts(self.tx)
         if value in known and not isinstance(value, (torch.Tensor, types.ModuleType)):
             first = known[value].source
             if is_new:
@@ -95,19 +98,23 @@ def _guard_bases(tx: Any, kind: type) -> None:
     module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
     if not _FLAGS(kind) & _IN_PYTHON or is_installed(getattr(module, "__file__", None) or ""):
         return
+    _facts(tx).add(kind)
+
+
+def _facts(tx: Any) -> "_Facts":
     own = vars(tx.output)
-    if "_lightning_ort_bases" not in own:
-        own["_lightning_ort_bases"] = bases = _Bases()
-        _add_check(tx, bases.are_as_before)
-    own["_lightning_ort_bases"].add(kind)
+    if "_lightning_ort_facts" not in own:
+        own["_lightning_ort_facts"] = facts = _Facts()
+        _add_check(tx, facts.are_as_before)
+    return own["_lightning_ort_facts"]
 
 
-class _Bases:
-    """What the classes that a graph relies on derive from; none is kept alive."""
+class _Facts:
+    """What the classes that a graph relies on derive from, and the hooks of all modules; no class is kept alive."""
 
     def __init__(self) -> None:
         self._kinds: list[weakref.ref[type]] = []
-        self._before: list[int] = []
+        self._before: list[int] = [*itertools.chain(*HOOKS_OF_ALL_MODULES)]
         self._known: set[int] = set()
 
     def add(self, kind: type) -> None:
@@ -121,7 +128,8 @@ class _Bases:
         kinds = [*map(_CALL, self._kinds)]
         if not all(map(operator.is_not, kinds, itertools.repeat(None))):
             return False
-        return [*map(id, itertools.chain.from_iterable(map(_MRO, kinds)))] == self._before
+        bases = map(id, itertools.chain.from_iterable(map(_MRO, kinds)))
+        return [*itertools.chain(*HOOKS_OF_ALL_MODULES), *bases] == self._before
 
 
 def _guard(source: Any, create: Callable[..., None]) -> None:
@@ -383,6 +391,24 @@ def _call_numpy(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
+def _keep_scalar(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a number of NumPy's as it is: dynamo makes an array of it."""
+
+    def wrap_numpy_ndarray(self: Any, value: Any) -> Any:
+        self.install_guards(GuardBuilder.TYPE_MATCH)
+        return variables.NumpyVariable(value, source=self.source)
+
+    return wrap_numpy_ndarray
+
+
+# Optimizers
+
+
+def _keep_groups(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the groups of an optimizer as they are: where one is written to, dynamo adds ``capturable=True`` to all."""
+    return lambda self, tx: None
+
+
 REPAIRS = [
     Replacement(InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin, 118156),
     Replacement(InstructionTranslatorBase, "import_source", _import, 197046),
@@ -400,4 +426,6 @@ REPAIRS = [
     Replacement(variables.SetVariable, "has_new_items", _write_all, 198189),
     Replacement(variables.NumpyVariable, "call_function", _call_numpy, 141258),
     Replacement(variables.NumpyVariable, "as_python_constant", _is_constant, None),
+    Replacement(VariableBuilder, "wrap_numpy_ndarray", _keep_scalar, None),
+    Replacement(getattr(variables, "OptimizerVariable", None), "_set_capturable", _keep_groups, None),
 ]

@@ -33,7 +33,6 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ort.compat.lightning_sources import digest_of
 
@@ -471,15 +470,11 @@ def forward_hooks_without(module: nn.Module, ids: set[int]) -> Iterator[tuple[st
             yield name, type(hooks)((key, hook) for key, hook in hooks.items() if key not in ids)
 
 
-# how many hooks of any kind have been registered in this process (torch 2.13)
-hooks_made: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
-
-
-def hooks_of(module: nn.Module) -> set[int]:
-    """Ids of the hooks of a module and its children, and of those that all modules have (torch 2.13)."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = {key for child in module.modules() for name in names for key in vars(child).get(name, ())}
-    return found.union(*(getattr(torch.nn.modules.module, f"_global{name}") for name in names))
+# the hooks that all modules have, by their ids, in tables that are never replaced (torch 2.13)
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = tuple(
+    getattr(nn.modules.module, f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
 
 
 def without_torch_function(function: Callable[..., Any]) -> Callable[..., Any]:

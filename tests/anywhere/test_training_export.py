@@ -469,6 +469,45 @@ def test_what_cannot_be_exported_is_named(case: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Numbered(Small):
+    """Its loss depends on the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 100 == 0:
+            self.log("norm", self.layer.weight.norm())  # which does not
+        return super().training_step(batch, batch_idx) * (2 if batch_idx > self.last else 1)
+
+    last = 500
+
+
+class Counting(Small):
+    """Counts in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen["steps"] += 1
+        return super().training_step(batch, batch_idx) * (2 if self.seen["steps"] > 500 else 1)
+
+
+def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
+    def clamping(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_post_hook(lambda *args: [p.data.clamp_(-0.1, 0.1) for p in module.parameters()])
+        return optimizer
+
+    module = Small(make=clamping)
+    cases = [(Numbered(), "the number of the batch"), (Counting(), r"changes self\.seen\['steps'\]"), (module, "hooks")]
+    for one, message in cases:
+        with pytest.raises(ExportFailed, match=message):
+            export_training(one, small_batch(), tmp_path / "exported")
+    logging = Numbered()
+    logging.last = 10**9
+    export_training(logging, small_batch(), tmp_path / "exported")
+
+
 def test_an_older_export_stays_where_a_new_one_fails(digits: Path, tmp_path: Path) -> None:
     folder = copied(digits, tmp_path)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -197,6 +197,23 @@ def an_array_that_changes(compiled: Callable[..., Any]) -> Any:
     return calls(compiled(lambda x, a: x * math.sqrt(a)), [array] * 4, change)
 
 
+@case(dynamo_repairs._keep_scalar)
+def what_numpy_makes_of_a_number(compiled: Callable[..., Any]) -> Any:
+    step = compiled(lambda x, n: (x * 2, 2 / (1 + n) - 1))
+    return [type(step(X, np.exp(i / 4))[1]).__name__ for i in range(3)]
+
+
+@case(dynamo_repairs._keep_groups)
+def a_rate_that_is_set(compiled: Callable[..., Any]) -> Any:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+
+    def step(x: Any, i: Any) -> Any:
+        optimizer.param_groups[0]["lr"] = i
+        return x * i
+
+    return calls(compiled(step), [1, 2]), str(optimizer.state_dict()["param_groups"])
+
+
 @case(dynamo_left_out._call_builtin)
 def a_number_from_an_array(compiled: Callable[..., Any]) -> Any:
     array = np.array(1.0)

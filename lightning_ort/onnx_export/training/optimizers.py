@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training.graph import PortableGraph
+from lightning_ort.optim.fused_update import may_update
 
 _SETTINGS = {
     torch.optim.SGD: ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -130,6 +131,12 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
         raise ExportFailed(
             f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be part of a model. Use one of {SUPPORTED} of"
             " torch.optim, or pass optimizer=None, which returns gradients."
+        )
+    if not may_update(optimizer):
+        raise ExportFailed(
+            f"The optimizer {kind.__name__} has hooks, or a `step` of its own, which would not be part of the model: do"
+            " what they do in `training_step` or `on_before_optimizer_step`, or pass optimizer=None, which returns"
+            " gradients."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups: list[Group] = []

@@ -3,6 +3,7 @@
 import collections
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import without_tracing
 from lightning_ort.compat.torchmetrics import value_of_batch
 from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.strategies.audit.snapshot import left_behind, plain_values
 from lightning_ort.strategies.capture.shims import Shims
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
@@ -23,6 +25,8 @@ _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_g
 _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, collections.deque)
 _TABLES = tuple(vars(nn.Module()))  # of torch's own: parameters, buffers, hooks
+# numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
+_TRACED, _COMPARED = 0, (1, 2, 3, 5, 1_000_003)
 
 
 class StepFailed(ExportFailed):
@@ -58,6 +62,7 @@ class Step:
     """One of a module's steps, such as ``training_step``, called with a batch: returns its loss and what it logs.
 
     Hooks get what Lightning would pass them: the optimizer. The loss is divided by ``accumulate``, as Lightning would.
+    The number of the batch, which a model does not know, is another one in each call.
     """
 
     def __init__(
@@ -65,21 +70,22 @@ class Step:
     ) -> None:
         self.module, self.name = module, name
         self._optimizer, self._accumulate = optimizer, accumulate
+        self._numbers = itertools.chain((_TRACED,), itertools.cycle(_COMPARED))
 
     def __call__(self, batch: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run it, with the backward pass of its loss if it is a ``training_step``, and the hooks around it."""
         logged: dict[str, Tensor] = {}
         self._given: dict[str, Any] = {}
         self._returned: Any = None
-        shims = self._shims(logged)
+        shims, number = self._shims(logged), next(self._numbers)
         trains = self.name == "training_step"
         shims.install()
         try:
             batch = self._hook("on_after_batch_transfer", batch, 0)
-            if trains and _is_minus_one(self._hook("on_train_batch_start", batch, 0)):
+            if trains and _is_minus_one(self._hook("on_train_batch_start", batch, number)):
                 raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
             function = getattr(self.module, self.name)
-            loss = self._loss(function(*(batch, 0, 0)[: _count_of_parameters(function)]))
+            loss = self._loss(function(*(batch, number, 0)[: _count_of_parameters(function)]))
             if trains:
                 assert loss is not None
                 self._backward(loss)
@@ -234,10 +240,12 @@ def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None
         for key, value in values.items()
         if type(value) in _CONTAINERS and key not in _TABLES
     ]
+    counted = {} if step is None else plain_values(left_behind(module, None))
     changed: list[str] = []
     try:
         yield
     finally:
+        now_counted = {} if step is None else plain_values(left_behind(module, None))
         for child, values in before:
             now = vars(child)
             for name in {*now, *values}:
@@ -253,6 +261,8 @@ def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None
         for value, items in containers:
             value.clear()
             (value.update if isinstance(value, (dict, set)) else value.extend)(items)
+    # also in what attributes and global variables hold
+    changed = changed or [name for name, value in counted.items() if now_counted.get(name, value) != value]
     if changed and step is not None:
         raise StepFailed(
             f"{step} changes {', '.join(sorted(changed))}, which a model cannot hold: register it as a buffer."

@@ -256,8 +256,8 @@ class _Comparison:
             got, expected = (f"{float(x.flatten()[min(index, x.numel() - 1)]):.7g}" for x in (got, expected))  # type: ignore[assignment]
         raise ExportFailed(
             f"{self.step}: the exported model's {name} is {got}, the module's {expected}; allowed is a difference of"
-            f" {self.tolerance:.3g}. The step must not depend on random numbers of other packages, or on state that is"
-            " in no buffer."
+            f" {self.tolerance:.3g}. The step must not depend on the number of the batch, on random numbers of other"
+            " packages, or on state that is in no buffer."
         )
 
 

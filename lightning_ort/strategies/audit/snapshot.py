@@ -118,6 +118,12 @@ def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
     return {path: _value_of(value) if before == path else f"the same as {before}" for path, value, before in found}
 
 
+def plain_values(roots: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the numbers, texts and arrays below named objects, by where they are."""
+    found = itertools.islice(_stored(roots), MAX_VALUES)
+    return {path: _value_of(value) for path, value, _ in found if is_one(value, int, float, str, np.number, np.ndarray)}
+
+
 def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a batch, with the places where they are."""
     found = itertools.islice(_stored({"": value}), MAX_VALUES)

@@ -181,11 +181,6 @@ class CapturedModule(RunFacts):
             self._module_shims[engine] = ModuleShims(children, functools.partial(self.compile, engine=engine))
         return self._module_shims[engine]
 
-    def forget_children(self) -> None:
-        """Compile the children again when they are called next."""
-        dynamo.release_regions([*self._regions])  # before torch 2.12 what is compiled anew would not be looked up
-        self._module_shims = {}
-
     # Gradients
 
     @property

@@ -40,7 +40,6 @@ from lightning_ort.strategies.capture.compiled_ways import CompiledWays
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
 from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps, UserStep
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
-from lightning_ort.strategies.capture.hook_watch import HookWatch
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.room import QUIET
 from lightning_ort.strategies.capture.settled import SettledCall
@@ -55,7 +54,6 @@ from lightning_ort.strategies.race.turn import Turn
 from lightning_ort.strategies.race.view import RaceView
 from lightning_ort.strategies.race.ways import Ways, challengers
 
-NEW_HOOKS = 3  # steps that come with new hooks, until the step is not captured any more
 _NO_CONTEXT = nullcontext()
 
 
@@ -71,7 +69,6 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn = Turn()
         self._compiled = CompiledWays(module.recorded.own)
         self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
-        self._hooks, self._new_hooks = HookWatch(module.module), 0
         self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
         self._breaks = GraphBreakNotes(name)
         self._in_backward = False  # whether a backward pass of the Trainer runs
@@ -150,10 +147,10 @@ class CapturedStep(AbstractContextManager[None]):
         attributes = vars(self._module.module)
         if attributes.get(self._name) is self._user.replacement:  # as in __exit__
             restore_attribute(attributes, self._name, self._before)
-        turn, has_new_hooks = self._turn, self._hooks.found_new()
-        if turn.quiet and not has_new_hooks and not self._failures:
+        turn = self._turn
+        if turn.quiet and not self._failures:
             turn.quiet -= 1
-        elif self._ask((args, kwargs), has_new_hooks):
+        elif self._ask((args, kwargs)):
             turn = self._turn
         else:
             return self._user.call(*args, **kwargs)
@@ -161,7 +158,7 @@ class CapturedStep(AbstractContextManager[None]):
         with turn.timed() if turn.is_timed else _NO_CONTEXT:
             return self._run_on(turn.way, *args, **kwargs)
 
-    def _ask(self, batch: Any, has_new_hooks: bool) -> bool:
+    def _ask(self, batch: Any) -> bool:
         """Tell the race what has happened, and ask for the way of the next step; return whether there is a race."""
         module = self._module
         if module.module.trainer.sanity_checking and module.is_amortized:
@@ -173,8 +170,6 @@ class CapturedStep(AbstractContextManager[None]):
             return False
         events = len(race.events)
         self._tell(race)
-        if has_new_hooks and self._has_compiled(race):
-            self._compile_with_hooks(race)
         left = module.steps_left(self._name, race.steps)
         room = module.room
         if not self._compiled and race.champion is UNCHANGED:
@@ -220,21 +215,6 @@ class CapturedStep(AbstractContextManager[None]):
         """Free what was compiled for ways, by default for all."""
         if self._compiled.release(ways):
             self._recompiling = []
-
-    def _has_compiled(self, race: Race) -> bool:
-        """Whether something is compiled, or child modules are, so that dynamo would not look at it again."""
-        return bool(self._compiled) or any(way.part == "modules" for way in race.living)
-
-    def _compile_with_hooks(self, race: Race) -> None:
-        """Compile again with hooks that were added to modules: dynamo looks for them only when it compiles."""
-        self._new_hooks += 1
-        if self._new_hooks > NEW_HOOKS:
-            text = f"{self._new_hooks} steps came with new hooks"
-            self._fail(race.champion, failures.for_eager_alone(Reason(ReasonType.RECOMPILING, text)))
-            self._tell(race)
-        else:
-            self._module.forget_children()
-            self._forget()
 
     # One call
 
