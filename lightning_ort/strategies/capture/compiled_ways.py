@@ -19,6 +19,11 @@ class CompiledWays:
         self.settled: dict[Way, Any] = {}  # what calls them while nothing changes
         self._lost: list[Callable[..., Any]] = []  # of ways that do not run any more; their graphs are freed
         self._graphs: defaultdict[Way, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._recompiling: list[int] = []  # numbers of steps that have compiled again
+
+    def begin_run(self) -> None:
+        """Begin a run of the Trainer, which counts its steps anew."""
+        self._recompiling = []
 
     def __bool__(self) -> bool:
         return bool(self._functions)
@@ -33,14 +38,23 @@ class CompiledWays:
         """Note what runs a graph of a way, which its ``leave()`` frees."""
         self._graphs[way].add(graph)
 
-    def free_lost(self, living: set[Way]) -> bool:
-        """Free what was compiled for ways that do not run any more; return whether there was any."""
+    def recompiling(self, step: int, again: bool) -> tuple[int, int]:
+        """Return how many steps in a row, up to this one, have compiled again, and how many since nothing was compiled.
+
+        ``again``: whether this one has.
+        """
+        self._recompiling += [step] * again
+        in_a_row = sum(step - number == back for back, number in enumerate(reversed(self._recompiling)))
+        return in_a_row, len(self._recompiling)
+
+    def free_lost(self, living: set[Way]) -> None:
+        """Free what was compiled for ways that do not run any more."""
         lost = self._functions.keys() - living
         for way in lost:
             self.settled.pop(way, None)
         if lost == self._functions.keys():
-            return self.release(lost)
-        if lost:
+            self.release(lost)
+        elif lost:
             self._before_freeing()
             # dynamo keeps its code, since to free that of one way makes it compile the others again
             for way in lost:
@@ -48,10 +62,9 @@ class CompiledWays:
                 for graph in self._graphs.pop(way, ()):
                     graph.leave()
             gc.collect()  # graphs are part of reference cycles; on a GPU their sessions have an arena each
-        return bool(lost)
 
-    def release(self, ways: Iterable[Way] | None = None) -> bool:
-        """Free what was compiled for ways, by default for all, with dynamo's code; return whether there was any."""
+    def release(self, ways: Iterable[Way] | None = None) -> None:
+        """Free what was compiled for ways, by default for all, with dynamo's code."""
         self.settled.clear()
         wanted = self._functions.keys() if ways is None else self._functions.keys() & set(ways)
         released = [self._functions.pop(way) for way in list(wanted)]
@@ -59,7 +72,7 @@ class CompiledWays:
             released, self._lost = released + self._lost, []
             self._graphs.clear()
         if released:
+            self._recompiling = []
             self._before_freeing()
             dynamo.release_regions([*map(dynamo.region_of, released)])
             gc.collect()
-        return bool(released)

@@ -15,7 +15,7 @@ Before the next step it tells the race how this one went. It decides nothing. No
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -31,9 +31,8 @@ from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.graphs.nodes import num_operations
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
-from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
-from lightning_ort.compiler.running.graph_check import GraphDiffers
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import StepAudit
 from lightning_ort.strategies.capture.compiled_ways import CompiledWays
@@ -44,6 +43,7 @@ from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.room import QUIET
 from lightning_ort.strategies.capture.settled import SettledCall
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
+from lightning_ort.strategies.capture.step_failures import StepFailures
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import NO_LIMIT, Race
@@ -68,8 +68,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._ways: Ways
         self._turn = Turn()
         self._compiled = CompiledWays(module.recorded.own)
-        self._recompiling: list[int] = []  # numbers of steps that have compiled again, since the way began
-        self._failures: dict[Way, Failure] = {}  # that the race is to be told of: of each way the last, or a final one
+        self._failures = StepFailures(module, name)
         self._breaks = GraphBreakNotes(name)
         self._in_backward = False  # whether a backward pass of the Trainer runs
         audit = module.audits, module.shims, module.monitor
@@ -83,7 +82,7 @@ class CapturedStep(AbstractContextManager[None]):
         self._audit.begin_run()
         self._view.begin_run()
         self._turn = Turn()
-        self._recompiling = []
+        self._compiled.begin_run()
         if self._race is not None and self._race_settings() == (self._race.share, self._race.measured):
             self._race.begin_run(self._user.unchanged_steps(self._module, self._name))
         else:
@@ -135,7 +134,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _prepare(self, step: Callable[..., Any]) -> UserStep:
         """Begin with a new step."""
-        self._forget()
+        self._compiled.release()
         self._failures.clear()
         self._race, self._turn = None, Turn()
         return UserStep(step, FirstSteps(step), functools.partial(self._run))
@@ -175,8 +174,7 @@ class CapturedStep(AbstractContextManager[None]):
         if not self._compiled and race.champion is UNCHANGED:
             room.see_unchanged()
         way = race.next(Now(left, module.at_window_start(), room.obstacle, room.used))
-        if self._compiled.free_lost(race.kept) and not self._compiled:
-            self._recompiling = []
+        self._compiled.free_lost(race.kept)
         quiet = room.give_back(race.steps, any(event.what not in ("waits", "pays") for event in race.events[events:]))
         self._turn = Turn(way, min(race.quiet_steps, QUIET, quiet), race.wants_time, module.synchronize)
         return True
@@ -207,14 +205,8 @@ class CapturedStep(AbstractContextManager[None]):
         self._turn.counts, self._graph_audit.compared = self._turn.counts and not self._graph_audit.compared, False
         self._turn.tell(race, self._module.room.used)
         self._turn = Turn()
-        while self._failures:
-            race.fail(*self._failures.popitem())
+        self._failures.tell(race)
         self._view.update(race)
-
-    def _forget(self, ways: Iterable[Way] | None = None) -> None:
-        """Free what was compiled for ways, by default for all."""
-        if self._compiled.release(ways):
-            self._recompiling = []
 
     # One call
 
@@ -270,7 +262,7 @@ class CapturedStep(AbstractContextManager[None]):
         elif isinstance(call, dynamo.WithoutWrapper) and not self._failures:
             self._compiled.settled[way] = SettledCall(call, module.shims)
         if differs:
-            self._leave_as_wrong(differs)
+            self._fail(self._turn.way, failures.wrong(differs))
         return output
 
     def _run_settled(self, way: Way, args: tuple[Any, ...]) -> tuple[Any] | None:
@@ -350,14 +342,10 @@ class CapturedStep(AbstractContextManager[None]):
         assert race is not None
         projected = self._ways.projected_cost(turn.since_call, turn.operations)
         turn.operations += num_operations(gm)
-        if not race.may_compile(turn.since_call, projected):
-            turn.projected = race.charged + max(turn.since_call, projected)
-        return turn.projected == 0
+        return turn.may_go_on(race, projected)
 
     def _check_budget(self) -> None:
-        turn, race = self._turn, self._race
-        if race is not None and not race.may_compile(turn.since_call):
-            turn.projected = race.charged + turn.since_call
+        if self._race is not None and not self._turn.may_go_on(self._race):
             raise Stopped
 
     def _count_compiled(self) -> Outcome:
@@ -381,14 +369,10 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.error is not None and is_out_of_memory(outcome.error):
             free_memory_of(outcome.error)
         if outcome.error is not None and is_about_numbers(outcome.error) and module.compile_without_numbers():
-            self._forget([way])
+            self._compiled.release([way])
             return
-        step = race.steps + self._turn.steps
-        self._recompiling += [step] if outcome.recompiles else []
-        in_a_row = sum(step - number == back for back, number in enumerate(reversed(self._recompiling)))
-        situation = failures.Situation(
-            module.config.debug.capture == "auto", in_a_row, len(self._recompiling), module.closure_seen
-        )
+        recompiling = self._compiled.recompiling(race.steps + self._turn.steps, bool(outcome.recompiles))
+        situation = failures.Situation(module.config.debug.capture == "auto", *recompiling, module.closure_seen)
         if (failure := failures.after_compiling(way, outcome, situation)) is not None:
             self._fail(way, failure)
 
@@ -432,7 +416,7 @@ class CapturedStep(AbstractContextManager[None]):
         finally:
             self._in_backward = False
         if self._audit.audit is not None and (differs := self._audit.after_backward()):
-            self._leave_as_wrong(differs)
+            self._fail(self._turn.way, failures.wrong(differs))
         return result
 
     def take_gradients(self, loss: torch.Tensor) -> Callable[[], None] | None:
@@ -448,33 +432,11 @@ class CapturedStep(AbstractContextManager[None]):
 
     def engine_failed(self, engine: str, error: Exception) -> None:
         """A graph of another compiler has failed while it ran."""
-        way = self._turn.way
-        if way.engine == engine and isinstance(error, GraphDiffers):
-            self._fail(way, failures.graph_differs(way, str(error)))
-        elif way.engine == engine:
-            self._fail(way, failures.of_torch_compile(way, f"{type(error).__name__}: {error}".splitlines()[0]))
-
-    def _leave_as_wrong(self, text: str) -> None:
-        """Run the step unchanged from now on, as an audit has found that it does something else when it is captured."""
-        self._fail(self._turn.way, failures.wrong(text))
+        if (way := self._turn.way).engine == engine:
+            self._fail(way, failures.of_graph(way, error))
 
     def _fail(self, way: Way, failure: Failure) -> None:
         """Report that a way cannot go on; the race is told before the next step."""
-        cause: failures.Cause = failure.why
-        if way in self._failures and self._failures[way].final and not cause.warns:
-            return  # which says it already
-        module, kind = self._module, cause.reason.type
-        if failure.instead != way:
-            self._failures[way] = failure
         if failure.final:
             self._user.first.stop()
-            if kind is ReasonType.SECOND_GRADIENT:
-                module.saw_second_gradient()
-        if cause.error is not None and module.config.fallback == "raise":
-            raise cause.error  # from our compiler, which has reported it
-        was_used = self._race is not None and self._race.champion == way
-        reason = Reason(kind, failures.describe(way, failure, was_used))
-        if cause.warns:
-            module.backend.fall_back(self._name, reason)
-        else:
-            module.record_choice(self._name, kind, reason.text)
+        self._failures.add(way, failure)

@@ -12,6 +12,7 @@ from lightning_ort.compat.dynamo_left_out import Unsound
 from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.running.graph_check import GraphDiffers
 from lightning_ort.strategies.race.terms import Failure, Way
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ def without_one_graph(way: Way, why: str) -> Failure:
     return Failure(Cause(Reason(ReasonType.SPLIT, why)), Way(way.engine, way.part))
 
 
+def of_graph(way: Way, error: Exception) -> Failure:
+    """Return the failure of a way that another backend runs, of which a graph has failed, or differs from eager."""
+    if isinstance(error, GraphDiffers):
+        return wrong(f"compiled by {label_of(way.engine)}, {error}. It stays uncompiled from now on")
+    return of_torch_compile(way, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
 def of_torch_compile(way: Way, why: str) -> Failure:
     """Return the failure of a way that another backend of torch.compile runs."""
     other = ENGINES[way.engine].otherwise
@@ -99,11 +107,6 @@ def of_torch_compile(way: Way, why: str) -> Failure:
 def wrong(why: str) -> Failure:
     """Return the failure of a step that an audit has found to do something else when it is captured."""
     return Failure(Cause(Reason(ReasonType.MISMATCH, why), warns=True), final=True)
-
-
-def graph_differs(way: Way, text: str) -> Failure:
-    """Return the failure of a step whose compiled graph was found to compute something else than eager."""
-    return wrong(f"compiled by {label_of(way.engine)}, {text}. It stays uncompiled from now on")
 
 
 def describe(way: Way, failure: Failure, was_used: bool) -> str:

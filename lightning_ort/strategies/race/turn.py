@@ -50,6 +50,12 @@ class Turn:
             self.seconds = time.perf_counter() - self.call_start
         self.compiled, self._is_passed, self.quiet = True, False, 0
 
+    def may_go_on(self, race: Race, expected: float = 0.0) -> bool:
+        """Return whether more may be compiled in the call, of which so many working seconds are expected in all."""
+        if not race.may_compile(self.since_call, expected):
+            self.projected = race.charged + max(self.since_call, expected)
+        return self.projected == 0
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the block; a block inside another one counts once."""
