@@ -23,6 +23,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import higher_order_ops
 
 from lightning_ort.compat.dynamo_messages import is_installed
 from lightning_ort.compat.torch import hint_of
@@ -108,6 +109,20 @@ def _check(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(self, tx, args, kwargs)
 
     return call_function
+
+
+def _checkpoint(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave reentrant checkpoints of tensors that need no gradient: within, eager's parameters get none either."""
+
+    def _call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        reentrant = "use_reentrant" not in kwargs or kwargs["use_reentrant"].as_python_constant() is not False
+        if reentrant and torch.is_grad_enabled():
+            tensors = [arg.as_proxy().node.meta["example_value"] for arg in args[1:] if arg.realize().is_tensor()]
+            if not any(tensor.requires_grad for tensor in tensors):
+                _leave("a reentrant checkpoint of tensors that need no gradient")
+        return call(self, tx, args, kwargs)
+
+    return _call_function
 
 
 def _create_proxy(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,6 +382,7 @@ LEFT_OUT = [
         getattr(variables.functions, "WrapperUserFunctionVariable", None), "call_function", _call_cached, 152994
     ),
     Replacement(variables.TorchInGraphFunctionVariable, "call_function", _check, None),
+    Replacement(getattr(higher_order_ops, "CheckpointHigherOrderVariable", None), "_call_function", _checkpoint, None),
     Replacement(SubgraphTracer, "create_proxy", _create_proxy, 148475),
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, None),  # of ours: what a step logs is read after it
     Replacement(getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter, 148475),

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_utilities.core.imports import RequirementCache
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ort.compat import dynamo, dynamo_left_out, dynamo_repairs
 from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Unsound
@@ -255,6 +256,13 @@ def a_check(compiled: Callable[..., Any]) -> Any:
 
 def root(x: Any, sign: Any) -> Any:
     return torch.linalg.cholesky(torch.eye(2) * sign + 0 * x).sum()
+
+
+@case(dynamo_left_out._checkpoint)
+def a_reentrant_checkpoint(compiled: Callable[..., Any]) -> Any:
+    scale = torch.ones(2, requires_grad=True)
+    step = compiled(lambda x: checkpoint(lambda y: y * scale, x, use_reentrant=True))
+    return [step(x).requires_grad for x in (X, X * scale)]
 
 
 @case(dynamo_left_out._create_proxy)
