@@ -411,6 +411,9 @@ class Hooked(Case):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", self.layer.weight.grad.norm())
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = outputs["loss"].item()
+
 
 def test_hooks_around_the_step(tmp_path: Path) -> None:
     def average(self: Any) -> None:

@@ -388,6 +388,7 @@ def attending(self: Any, hidden: Tensor) -> Tensor:
 WRITTEN: dict[str, Any] = {
     "attention dropped": attending,
     "channels dropped": lambda self, hidden: F.dropout2d(hidden[:, :, None, None], 0.4, self.training),
+    "all of it": lambda self, hidden: F.dropout(hidden, 1.0, self.training) + hidden,
     "alpha dropout": lambda self, hidden: F.feature_alpha_dropout(F.alpha_dropout(hidden, 0.3, True), 0.2, True),
     "random mask": lambda self, hidden: hidden * torch.bernoulli(hidden.sigmoid().detach()),
     "distribution": lambda self, hidden: NORMAL(hidden[:, 0], hidden[:, 1].exp()).log_prob(hidden[:, 2]),

@@ -101,9 +101,11 @@ class Step:
         logged: dict[str, Tensor] = {}
         self._given = {}
         shims = self._shims(logged)
+        with without_tracing():  # so that its number can be read
+            loss = torch.zeros(())
         shims.install()
         try:
-            self._hook("on_train_batch_end", {"loss": torch.zeros(())}, batch, 0)
+            self._hook("on_train_batch_end", {"loss": loss}, batch, 0)
         finally:
             shims.remove()
         return logged

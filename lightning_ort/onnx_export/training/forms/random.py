@@ -128,8 +128,10 @@ def _draws(*overloads: str, mean: bool = False) -> Callable[[Callable[..., Any]]
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return _kept(x, p, train)
+    if p == 1:  # of which eager draws nothing
+        return x * 0.0, torch.zeros_like(x, dtype=torch.bool)
     mask = _uniform(x.shape, x.device) < 1 - p
-    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+    return x * mask * (1 / (1 - p)), mask
 
 
 @_draws("native_dropout", mean=True)
