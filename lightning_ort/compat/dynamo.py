@@ -23,8 +23,6 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 from torch._guards import TracingContext
 from torch.distributions import kl
-from torch.utils._sympy.interp import handlers
-from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from lightning_ort.compat.first_compilation import load_autograd, without_collections, without_debugger
 
@@ -223,6 +221,9 @@ def prepare_divergences() -> None:
 
 def prepare_numbers() -> None:
     """Keep a number out of graphs where torch lacks its operation on tensors, instead of failing (torch 2.13)."""
+    from torch.utils._sympy.interp import handlers  # not at the top: only what compiles needs it
+    from torch.utils._sympy.reference import TensorReferenceAnalysis
+
     for name in {*handlers().values()}:
         if not hasattr(TensorReferenceAnalysis, name):  # such as `python_mod`: `%` of an int that changes
             setattr(TensorReferenceAnalysis, name, staticmethod(_not_implemented))

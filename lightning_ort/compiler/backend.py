@@ -8,22 +8,24 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
 from lightning_ort.compat.first_compilation import without_collections
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.fingerprint import digest
-from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import kernels
-from lightning_ort.compiler.placement.placer import Placer
 from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import ORTConfig
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.compilation import Compilation
+    from lightning_ort.compiler.placement.placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,6 @@ class ORTBackend:
         print(backend.report.to_text())
     """
 
-    compilation: ClassVar[type[Compilation]] = Compilation  # what compiles a graph
     _num_compiled: ClassVar[int] = 0  # graphs, by all backends of the process
 
     def __init__(
@@ -110,8 +111,17 @@ class ORTBackend:
         return ORTBackend._num_compiled > 0
 
     @functools.cached_property
-    def placer(self) -> Placer:
+    def compilation(self) -> "type[Compilation]":
+        """What compiles a graph."""
+        from lightning_ort.compiler.compilation import Compilation  # not at the top: short runs compile nothing
+
+        return Compilation
+
+    @functools.cached_property
+    def placer(self) -> "Placer":
         """What places the regions of all graphs."""
+        from lightning_ort.compiler.placement.placer import Placer
+
         return Placer(self.config, self.cache, self.fall_back, self.record_choice, self._agree)
 
     def fall_back(self, where: str, reason: Reason) -> None:

@@ -36,7 +36,6 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.fused_update import FusedUpdate, may_update, only_own_hooks
-from lightning_ort.optim.recorded_update import is_fused
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.precision.choose import choose_precision
 from lightning_ort.strategies.advice import advice_for, advice_on_time
@@ -184,7 +183,11 @@ class ORTMixin(lightning_bases.Strategy):
         asked = self.ort_config.debug.record_step
         self._updates = not asked and self.root_device.type == "cpu" and steps_with_closure(self, self.namespace)
         self._records = asked and steps_with_closure(self, self.namespace, with_autocast=True)
-        if asked and not (self._records and all(map(is_fused, self.optimizers))):
+        if not asked:
+            return
+        from lightning_ort.optim.recorded_update import is_fused  # not at the top: it loads the passes
+
+        if not (self._records and all(map(is_fused, self.optimizers))):
             text = "the update is not recorded: torch's fused Adam, AdamW or SGD would be"
             self.report.record_choice("record_step", Reason(ReasonType.NO_EFFECT, text))
 

@@ -12,8 +12,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import platformdirs
-
 log = logging.getLogger(__name__)
 
 VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
@@ -29,7 +27,11 @@ _ABANDONED_SECONDS = 60 * 60
 
 def default_folder() -> Path:
     """Return the folder of ``cache_dir="auto"``: ``$LIGHTNING_ORT_CACHE_DIR``, or the user's cache folder."""
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_dir("lightning-ort", appauthor=False))
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
+    import platformdirs  # not at the top: many runs look nothing up
+
+    return Path(platformdirs.user_cache_dir("lightning-ort", appauthor=False))
 
 
 def entries(folder: Path, pattern: re.Pattern[str] = _ENTRY) -> list[Path]:

@@ -12,7 +12,6 @@ from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
-from lightning_ort.optim.recorded_update import RecordedUpdate
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.recording import recorder_of
 from lightning_ort.strategies.capture.step import CapturedStep
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lightning_ort.compiler.backend import ORTBackend
+    from lightning_ort.optim.recorded_update import RecordedUpdate
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NO_CONTEXT = nullcontext()
@@ -120,7 +120,7 @@ class Capture:
             return run(*args, **kwargs)
         return self._steps["training_step"].backward(run, *args, **kwargs)
 
-    def update(self, optimizer: "Optimizer") -> RecordedUpdate | None:
+    def update(self, optimizer: "Optimizer") -> "RecordedUpdate | None":
         """Return what clips and updates after a backward pass that was a replay, once for each."""
         module = self._module
         if not self._active or module is None or module.recording_made is None:
@@ -129,6 +129,8 @@ class Capture:
         if replayed is None:
             return None
         if replayed.update is None or replayed.update.optimizer is not optimizer:
+            from lightning_ort.optim.recorded_update import RecordedUpdate  # not at the top: it loads the passes
+
             replayed.update = RecordedUpdate(optimizer, module.recording_made)
         update: RecordedUpdate = replayed.update
         return update

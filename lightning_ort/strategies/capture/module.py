@@ -15,7 +15,6 @@ from lightning_ort.compiler.executors.inductor import RecordedGradients
 from lightning_ort.compiler.machine.recorder import Recorder
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
-from lightning_ort.compiler.running.recorded_step import RecordedStep, Recording, Replay
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
 from lightning_ort.strategies.audit.step_audit import AuditBudget
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
+    from lightning_ort.compiler.running.recorded_step import RecordedStep, Recording, Replay
     from lightning_ort.compiler.running.step_graph import WaitingGradients
 
 Part = Literal["step", "modules"]
@@ -210,9 +210,11 @@ class CapturedModule(RunFacts):
         self.waiting = make()
         return True
 
-    def recording(self, audit: GraphAudit) -> Recording | None:
+    def recording(self, audit: GraphAudit) -> "Recording | None":
         """Return who records training steps, if anybody does."""
         if self.recorder is not None and self.recording_made is None:
+            from lightning_ort.compiler.running.recorded_step import Recording  # not at the top: it loads the passes
+
             self.recording_made = Recording(
                 recorder=self.recorder,
                 add=weakly(self._recorded_steps.add),
@@ -238,7 +240,7 @@ class CapturedModule(RunFacts):
         self.drop_gradients()
         return True
 
-    def leave_replayed(self, replay: Replay, gradients: "WaitingGradients") -> None:
+    def leave_replayed(self, replay: "Replay", gradients: "WaitingGradients") -> None:
         """Let the gradients of a replay wait for their backward pass."""
         self.waiting, self.replayed = gradients, replay
 
