@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ort import ORTStrategy
 
-WARM_UP = 300  # steps
+WARM_UP = 1000  # steps, in which ways take turns
 
 
 class Mlp(Layers):
@@ -105,9 +105,6 @@ def run(name: str, way: str, steps: int, rounds: int) -> None:
             **dict.fromkeys(off, False),
         )
         trainer.fit(module, DataLoader(data, batch_size=None))
-        if way == "ort":
-            share = trainer.strategy.report.ort_share
-            print("share", share, file=sys.stderr)
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
 
 
