@@ -6,7 +6,7 @@ divided by those in which the thread did not wait for one. It is 1 on an idle ma
 
 from collections.abc import Iterable
 
-from lightning_ort._limits import LIMITS
+from lightning_ort._time_limits import LIMITS
 
 
 def slowdown(seconds: float, waited: float) -> float:

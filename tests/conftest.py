@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
-from lightning_ort._limits import LIMITS, Limits
+from lightning_ort._time_limits import LIMITS, TimeLimits
 from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.machine.openmp import pause_openmp
@@ -92,7 +92,7 @@ def limits() -> Iterator[Callable[..., None]]:
 
     The modules of tests take less than a millisecond a step, or none at all by a clock of their own.
     """
-    token = LIMITS.set(Limits(slowdown=math.inf, duel=0.0, audits=0.15))
+    token = LIMITS.set(TimeLimits(slowdown=math.inf, duel=0.0, audits=0.15))
     yield lambda **changed: LIMITS.set(dataclasses.replace(LIMITS.get(), **changed))
     LIMITS.reset(token)
 

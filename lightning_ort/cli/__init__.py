@@ -1,15 +1,5 @@
 """The command ``lightning-ort``.
 
-- :mod:`~lightning_ort.cli.bench`: compares how fast a module trains in several variants
-- :mod:`~lightning_ort.cli.cache`: shows or deletes what is kept between runs
-- :mod:`~lightning_ort.cli.convert`: converts a DeepSpeed checkpoint to a plain one
-- :mod:`~lightning_ort.cli.doctor`: checks whether this machine can train on ONNX Runtime
-- :mod:`~lightning_ort.cli.export`: exports the module of a checkpoint as an ONNX model
-- :mod:`~lightning_ort.cli.memory`: bytes of parameters, gradients and optimizer states
-- :mod:`~lightning_ort.cli.report`: shows the report of a run as an HTML page
-- :mod:`~lightning_ort.cli.run`: runs any script whose Trainer then knows the strategy names
-- :mod:`~lightning_ort.cli.tune`: finds the fastest way to train a module
-
 A command is a file with a function of its name, and ``add_arguments``, which adds that function's parameters to a
 parser; :mod:`~lightning_ort.cli.arguments` has what argparse lacks for them. Nothing else names it.
 """

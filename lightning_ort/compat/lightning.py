@@ -62,7 +62,7 @@ def _put(
     inherited(trainer, extra)
 
 
-_SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
+SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"  # the method of a loop, since 2.6.0
 
 
 def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:
@@ -73,7 +73,7 @@ def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], Non
 def reset_sigterm_handler(trainer: "pl.Trainer") -> None:
     """Undo :func:`set_sigterm_handler` and :func:`leave_out_sigterm_broadcast`."""
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-    vars(trainer.fit_loop.epoch_loop).pop(_SIGTERM_BROADCAST, None)
+    vars(trainer.fit_loop.epoch_loop).pop(SIGTERM_BROADCAST, None)
 
 
 def is_sigterm_handler(handler: Callable[[int, Any], None]) -> bool:
@@ -84,8 +84,8 @@ def is_sigterm_handler(handler: Callable[[int, Any], None]) -> bool:
 def leave_out_sigterm_broadcast(trainer: "pl.Trainer") -> None:
     """Let training batches begin without the flag that rank 0 broadcasts since Lightning 2.6."""
     loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, _SIGTERM_BROADCAST):
-        setattr(loop, _SIGTERM_BROADCAST, _broadcast_nothing)
+    if hasattr(loop, SIGTERM_BROADCAST):
+        setattr(loop, SIGTERM_BROADCAST, _broadcast_nothing)
 
 
 def _broadcast_nothing() -> None:
@@ -102,6 +102,10 @@ def train_fetcher(trainer: "pl.Trainer") -> Any:
     return trainer.fit_loop._data_fetcher
 
 
+LOGGED = "_logger_connector"  # the attribute of a Trainer that has what was logged (2.6)
+logger_connector: Callable[[Any], Any] = operator.attrgetter(LOGGED)
+
+
 def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning made an optimizer because ``configure_optimizers`` returned ``None`` (2.6)."""
     return type(optimizer).__name__ == "_MockOptimizer"
@@ -109,7 +113,7 @@ def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 def log_to_loggers(trainer: "pl.Trainer", figures: dict[str, float]) -> None:
     """Log figures with the step and epoch that Lightning gives its own metrics (2.6)."""
-    trainer._logger_connector.log_metrics(figures)  # type: ignore[arg-type]  # it takes numbers too
+    logger_connector(trainer).log_metrics(figures)
 
 
 def hide_leaf_spec_deprecation() -> None:
@@ -163,9 +167,13 @@ def backward_with(strategy: "Strategy", run: Callable[[Any], bool], loss: torch.
     return loss
 
 
+# methods of a precision plugin: around the closure of an optimizer's step, and what is between it and the update (2.6)
+WRAP_CLOSURE, AFTER_CLOSURE = "_wrap_closure", "_after_closure"
+
+
 def closure_of_step(precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
     """Run the closure of an optimizer's step, the hooks before the update and clipping, as ``Precision`` does (2.6)."""
-    return precision._wrap_closure(model, optimizer, closure)
+    return getattr(precision, WRAP_CLOSURE)(model, optimizer, closure)
 
 
 def closure_before_clipping(
@@ -191,9 +199,6 @@ def closure_before_clipping(
 def is_compiled_by_lightning(module: Any) -> bool:
     """Return whether a module is a LightningModule that was compiled before the Trainer got it (2.6)."""
     return getattr(module, "_compiler_ctx", None) is not None
-
-
-LOGGED = "_logger_connector"  # the attribute of a Trainer that has what was logged (2.6)
 
 
 def with_reads(connector: Any, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Any:

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning import AFTER_CLOSURE, logger_connector
 from lightning_ort.compat.torch import next_batch
 
 CURRENT_HOOK = "_current_fx_name"  # of a LightningModule: which hook or step of it runs
 # of a logger connector: the metrics that people read, and what `shown` calls them
 DICTIONARIES = {"_progress_bar_metrics": "pbar", "_callback_metrics": "callback", "_logged_metrics": "log"}
+OF_BAR, OF_CALLBACKS, OF_LOGGERS = DICTIONARIES
 RESTARTING = "_restarting"  # of a loop: whether it goes on in the middle
 # attributes of a LightningModule that Lightning calls itself, and nobody else is to override
 MODULE_INTERNALS = ("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
-
-active_connector: Callable[[Any], Any] = operator.attrgetter("_logger_connector")
-lightning_optimizers: Callable[[Any], list[Any]] = operator.attrgetter("_lightning_optimizers")
-
 
 current_results: Callable[[Any], Any] = operator.attrgetter("_results")  # what the loop that runs logs to
 
@@ -32,7 +30,7 @@ def current_batch(trainer: Any) -> Any:
 
 def after_closure(precision: Any, module: Any, optimizer: Any) -> None:
     """Call the hooks between a backward pass and the optimizer's step, and clip."""
-    precision._after_closure(module, optimizer)
+    getattr(precision, AFTER_CLOSURE)(module, optimizer)
 
 
 def says_each_call(namespace: LightningNamespace) -> Callable[[], bool]:
@@ -81,7 +79,7 @@ def parts_of(trainer: Any) -> list[Any]:
     epoch = fit.epoch_loop
     evaluations = [epoch.val_loop, trainer.validate_loop, trainer.test_loop]
     optimizations = [epoch.automatic_optimization, epoch.manual_optimization]
-    return [fit, epoch, *optimizations, *evaluations, trainer.predict_loop, trainer._logger_connector]
+    return [fit, epoch, *optimizations, *evaluations, trainer.predict_loop, logger_connector(trainer)]
 
 
 def stock_parts(namespace: LightningNamespace) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning import WRAP_CLOSURE
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
@@ -59,9 +60,6 @@ def choose_swap(
     return swap
 
 
-_WRAP = "_wrap_closure"
-
-
 def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace, with_autocast: bool = False) -> bool:
     """Return whether a step is Lightning's: the closure, the hooks and clipping, then the optimizer's update.
 
@@ -78,7 +76,7 @@ def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace, with
         and MixedPrecisionMixin.optimizer_step is kind.optimizer_step
         and strategy.precision_plugin.precision == "bf16-mixed"
     )
-    is_plain = is_plain and getattr(kind, _WRAP) is getattr(precision, _WRAP)
+    is_plain = is_plain and getattr(kind, WRAP_CLOSURE) is getattr(precision, WRAP_CLOSURE)
     return is_plain and own.optimizer_step is base.optimizer_step
 
 

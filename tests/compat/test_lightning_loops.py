@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace
-from lightning_ort.compat import lightning_loops, lightning_sources
+from lightning_ort.compat import lightning, lightning_loops, lightning_sources
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -33,7 +33,7 @@ def test_parts_have_stock_classes() -> None:
     trainer = Trainer(logger=False, accelerator="cpu")
     parts = lightning_loops.parts_of(trainer)
     assert list(map(type, parts)) == lightning_loops.stock_parts(NAMESPACES[0])
-    assert parts[-1] is lightning_loops.active_connector(trainer)
+    assert parts[-1] is lightning.logger_connector(trainer)
     assert lightning_loops.precision_of(trainer.strategy) is trainer.precision_plugin
     assert lightning_loops.stock_fetcher(NAMESPACES[0]).__name__ == "_PrefetchDataFetcher"
     assert not lightning_loops.may_validate_by_time(trainer)

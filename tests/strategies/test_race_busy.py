@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from lightning_ort._limits import Limits
+from lightning_ort._time_limits import TimeLimits
 from lightning_ort.strategies.race.race import FIRST, RARER, RECHECK, SAMPLES, STOP, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Verdict, Waiting, Way
 
-SHARE, SLOWDOWN = 0.05, Limits().slowdown
+SHARE, SLOWDOWN = 0.05, TimeLimits().slowdown
 ORT, INDUCTOR = Way("ort"), Way("inductor")
 Slowed = Callable[[int], float]
 

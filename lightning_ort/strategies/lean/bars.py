@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compat.lightning_loops import active_connector, shown
+from lightning_ort.compat.lightning import logger_connector
+from lightning_ort.compat.lightning_loops import shown
 
 PICTURES = 0.1  # seconds between two of them
 _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -45,7 +46,7 @@ class Bars:
             return False  # it is drawn rarely, in batches that it chooses itself
         now = monotonic()
         is_due = self.must_draw or now - self._drawn_at >= PICTURES
-        if (is_due and (self.must_draw or self.on_cpu)) or (seen := active_connector(trainer).seen()) is None:
+        if (is_due and (self.must_draw or self.on_cpu)) or (seen := logger_connector(trainer).seen()) is None:
             self._drawn_at, self._copied = now, None
             self._waiting.pop(draw, None)
             return False

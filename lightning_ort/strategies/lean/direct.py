@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK, after_closure, lightning_optimizers
+from lightning_ort.compat.lightning import AFTER_CLOSURE, WRAP_CLOSURE, lightning_optimizers
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, after_closure
 from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.optim.fused_update import may_update
 
@@ -18,7 +19,7 @@ SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this 
 _AROUND = ("pre_backward", "post_backward")
 _RETRY = 64  # steps until it is looked again whether everything is Lightning's own
 _OF_STRATEGY = ("training_step", "backward", *_AROUND, "optimizer_step")
-_OF_CLOSURE = ("optimizer_step", "_wrap_closure", "_after_closure", "train_step_context", "forward_context")
+_OF_CLOSURE = ("optimizer_step", WRAP_CLOSURE, AFTER_CLOSURE, "train_step_context", "forward_context")
 _OF_PRECISION = (*_OF_CLOSURE, "backward", *_AROUND, "clip_gradients")
 _OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
 

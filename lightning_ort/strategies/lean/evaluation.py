@@ -6,7 +6,7 @@ import torch
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning_loops import active_connector
+from lightning_ort.compat.lightning import logger_connector
 from lightning_ort.strategies.lean.run import LeanObject
 
 
@@ -53,7 +53,7 @@ class LeanEvaluation(_LeanRun, lightning_bases.EvaluationLoop):
         args = (batch, batch_idx) if number is None else (batch, batch_idx, number)
         total.ready += 1
         current.ready += 1
-        connector = active_connector(trainer)
+        connector = logger_connector(trainer)
         connector.begin_batch(self._results, batch, number)
         lean.run_hook(trainer, module, f"on_{stage}_batch_start", *args)
         total.started += 1

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, active_connector, known_metric
+from lightning_ort.compat.lightning import logger_connector
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, known_metric
 from lightning_ort.strategies.lean.run import LeanRun
 
 _BATCH_SIZE, _AFTER = "batch_size", 9  # arguments that are passed by place between the value and that
@@ -47,7 +48,7 @@ class LeanLog:
             known = self._known.get(place)
         except TypeError:  # an argument without a hash
             return self._stock(name, value, *args, **kwargs, batch_size=size)
-        connector = active_connector(lean.trainer)
+        connector = logger_connector(lean.trainer)
         if known is not None and known.is_in(results) and connector.logs_again(hook):
             plain = self._plain(value, known)
             if plain is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning_loops import DICTIONARIES, shown, step_values
+from lightning_ort.compat.lightning_loops import DICTIONARIES, OF_BAR, OF_CALLBACKS, OF_LOGGERS, shown, step_values
 from lightning_ort.strategies.lean.run import LeanObject
 
 _OWNERS = 2  # references to a dictionary that nobody else holds: the connector's, and that of whoever counts
@@ -45,9 +45,9 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
         if (
             now is None
             or self._first_loop_iter is None
-            or sys.getrefcount(own["_callback_metrics"]) > _OWNERS
-            or sys.getrefcount(own["_logged_metrics"]) > _OWNERS
-            or sys.getrefcount(own["_progress_bar_metrics"]) > _OWNERS
+            or sys.getrefcount(own[OF_CALLBACKS]) > _OWNERS
+            or sys.getrefcount(own[OF_LOGGERS]) > _OWNERS
+            or sys.getrefcount(own[OF_BAR]) > _OWNERS
         ):
             self.make()
             return super().on_batch_end()
@@ -71,7 +71,7 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
             if (now := step_values(results)) is None:
                 return None
             kept.append(now)
-        return dict(vars(self)["_progress_bar_metrics"]), kept
+        return dict(vars(self)[OF_BAR]), kept
 
     @property
     @override

@@ -10,7 +10,8 @@ import torch
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK, lightning_optimizers
+from lightning_ort.compat.lightning import lightning_optimizers
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.strategies.lean.direct import SKIPPED
 from lightning_ort.strategies.lean.run import LeanObject, LeanRun

@@ -5,7 +5,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning_loops import RESTARTING, active_connector, may_validate_by_time
+from lightning_ort.compat.lightning import SIGTERM_BROADCAST, logger_connector
+from lightning_ort.compat.lightning_loops import RESTARTING, may_validate_by_time
 from lightning_ort.strategies.lean.fetching import LeanFetcher
 from lightning_ort.strategies.lean.run import LeanObject
 
@@ -17,7 +18,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
 
     @property
     def _broadcasts_sigterm(self) -> bool:
-        return hasattr(self, "_broadcast_sigterm_tensor")  # since 2.6.0
+        return hasattr(self, SIGTERM_BROADCAST)
 
     @property
     @override
@@ -52,7 +53,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
         if self.val_loop.__dict__[RESTARTING]:
             self.val_loop.restarting = False
         if lean.several_processes and self._broadcasts_sigterm:
-            self._broadcast_sigterm_tensor()
+            getattr(self, SIGTERM_BROADCAST)()
         batch, *_ = next(data_fetcher)
         progress = self.batch_progress
         total: Any = progress.total
@@ -62,7 +63,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
         batch = lean.to_device(batch, 0)
         total.ready += 1
         current.ready += 1
-        connector, module = active_connector(trainer), lean.module
+        connector, module = logger_connector(trainer), lean.module
         connector.begin_batch(self._results, batch, None)
         output, skips = None, False
         if batch is None:

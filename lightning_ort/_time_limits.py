@@ -1,11 +1,11 @@
-"""What is decided by time: :class:`Limits`, of which :data:`LIMITS` has those that hold here and now."""
+"""What is decided by time: :class:`TimeLimits`, of which :data:`LIMITS` has those that hold here and now."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class TimeLimits:
     """Where times begin to mean something, and how much time may be taken to find out."""
 
     slowdown: float = 1.25  # from here on a machine is called busy, and two slowdowns are called different
@@ -15,4 +15,4 @@ class Limits:
     patience: float = 2.0  # seconds before which no copy of the process is ended
 
 
-LIMITS: ContextVar[Limits] = ContextVar("limits", default=Limits())  # noqa: B039 (it is frozen)
+LIMITS: ContextVar[TimeLimits] = ContextVar("limits", default=TimeLimits())  # noqa: B039 (it is frozen)
