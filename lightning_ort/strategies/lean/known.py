@@ -33,9 +33,6 @@ def _reasons(namespace: LightningNamespace, trainer: Any, strategy: Any) -> Iter
     for part, stock in zip(parts_of(trainer), stock_parts(namespace), strict=True):
         if type(part) is not stock:
             yield f"{type(part).__name__} is a class of its own"
-    own = type(strategy).post_training_step
-    if own is not namespace.submodule("strategies.strategy").Strategy.post_training_step:
-        yield f"{type(strategy).__name__} overrides post_training_step"
     module = namespace.submodule("core.module").LightningModule
     for name in MODULE_INTERNALS:
         if getattr(type(strategy.lightning_module), name) is not getattr(module, name):
