@@ -183,7 +183,7 @@ class Base(LightningModule):
                 self.log(name, place, **kwargs)
                 place.fill_(100.0)
             elif kind == "by place":
-                self.log(name, value, True, None, True, True, "mean", False, False, None, True, number % 2)
+                self.log(name, value, True, None, True, True, "mean", False, False, None, True, 1 + number % 2)
             else:
                 self.log(
                     name,
