@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-# Seconds, and seconds for each operation with a gradient that an unchanged step calls. With one thread 1.4 for an
-# MLP (62 operations), 1.0 for a convolutional network (20), 3.9 for four encoder layers (255), 8.7 for a Bayesian loss
-# (616).
-COST, COST_PER_OPERATION = 0.5, 0.015
-FIRST_COMPILATION = 1.0  # of a process, more seconds: imports, and what torch prepares once
+# Working seconds, with those of audits and turns, and for each operation with a gradient that an unchanged step calls.
+# With one thread, the first of a process: 0.6 for an MLP (14 operations), 0.9 and 1.2 for deeper ones (35, 37), 0.8 for
+# an LSTM (10), 3.0 for a small GPT (197), 7.1 for a BERT (383).
+COST, COST_PER_OPERATION = 0.3, 0.015
+FIRST_COMPILATION = 0.3  # of a process, more seconds: imports, and what torch prepares once
 WARM = 0.7  # of the cold start-up's seconds, until a warm one has been seen
 EVALUATION = 0.5  # of what the training step takes: there is no backward graph
 DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels

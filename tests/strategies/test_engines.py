@@ -167,7 +167,12 @@ def test_the_first_graphs_tell_what_the_others_will_take() -> None:
             "the unchanged step was the fastest",
         ),
         (Startup(10.0, None, {}, False), 20.0, None, ""),  # it takes more than that
-        (Startup(10.0, None, {}, False, "it prints", "other program"), 2.0, None, ""),
+        (
+            Startup(10.0, None, {}, False, "it prints", "other program"),
+            engines.COST + 100 * engines.COST_PER_OPERATION,
+            None,
+            "",
+        ),
     ],
 )
 def test_what_earlier_runs_found(kept: Startup, cost: float, saves: float | None, says: str) -> None:
