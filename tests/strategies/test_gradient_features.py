@@ -24,10 +24,11 @@ def _checkpointed(reentrant: bool) -> None:
         class Checkpointed(Small):
             def __init__(self) -> None:
                 super().__init__()
-                self.first = nn.Linear(8, 8)
+                self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 3)
 
             def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(self.net, self.first(x), use_reentrant=reentrant)
+                other = checkpoint(self.other, x, use_reentrant=reentrant)  # which gets no gradient then
+                return checkpoint(self.net, self.first(x), use_reentrant=reentrant) + other
 
         return fit(Checkpointed(), trainers())
 
