@@ -217,3 +217,16 @@ if __name__ == "__main__":
                     raise
             else:
                 print(number, "ok", flush=True)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ort"])
+def test_a_logged_value_that_becomes_two_is_refused(strategy: str, make_trainer: Any) -> None:
+    class Grows(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("size", torch.ones(2 if batch_idx == 3 else 1))
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(strategy=strategy)
+    with pytest.raises(ValueError, match="must have a single element"):
+        trainer.fit(Grows())
+    assert trainer.global_step == 3
