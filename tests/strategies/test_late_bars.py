@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from small_modules import Small, loader
 from torch import Tensor
 
@@ -108,3 +108,16 @@ def test_a_bar_waits_for_no_gpu(loop: str, make_trainer: Callable[..., Any], mon
     assert len(set(places)) > BATCHES / 6  # one of four batches, since a copy takes three
     assert places[-1] == BATCHES - 1  # at the end, as Lightning shows it
     assert device.copies
+
+
+def test_a_bar_of_a_short_epoch_shows_its_speed(make_trainer: Callable[..., Any]) -> None:
+    speeds: list[float | None] = []
+
+    class Seen(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            speeds.extend(task.speed for task in trainer.progress_bar_callback.progress.tasks)
+
+    settings: Any = {"callbacks": [RichProgressBar(), Seen()], "enable_progress_bar": True}
+    make_trainer(strategy="ort", max_epochs=2, limit_val_batches=0, **settings).fit(Watched())
+    assert speeds
+    assert all(speeds)

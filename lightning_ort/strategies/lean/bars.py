@@ -16,7 +16,7 @@ _DRAWING = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end"
 
 
 class Bars:
-    """Lets a bar of Lightning draw ten times a second, and when a loop ends, where it shows what stock does.
+    """Lets a bar of Lightning draw the first batch, ten times a second, and the last, where it shows what stock does.
 
     A bar that draws with methods of its own is called as always. One that waits shows what it would have shown in its
     turn, and nothing that was logged since. Values on a GPU are copied when a picture is due, and drawn with one of the
@@ -44,8 +44,8 @@ class Bars:
             return False
         if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
             return False  # it is drawn rarely, in batches that it chooses itself
-        now = monotonic()
-        is_due = self.must_draw or now - self._drawn_at >= PICTURES
+        now, is_first = monotonic(), args[2] == 0  # from which Rich counts batches a second
+        is_due = self.must_draw or is_first or now - self._drawn_at >= PICTURES
         if (is_due and (self.must_draw or self.on_cpu)) or (seen := logger_connector(trainer).seen()) is None:
             self._drawn_at, self._copied = now, None
             self._waiting.pop(draw, None)
