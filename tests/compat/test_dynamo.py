@@ -16,6 +16,8 @@ import pytest
 import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn
+from torch.utils._sympy.interp import handlers
+from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from lightning_ort.compat import dynamo
 
@@ -330,10 +332,10 @@ def test_prepare_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prepare_numbers() -> None:
     """Without it a graph that tensors are multiplied in with `step % 4` fails as a whole."""
     dynamo.prepare_numbers()
-    for name in dynamo.handlers().values():
-        assert callable(getattr(dynamo.TensorReferenceAnalysis, name))
+    for name in handlers().values():
+        assert callable(getattr(TensorReferenceAnalysis, name))
     with pytest.raises(NotImplementedError):
-        dynamo.TensorReferenceAnalysis.python_mod(1, 2)
+        TensorReferenceAnalysis.python_mod(1, 2)
 
 
 def test_numbers_in_graphs() -> None:
