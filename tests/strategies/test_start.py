@@ -16,7 +16,9 @@ from lightning_ort import CompileReport, ORTStrategy
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.executors.ort import kernels
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
 from lightning_ort.strategies.race import settings
 from lightning_ort.strategies.race.outlook import Outlook, at_window_start, outlook_of
@@ -183,6 +185,18 @@ def test_deterministic_mode_lets_no_clock_decide(make_trainer: Callable[..., Any
         assert one.notes[-1].where == "training_step"
         assert one.notes[-1].reason.type is ReasonType.STATIC_RULE
     assert [graph.name for graph in starts.graphs] == ["training_step/step_0"]
+
+
+def test_who_wants_no_fallback_learns_at_once_that_onnxruntime_does_not_load(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = Reason(ReasonType.RUNTIME_UNAVAILABLE, "it does not import")
+    monkeypatch.setattr(kernels, "unavailable", lambda loads=True: reason if loads else None)
+    module = Small()
+    with pytest.raises(ORTFallbackError, match="it does not import"):
+        fit(module, ORTStrategy(config={"fallback": "raise"}), make_trainer)
+    assert module.losses == []
+    assert fit(Small(), amortized(), make_trainer).strategy.report.fallbacks == []
 
 
 def test_always_is_now_and_amortized_is_honoured(make_trainer: Callable[..., Any]) -> None:

@@ -71,7 +71,7 @@ class Capture:
             for_regions = dataclasses.replace(others, engine="ort", start="now", dropout_masks="exact")
             # most short runs compile nothing, and need no onnxruntime
             is_named = debug.providers is not None or debug.kernels != "auto"
-            loads = is_named or not is_amortized(self.config)
+            loads = is_named or self.config.fallback == "raise" or not is_amortized(self.config)
             self.backend = ORTBackend(for_regions, weakly(self._request, CompileRequest()), loads)
             self.backend.report.optimizers = self._report.optimizers
         if not self.backend.available and setting_for(self.config, strategy.root_device) == "ort":
