@@ -53,11 +53,9 @@ def to_plain(graph: fx.Graph) -> list[Any] | None:
 def _plain_node(node: fx.Node, numbers: dict[fx.Node, int]) -> list[Any]:
     target = str(node.target)
     if node.op == "call_function":
-        if isinstance(node.target, OpOverload) and node.target.namespace in _NAMESPACES:
-            target = str(node.target)
-        elif node.target is operator.getitem:
+        if node.target is operator.getitem:
             target = "getitem"
-        else:
+        elif not isinstance(node.target, OpOverload) or node.target.namespace not in _NAMESPACES:
             raise TypeError(target)
     elif node.op not in ("placeholder", "output"):
         raise TypeError(node.op)

@@ -13,7 +13,7 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.race.outlook import TRAINING, Outlook, at_window_start, outlook_of
 from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.settings import is_amortized, lets_no_clock_decide, setting_for
+from lightning_ort.strategies.race.settings import is_amortized, setting_for
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,8 +47,8 @@ class RunFacts:
         return is_amortized(self.config)
 
     def stays_unchanged(self, name: str) -> bool:
-        """Return whether a step is not compiled, whatever it takes."""
-        return lets_no_clock_decide(self.config) and not self.saves_memory(name)
+        """Return whether a step stays as it is: in deterministic mode no time may tell whether compiling pays."""
+        return self.is_amortized and torch.are_deterministic_algorithms_enabled() and not self.saves_memory(name)
 
     @property
     def is_measured(self) -> bool:

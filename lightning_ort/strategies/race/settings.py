@@ -15,11 +15,6 @@ def is_amortized(config: ORTConfig) -> bool:
     return (config.start or ("now" if wants_graphs else DEFAULT_START)) == "amortized"
 
 
-def lets_no_clock_decide(config: ORTConfig) -> bool:
-    """Return whether steps stay as they are: in deterministic mode times must not tell whether compiling pays."""
-    return is_amortized(config) and torch.are_deterministic_algorithms_enabled()
-
-
 def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
     """Return the engine that a config asks for.
 

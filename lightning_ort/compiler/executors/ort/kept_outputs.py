@@ -77,11 +77,12 @@ class KeptOutputs:
     def _renew(self) -> None:
         """Take other memory where somebody refers to it."""
         assert empty_strided_cpu is not None
-        now: Iterable[Any] = zip(*self._see(), strict=True) if self._users else [()] * len(self._kept)
-        before: Iterable[Any] = zip(*self._users, strict=True) if self._users else [None] * len(self._kept)
-        for index, (one, other) in enumerate([*zip(now, before, strict=True)]):
-            if one != other:
-                self._tensors[index] = empty_strided_cpu(*self._kept[index])
-                self._storages[index] = self._tensors[index].untyped_storage()
-                self._addresses[index] = storage_address(self._storages[index])
+        taken: Iterable[int] = range(len(self._kept))
+        if self._users:
+            rows = zip(zip(*self._see(), strict=True), zip(*self._users, strict=True), strict=True)
+            taken = [index for index, (now, before) in enumerate(rows) if now != before]
+        for index in taken:
+            self._tensors[index] = empty_strided_cpu(*self._kept[index])
+            self._storages[index] = self._tensors[index].untyped_storage()
+            self._addresses[index] = storage_address(self._storages[index])
         self._users = self._see()
