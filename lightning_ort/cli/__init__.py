@@ -1,13 +1,13 @@
 """The command ``lightning-ort``.
 
-A command is a file with a function of its name, and ``add_arguments``, which adds that function's parameters to a
-parser; :mod:`~lightning_ort.cli.arguments` has what argparse lacks for them. Nothing else names it.
+A command is a file with a function of its name, which gets the parsed arguments and when the program was ``started``,
+and ``add_arguments``, which adds them to a parser; :mod:`~lightning_ort.cli.arguments` has what argparse lacks for
+them. Nothing else names it.
 """
 
 import argparse
 import ast
 import importlib
-import inspect
 import os
 import sys
 import time
@@ -17,8 +17,6 @@ from lightning_ort._arguments import closest
 from lightning_ort._imports import __version__
 from lightning_ort.cli import run
 from lightning_ort.cli.arguments import in_one_style
-
-_STARTED = "started"  # parameter of a command that has to know when the program was started
 
 
 def main() -> None:
@@ -56,11 +54,8 @@ def _run_command(started: float) -> None:
             module = importlib.import_module(f"lightning_ort.cli.{name}")
             module.add_arguments(own)
     parsers.add_parser("run", help=run.SUMMARY)
-    passed = vars(parser.parse_args(arguments or ["--help"]))
-    command = getattr(module, wanted)
-    if _STARTED in inspect.signature(command).parameters:
-        passed[_STARTED] = started
-    command(**passed)
+    given = parser.parse_args(arguments or ["--help"], argparse.Namespace(started=started))
+    getattr(module, wanted)(given)
 
 
 def _commands() -> dict[str, str]:

@@ -5,7 +5,7 @@ import json
 import statistics
 import sys
 import tempfile
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,21 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--output", type=Path, help="a folder for bench.json, bench.png, and the files and output of the runs")
 
 
-def bench(
-    module: str | None = None,
-    args: dict[str, Any] | None = None,
-    data: str | None = None,
-    data_args: dict[str, Any] | None = None,
-    config: Path | None = None,
-    variants: list[str] | None = None,
-    rounds: int = 7,
-    steps: int = 20,
-    warm_up: int = 50,
-    accelerator: str = "auto",
-    seed: int = 0,
-    ort_config: dict[str, Any] | None = None,
-    output: Path | None = None,
-) -> None:
+def bench(given: Namespace) -> None:
     """Train a module in several variants on this machine and compare their speed.
 
     A variant is written ENGINE[+OPTIM][@PRECISION]. The engine is stock, compile (torch.compile of the child modules),
@@ -82,12 +68,12 @@ def bench(
     ORTStrategy(optim=...). PRECISION is a precision of the Trainer, or high or medium for less precise float32
     products. The first variant is the baseline for the others. Ctrl-C ends the benchmark and shows what is finished.
     """
-    for name, value in (("rounds", rounds), ("steps", steps), ("warm_up", warm_up)):
+    rounds, steps, warm_up, output = given.rounds, given.steps, given.warm_up, given.output
+    for name, value in (("rounds", rounds), ("steps", steps), ("warm-up", warm_up)):
         if value < 1:
-            sys.exit(f"--{name.replace('_', '-')}={value}: must be at least 1.")
-    trials = _checked(variants or VARIANTS, ort_config or {}, output)
-    more: dict[str, Any] = {"accelerator": accelerator, "seed": seed, "ort_config": NAMED | (ort_config or {})}
-    project = load_project("bench", module, args, data, data_args, config, **more)
+            sys.exit(f"--{name}={value}: must be at least 1.")
+    trials = _checked(given.variants or VARIANTS, given.ort_config or {}, output)
+    project = load_project("bench", given, ort_config=NAMED | (given.ort_config or {}))
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -103,11 +89,10 @@ def bench(
         except TuneError as error:
             sys.exit(plain(f"lightning-ort bench: {error}", "utf-8"))
         progress.update(task, completed=len(trials) * (rounds + 1))
-    title = f"{module or config}: median of {rounds} rounds of {steps} steps"
+    title = f"{given.module or given.config}: median of {rounds} rounds of {steps} steps"
     if output is not None:
-        asked: dict[str, Any] = {"module": module, "args": args or {}, "data": data, "data_args": data_args or {}}
-        asked |= {"config": config, "accelerator": accelerator, "seed": seed, "ort_config": ort_config or {}}
-        asked |= {"rounds": rounds, "steps": steps, "warm_up": warm_up}
+        asked = {name: value for name, value in vars(given).items() if name not in ("variants", "output", "started")}
+        asked |= {name: asked[name] or {} for name in ("args", "data_args", "ort_config")}
         found = {"machine": machine(), "settings": asked, "rows": [to_dict(trial, trials[0]) for trial in trials]}
         (output / "bench.json").write_text(json.dumps(found, indent=2, default=str))
     show(to_table(trials, title), _EXPLANATION, _footnote())

@@ -1,9 +1,8 @@
 """``lightning-ort cache``: shows or deletes what is kept between runs."""
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Literal, get_args
 
 from rich.filesize import decimal
 
@@ -11,21 +10,19 @@ from lightning_ort._text import say
 from lightning_ort.compiler.cache import cache_folder
 from lightning_ort.compiler.cache.cache_folder import default_folder
 
-Action = Literal["info", "clear"]
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`cache` takes."""
-    parser.add_argument("action", choices=get_args(Action), help="info shows number and size; clear deletes the files")
+    parser.add_argument("action", choices=("info", "clear"), help="info shows number and size; clear deletes the files")
     parser.add_argument("--folder", type=Path, help="the cache_dir of the runs, if it is not the default one")
 
 
-def cache(action: Action, folder: Path | None = None) -> None:
+def cache(given: Namespace) -> None:
     """Show or delete the ONNX models and placement decisions that are kept between runs."""
-    folder = folder or default_folder()
+    folder = given.folder or default_folder()
     try:
         kept, partial = cache_folder.entries(folder), cache_folder.partial_files(folder)
-        if action == "clear":
+        if given.action == "clear":
             room = sum(_delete(path) for path in (*kept, *partial))
             say(f"{folder}: {len(kept) + len(partial)} files deleted, {decimal(room)}")
             return

@@ -1,7 +1,7 @@
 """``lightning-ort convert``: converts a DeepSpeed checkpoint to a plain one."""
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_ort._arguments import check_writable
@@ -24,17 +24,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--trust", action="store_true", help=TRUST)
 
 
-def convert(directory: Path, output: Path, trust: bool = False) -> None:
+def convert(given: Namespace) -> None:
     """Convert a checkpoint directory of DeepSpeed's ZeRO stage 1 or 2 to one plain Lightning checkpoint.
 
     The file has float32 weights, the optimizer's states for each parameter, and everything else that the run saved. Any
     strategy can resume it, with any number of processes.
     """
+    directory, output = given.directory, given.output
     if output.exists():
         sys.exit(f"{output} already exists. Choose another output file.")
     try:
         check_writable("output", str(output), is_folder=False)  # before what may take long
-        checkpoint = read_directory(directory, trust)
+        checkpoint = read_directory(directory, given.trust)
         save_atomically(checkpoint, output)
     except ModuleNotFoundError as error:
         sys.exit(f"{directory} contains objects of a package that is not installed: {error}.")

@@ -4,18 +4,18 @@ import copy
 import dataclasses
 import importlib
 import io
+import json
 import logging
 import os
 import platform
 import sys
 import tempfile
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import metadata
-from json import dumps
 from typing import Literal
 
 import torch
@@ -96,11 +96,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def doctor(json: bool = False) -> None:
+def doctor(given: Namespace) -> None:
     """Check this machine and its packages; exits with status 1 if training on ONNX Runtime cannot work."""
     findings = examine(Machine.this())
-    if json:
-        say(dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    if given.json:
+        say(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         say("\n".join(map(str, findings)))
     if any(finding.state == "failed" for finding in findings):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,12 @@ def load(path: str, argument: str) -> Any:
     return found
 
 
-def check_source(module: str | None, config: Path | None, has_args: bool) -> None:
+def check_source(given: Namespace) -> None:
     """Exit with a message unless a command's arguments name something to train, and name it once."""
-    if module is None and config is None:
+    config = given.config
+    if given.module is None and config is None:
         sys.exit("Nothing to train: name a module, as package.module:name or path/to/file.py:name, or give --config.")
-    if config is not None and has_args:
+    if config is not None and (given.args or given.data_args):
         sys.exit(
             "--args and --data-args cannot be combined with --config, which has the arguments of the module and data."
         )
@@ -46,19 +48,12 @@ def check_source(module: str | None, config: Path | None, has_args: bool) -> Non
         sys.exit(f"--config={config}: there is no such file.")
 
 
-def load_project(
-    command: str,
-    module: str | None,
-    args: dict[str, Any] | None,
-    data: str | None,
-    data_args: dict[str, Any] | None,
-    config: Path | None,
-    **more: Any,
-) -> "Project":
+def load_project(command: str, given: Namespace, **more: Any) -> "Project":
     """Load what a command is to train; exit with a message if something is missing. ``more`` is of the project."""
     from lightning_ort.tuning.project import Project  # needs torch
 
-    check_source(module, config, bool(args or data_args))
+    check_source(given)
+    module, data, config = given.module, given.data, given.config
     settings = _configuration(config) if config is not None else None
     if settings is not None and module is None and "class_path" not in (settings.get("model") or {}):
         sys.exit(
@@ -67,10 +62,12 @@ def load_project(
         )
     project = Project(
         module=load(module, "module") if module else None,
-        args=args or {},
+        args=given.args or {},
         data=load(data, "data") if data else None,
-        data_args=data_args or {},
+        data_args=given.data_args or {},
         config=settings,
+        accelerator=given.accelerator,
+        seed=given.seed,
         **more,
     )
     if project.lacks_data:

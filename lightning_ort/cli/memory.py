@@ -1,8 +1,7 @@
 """``lightning-ort memory``: memory that training a module needs with each implementation of the optimizer."""
 
 import sys
-from argparse import ArgumentParser
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 import torch
 from rich.filesize import decimal
@@ -33,30 +32,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def memory(
-    module: str,
-    args: dict[str, Any] | None = None,
-    optim: list[str] | None = None,
-    ranks: list[int] | None = None,
-    measure: bool = False,
-) -> None:
+def memory(given: Namespace) -> None:
     """Show the bytes of parameters, gradients and optimizer states.
 
     The module is created on the meta device, so a model of any size fits.
     """
-    names = optim or list(STATES)
-    for count in ranks or ():
+    module, ranks, names = given.module, given.ranks or (), given.optim or list(STATES)
+    for count in ranks:
         if count < 1:
             sys.exit(f"--ranks {count}: must be at least 1.")
     make = load(module, "module")
-    with torch.device("cpu" if measure else "meta"):
-        made = call(make, module, args or {})
+    with torch.device("cpu" if given.measure else "meta"):
+        made = call(make, module, given.args or {})
     if not isinstance(made, nn.Module):
         sys.exit(f"{module} returned a {type(made).__name__}: name a class or function that creates a torch.nn.Module.")
     table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
     headers = ["states", "per element", "in all"]
-    headers += ["measured"] if measure else []
-    headers += [f"each of {count} ranks" for count in ranks or ()]
+    headers += ["measured"] if given.measure else []
+    headers += [f"each of {count} ranks" for count in ranks]
     for header in headers:
         longest = max(map(len, header.split()))  # a word of a header is never broken, nor is a number of bytes
         table.add_column(header, justify="right", min_width=max(len("99.9 kB"), longest))
@@ -68,9 +61,9 @@ def memory(
         except ValueError as error:
             sys.exit(str(error))
         row = [decimal(predicted.states), f"{predicted.states_per_element:.2f} B", decimal(predicted.per_rank(1))]
-        if measure:
+        if given.measure:
             row.append(_measured(made, name))
-        table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks or ()))
+        table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks))
     out = console()
     out.print(table)
     say("in all: states, parameters and gradients")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_ort._text import say
@@ -21,9 +21,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("-o", "--output", type=Path, help="the page; by default, the report's path with .html")
 
 
-def report(file: Path, other: Path | None = None, output: Path | None = None) -> None:
+def report(given: Namespace) -> None:
     """Write the report of a run as one HTML page; with two reports, compare the runs."""
-    output = output or (
+    file, other = given.file, given.other
+    output = given.output or (
         file.with_suffix(".html") if other is None else file.with_name(f"{file.stem}-{other.stem}.html")
     )
     if output.resolve() in [path.resolve() for path in (file, other) if path is not None]:

@@ -10,13 +10,13 @@ import signal
 import sys
 import tempfile
 import threading
-import time as clock
-from argparse import ArgumentParser
+import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -62,48 +62,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--explain", type=Path, help="show what a search has tried and why, from its JSON file")
 
 
-def tune(
-    module: str | None = None,
-    args: dict[str, Any] | None = None,
-    data: str | None = None,
-    data_args: dict[str, Any] | None = None,
-    config: Path | None = None,
-    time: str = "5m",
-    memory: str | None = None,
-    effective_batch: int | None = None,
-    keep_numerics: bool = False,
-    devices: int = 1,
-    accelerator: str = "auto",
-    seed: int = 0,
-    output: Path = Path("tuned.yaml"),
-    dry_run: bool = False,
-    explain: Path | None = None,
-    started: float | None = None,
-) -> None:
+def tune(given: Namespace) -> None:
     """Find the fastest way to train a module on this machine, and write it as a LightningCLI configuration.
 
     Engines, precisions, implementations of the optimizer, settings of the data loading, batch sizes and more are tried
     for a few seconds each, in turns. A candidate is refused if its loss differs too much from that of float32. Ctrl-C
     ends the search and keeps the best so far. No file is ever overwritten.
     """
-    started = clock.monotonic() if started is None else started
-    if explain is not None:
-        say(_read(explain).explanation())
+    if given.explain is not None:
+        say(_read(given.explain).explanation())
         return
     try:
-        seconds, size = _seconds(time), _bytes(memory)
-        with nullcontext() if dry_run else _ended_at(started + seconds, time):
-            limits = _api().checked_limits(seconds, size, effective_batch, keep_numerics, devices)
-            if not dry_run:
-                _check_output(output)
-            more: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "seed": seed}
-            project = load_project("tune", module, args, data, data_args, config, **more)
+        seconds, size = _seconds(given.time), _bytes(given.memory)
+        with nullcontext() if given.dry_run else _ended_at(given.started + seconds, given.time):
+            asked = (given.effective_batch, given.keep_numerics, given.devices)
+            limits = _api().checked_limits(seconds, size, *asked)
+            if not given.dry_run:
+                _check_output(given.output)
+            project = load_project("tune", given, devices=given.devices)
             importlib.import_module(project.namespace.package)
-        if dry_run:
+        if given.dry_run:
             _show_plan(project, limits)
             return
-        result = _with_progress(project, limits, started)
-        written = result.save(output)
+        result = _with_progress(project, limits, given.started)
+        written = result.save(given.output)
     except (FileExistsError, TypeError, ValueError) as error:
         sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
     except KeyboardInterrupt:
@@ -133,7 +115,7 @@ def _ended_at(deadline: float, allowed: str) -> Iterator[None]:
         sys.exit(f"lightning-ort tune: --time {allowed} is too short: it was over before your module was imported.")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - clock.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - time.monotonic()))
     try:
         yield
     finally:
@@ -152,13 +134,13 @@ def _check_output(output: Path) -> None:
 def _with_progress(project: "Project", limits: "Limits", started: float) -> "TuneResult":
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     # writing imports and draws, which takes its share of what the imports until here have taken
-    deadline = started + limits.seconds - max(_LEAST_TO_WRITE, _TO_WRITE * (clock.monotonic() - started))
+    deadline = started + limits.seconds - max(_LEAST_TO_WRITE, _TO_WRITE * (time.monotonic() - started))
     with Progress(*columns, console=console(stderr=True)) as progress:
         task = progress.add_task("", total=limits.seconds)
 
         def listen(doing: str, best: str) -> None:
             text = f"{doing} (best so far: {best})" if best else doing
-            progress.update(task, description=plain(text), completed=min(limits.seconds, clock.monotonic() - started))
+            progress.update(task, description=plain(text), completed=min(limits.seconds, time.monotonic() - started))
 
         result: TuneResult = _api().tune_project(project, limits, deadline, listen)
         progress.update(task, completed=limits.seconds)
@@ -167,10 +149,10 @@ def _with_progress(project: "Project", limits: "Limits", started: float) -> "Tun
 
 def _show_plan(project: "Project", limits: "Limits") -> None:
     api = _api()
-    start = clock.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         facts = api.probed(project, Path(folder), limits.seconds, start + limits.seconds, lambda doing, best: None)
-    each = max(_A_TRIAL, _STARTS * (clock.monotonic() - start))
+    each = max(_A_TRIAL, _STARTS * (time.monotonic() - start))
     trials = api.planned(facts, limits, api.is_plain(project))
     table = PlainTable("stage", "candidate", "because", title=f"{facts.module}: what would be tried")
     table.add_column("MB of tensors", justify="right")

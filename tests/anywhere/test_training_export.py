@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ort import OnnxExport, export_training, load_training_state
+from lightning_ort.cli import main
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from tests.anywhere.modules import SIX, DigitsCNN, Module, SmallGPT, TabularMLP
@@ -599,11 +600,11 @@ def test_command(tmp_path: Path) -> None:
     assert (again.returncode, "already exists" in again.stderr) == (1, True)
 
 
-def test_command_refuses_what_only_training_takes(tmp_path: Path) -> None:
-    from lightning_ort.cli.export import export
-
+def test_command_refuses_what_only_training_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["lightning-ort", "export", "x.ckpt", "--module", "a:B", "-o", str(tmp_path / "out"), "--float16"]
+    monkeypatch.setattr("sys.argv", [*command, "--gradient-clip-val", "1"])
     with pytest.raises(SystemExit, match=r"^--gradient-clip-val, --float16: pass --training too"):
-        export(tmp_path / "x.ckpt", module="a:B", output=tmp_path / "out", float16=True, gradient_clip_val=1.0)
+        main()
 
 
 def test_logged_metrics(tmp_path: Path) -> None:

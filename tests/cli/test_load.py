@@ -1,5 +1,6 @@
 """The object that a command line names is that one, whatever else has its name."""
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.cli.load import check_source, load, load_project
+from lightning_ort.cli.arguments import add_project
+from lightning_ort.cli.load import load, load_project
 
 
 @pytest.fixture(autouse=True)
@@ -103,39 +105,38 @@ def test_no_such_file(tmp_path: Path) -> None:
 CONFIG = "config.yaml"
 
 
+def given(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_project(parser)
+    return parser.parse_args(arguments)
+
+
 @pytest.mark.parametrize(
-    ("module", "config", "has_args", "message"),
+    ("arguments", "message"),
     [
-        ("net.py:Net", None, False, None),
-        ("net.py:Net", None, True, None),
-        ("net.py:Net", CONFIG, False, None),
-        (None, CONFIG, False, None),
-        (None, None, False, "Nothing to train: name a module"),
-        (None, None, True, "Nothing to train: name a module"),
-        (None, CONFIG, True, "--args and --data-args cannot be combined with --config"),
-        ("net.py:Net", CONFIG, True, "--args and --data-args cannot be combined with --config"),
-        (None, "nowhere.yaml", False, "--config=.*nowhere.yaml: there is no such file"),
+        ((), "Nothing to train: name a module"),
+        (("--args", "a=1"), "Nothing to train: name a module"),
+        (("--config", CONFIG, "--args", "a=1"), "--args and --data-args cannot be combined with --config"),
+        (("net.py:Net", "--config", CONFIG, "--data-args", "a=1"), "cannot be combined with --config"),
+        (("--config", "nowhere.yaml"), "--config=.*nowhere.yaml: there is no such file"),
+        (("--config", CONFIG), r"its model has no class_path, .*: lightning-ort bench main\.py:Model"),
     ],
 )
-def test_what_names_something_to_train(
-    module: str | None, config: str | None, has_args: bool, message: str | None, tmp_path: Path
+def test_what_names_nothing_to_train(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / CONFIG, "model: {}\n")
-    path = None if config is None else tmp_path / config
-    if message is None:
-        check_source(module, path, has_args)
-        return
+    write(tmp_path / CONFIG, "model: {width: 8}\n")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=message):
-        check_source(module, path, has_args)
+        load_project("bench", given(*arguments))
 
 
 def test_a_project_of_what_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a_net.py")
     write(tmp_path / CONFIG, "model: {width: 8}\n")
-    project = load_project("bench", f"{file}:make", {"a": 1}, f"{file}:make", {"b": 2}, None, seed=3)
+    named = (f"{file}:make", "--args", '{"a": 1}', "--data", f"{file}:make", "--data-args", '{"b": 2}', "--seed", "3")
+    project = load_project("bench", given(*named))
     assert (project.module, project.args, project.data_args) == (project.data, {"a": 1}, {"b": 2})
     assert (project.module(), project.config, project.seed) == (str(file), None, 3)
-    project = load_project("bench", f"{file}:make", None, None, None, tmp_path / CONFIG)
+    project = load_project("bench", given(f"{file}:make", "--config", str(tmp_path / CONFIG)))
     assert (project.config, project.data, project.args) == ({"model": {"width": 8}}, None, {})
-    with pytest.raises(SystemExit, match=r"its model has no class_path, .*: lightning-ort bench main\.py:Model"):
-        load_project("bench", None, None, None, None, tmp_path / CONFIG)

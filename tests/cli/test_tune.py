@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,11 +302,15 @@ def test_json_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_time_includes_what_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "start_probe", None)  # nothing is started
+    parser = ArgumentParser()
+    command.add_arguments(parser)
     for spent in (59.9, 61.0):
         with pytest.raises(
             SystemExit, match=r"--time 60s is too short: it was over before (anything could|your module)"
         ):
-            command.tune(f"{MODULES}:Small", time="60s", started=time.monotonic() - spent)
+            command.tune(
+                parser.parse_args([f"{MODULES}:Small", "--time=60s"], Namespace(started=time.monotonic() - spent))
+            )
 
 
 def test_an_import_is_interrupted_when_the_time_is_up() -> None:
