@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_ort.compiler.executors.ort import kernels, support
-from lightning_ort.compiler.executors.ort.conversion import layer_norm
+from lightning_ort.compiler.executors.ort.conversion import normalization
 from lightning_ort.compiler.reason import ReasonType
 from tests.compiler.fake_cuda import CUDA, CudaBackend, FakeCuda, autocast, run_op
 from tests.strategies.parity_models import BERT, CLASSES, CNN, GPT, MLP, Block
@@ -154,7 +154,7 @@ def test_a_layer_norm_that_the_gpu_has_shown_to_be_exact(
 ) -> None:
     norm = nn.LayerNorm(8, elementwise_affine=affine).to(dtype)
     for exact in (False, True):
-        monkeypatch.setattr(layer_norm, "is_exact", lambda dtype, device, exact=exact: exact)
+        monkeypatch.setattr(normalization, "is_exact", lambda dtype, device, exact=exact: exact)
         torch._dynamo.reset()
         cuda.sessions.clear()
         report = CudaBackend(min_region_nodes=1)
@@ -184,8 +184,8 @@ def test_what_a_gpu_shows(kernel: Any, exact: bool, dtype: torch.dtype, monkeypa
         result, *statistics = kernel(x, *affine)  # None fails, as a session that is not built
         return [result.to(x.dtype), *statistics]
 
-    monkeypatch.setattr(layer_norm, "_run", run)
-    assert layer_norm.is_exact.__wrapped__(dtype, torch.device("cpu")) is exact
+    monkeypatch.setattr(normalization, "_run", run)
+    assert normalization.is_exact.__wrapped__(dtype, torch.device("cpu")) is exact
 
 
 @pytest.mark.parametrize(("newest", "opsets"), [(22, [22]), (18, [])])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.ort.conversion.checks import axis_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import axis_of
 from lightning_ort.config import ORTConfig
 from tests.conversion.changing_sizes import Sizes, changes, check_sizes
 from tests.conversion.harness import TOLERANCES, compare, torch_reasons

@@ -10,7 +10,7 @@ from torch import fx
 from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload, expression_of
-from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, FORMS, Unsupported

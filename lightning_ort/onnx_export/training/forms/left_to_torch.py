@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import static_sizes
-from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, form
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 from lightning_ort.onnx_export.training.graph import PortableGraph

@@ -17,13 +17,13 @@ decomposes the forward op itself.
   not that of the first input. ``ctx.const(value, dtype)``, ``ctx.ints([0, 1])`` and ``ctx.sizes(sizes)`` are constants,
   the last also with symbolic sizes; ``ctx.shape_tensor(x)`` is a shape when the model runs.
 - :mod:`.metadata` says what was traced: ``dtype_of(x)``, ``shape_of(x)``, ``rank_of(x)``, and ``static(sizes)`` whether
-  no size is symbolic. :mod:`.checks` brings dimensions into form, as ``axis_of(dim, rank)``, and refuses symbolic ones.
+  no size is symbolic; it also brings dimensions into form, as ``axis_of(dim, rank)``, and refuses symbolic ones.
 - ``raise Unsupported("why")`` for what it cannot express, or for what onnxruntime's kernel does wrong or slowly: the
   node stays in torch, with that reason in the report. Quirks get a comment with the version.
 - ``where`` and the functions of :mod:`.elementary` (``exp``, ``log``, ``sqrt``, ...) in place of onnxruntime's own,
   which are slow, or wrong for infinities, NaN and denormals. ``ctx.on_cpu`` says whether the CPU's kernels may run the
   op: what is for these alone, such as sums in float64, is asked for behind it.
-- Where a file writes several ops alike, one more is a line there, such as ``_unary("exp2", lambda x: 2**x)`` of
+- Where a file writes several ops alike, one more is a line there, such as ``unary("exp2", lambda x: 2**x)`` of
   :mod:`.pointwise` for a function of one tensor.
 - ``@converts(..., variants=("GeluGrad", EXPANDED))`` for an op that can be written as a kernel of the training builds,
   or expanded: ask ``ctx.variant(node)`` which. ``takes_empty=True`` where operands may have no elements.
@@ -38,15 +38,15 @@ The files
 ---------
 
 1. :mod:`registry`: the table of operations, for runs and for models for everywhere, and which of several rows holds.
-2. :mod:`metadata`; :mod:`checks`.
+2. :mod:`metadata`: what was traced, and arguments as ONNX takes them.
 3. :mod:`graph`: the ONNX graph under construction, and its values; :mod:`cuda_kernels`: what has no kernel on a GPU.
-4. :mod:`elementary`; :mod:`choice`: choice by a condition, and what takes less time where that is exact.
-5. :mod:`pointwise`: arithmetic, casts; :mod:`logic`: comparison and choice; :mod:`activations`.
+4. :mod:`elementary`: choice by a condition, and functions that are right for every number.
+5. :mod:`pointwise`: arithmetic, casts, comparison, logic and choice; :mod:`activations`, also softmax.
 6. :mod:`linalg`: matrix products.
 7. :mod:`shape`: views, layout, tensors made from sizes.
 8. :mod:`reduction`: sums, extrema, variance, norms, sorting.
 9. :mod:`indexing`: gather and scatter; :mod:`slices`: slices written to, diagonals, triangles.
-10. :mod:`softmax`; :mod:`normalization`; :mod:`nn`: convolution, embedding, dropout; :mod:`pooling`.
+10. :mod:`normalization`; :mod:`nn`: convolution, embedding, dropout, pooling.
 11. :mod:`loss`: loss functions.
 
 Importing this package registers all of them.
@@ -56,18 +56,15 @@ from lightning_ort.compiler.executors.ort.conversion import (  # noqa: F401  (th
     activations,
     indexing,
     linalg,
-    logic,
     loss,
     nn,
     normalization,
     pointwise,
-    pooling,
     reduction,
     shape,
     slices,
-    softmax,
 )
-from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported, converts
 

@@ -1,4 +1,4 @@
-"""Activation functions and their gradients.
+"""Activation functions, softmax among them, and their gradients.
 
 Some gradients consist of pieces, and eager takes one of them for a NaN. Where torch's CPU kernels (2.13) take another
 one in their vector loops than for the elements that are left over, all elements have that of the vector loops.
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.choice import masked, where
-from lightning_ort.compiler.executors.ort.conversion.elementary import exp, expm1, logistic
+from lightning_ort.compiler.executors.ort.conversion.elementary import exp, expm1, logistic, masked, where
 from lightning_ort.compiler.executors.ort.conversion.elementary import softplus as smooth_max
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of
-from lightning_ort.compiler.executors.ort.conversion.pointwise import clamp
+from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, axis_of, dtype_of, rank_of, work_dtype
+from lightning_ort.compiler.executors.ort.conversion.pointwise import clamp, unary
+from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
 
 aten = torch.ops.aten
@@ -35,10 +35,7 @@ def tanh_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.No
     return ctx.value(grad) * (1 - y * y)
 
 
-@converts(aten.sigmoid.default)
-def sigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
-    """sigmoid(Tensor self) -> Tensor"""
-    return logistic(ctx.value(x, dtype_of(node)))
+unary("sigmoid", logistic)
 
 
 @converts(aten.sigmoid_backward.default)
@@ -94,11 +91,7 @@ def _gelu_tanh_slope(x: Value) -> Value:
 # silu, leaky relu, elu, softplus
 
 
-@converts(aten.silu.default)
-def silu(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
-    """silu(Tensor self) -> Tensor"""
-    value = ctx.value(x)
-    return value / (exp(-value) + 1)
+unary("silu", lambda x: x / (exp(-x) + 1))
 
 
 @converts(aten.silu_backward.default, variants=(EXPANDED,))
@@ -190,17 +183,18 @@ def hardtanh_backward(
     return masked(node, ~inside, ctx.value(grad))
 
 
-@converts(aten.hardsigmoid.default)
-def hardsigmoid(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
-    """hardsigmoid(Tensor self) -> Tensor"""
-    value = ctx.value(x)
-    if value.dtype is torch.float64:  # ONNX attributes are float32
-        return _clip((value + 3) / 6, 1)
-    return value.op("HardSigmoid", alpha=1 / 6, beta=0.5)
+def _hardsigmoid(x: Value) -> Value:
+    if x.dtype is torch.float64:  # ONNX attributes are float32
+        return _clip((x + 3) / 6, 1)
+    return x.op("HardSigmoid", alpha=1 / 6, beta=0.5)
 
 
 def _clip(value: Value, high: float) -> Value:
     return value.op("Clip", value.ctx.const(0, value.dtype), value.ctx.const(high, value.dtype))
+
+
+unary("hardsigmoid", _hardsigmoid)
+unary("hardswish", lambda x: x * (_clip(x + 3, 6) / 6 if x.dtype is torch.float64 else _hardsigmoid(x)))
 
 
 @converts(aten.hardsigmoid_backward.default)
@@ -209,15 +203,6 @@ def hardsigmoid_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.
     value = ctx.value(x)
     share = ctx.value(grad) * torch.tensor(1 / 6).item()  # torch's sixth is a float32 in float64 too
     return where((value > -3) & (value < 3), share, 0)
-
-
-@converts(aten.hardswish.default)
-def hardswish(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
-    """hardswish(Tensor self) -> Tensor"""
-    value = ctx.value(x)
-    if value.dtype is torch.float64:  # ONNX attributes are float32
-        return value * _clip(value + 3, 6) / 6
-    return value * hardsigmoid(ctx, node, x)
 
 
 @converts(aten.hardswish_backward.default)
@@ -255,3 +240,79 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
     low = -high
     outside = (value < low) | (value > high)
     return masked(node, ~outside, ctx.value(grad))
+
+
+# softmax and its logarithm
+
+
+@converts(aten._softmax.default)
+def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
+    """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    value = ctx.value(x, dtype_of(node))
+    if _has_kernel(ctx, value, x, dim):
+        return _along(value, "Softmax", x, dim)
+    powers = exp(_below_largest(value, x, dim))
+    return powers / reduce("ReduceSum", x, powers, dim, keepdim=True)
+
+
+@converts(aten._log_softmax.default)
+def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
+    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
+    value = ctx.value(x, dtype_of(node))
+    if _has_kernel(ctx, value, x, dim):
+        return _along(value, "LogSoftmax", x, dim)
+    below = _below_largest(value, x, dim)
+    return below - reduce("ReduceSum", x, exp(below), dim, keepdim=True).op("Log")
+
+
+def _has_kernel(ctx: GraphBuilder, value: Value, x: fx.Node, dim: int) -> bool:
+    """Whether a kernel is right and fast: those of a CPU for other dimensions than the last transpose twice (1.19)."""
+    if not ctx.on_cpu or value.dtype not in (torch.float32, torch.float64):
+        return True
+    return value.dtype is torch.float32 and (rank_of(x) == 0 or axis_of(dim, rank_of(x)) == rank_of(x) - 1)
+
+
+def _below_largest(value: Value, x: fx.Node, dim: int) -> Value:
+    # onnxruntime's kernels for float64 (1.19) return numbers for a row with a NaN or an infinity, where torch has NaN
+    return value - reduce("ReduceMax", x, value, dim, keepdim=True)
+
+
+def _along(value: Value, op_type: str, x: fx.Node, dim: int) -> Value:
+    if rank_of(x):
+        return value.op(op_type, axis=dim)
+    return value.unsqueeze(0).op(op_type, axis=0).squeeze(0)  # ONNX has no axis of a scalar
+
+
+def _in_float32(ctx: GraphBuilder, grad: fx.Node, output: fx.Node) -> tuple[Value, Value]:
+    """The result and its gradient as torch's kernels compute with them: half types in float32."""
+    dtype = work_dtype(output)
+    return ctx.value(output, dtype), ctx.value(grad, dtype)
+
+
+def _kernel_runs(ctx: GraphBuilder, node: fx.Node, output: fx.Node, kernel: str) -> bool:
+    return dtype_of(output) is torch.float32 and rank_of(output) > 0 and ctx.variant(node) == kernel
+
+
+@converts(aten._softmax_backward_data.default, variants=("SoftmaxGrad_13", EXPANDED))
+def softmax_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any) -> Value:
+    """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    y, grads = _in_float32(ctx, grad, output)
+    if _kernel_runs(ctx, node, output, "SoftmaxGrad_13"):
+        result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
+    else:
+        result = (grads - reduce("ReduceSum", output, grads * y, dim, keepdim=True)) * y
+    return result.cast(dtype_of(node))
+
+
+# on 1024 x 4000 float32 LogSoftmaxGrad_13 takes 25 ms, the expansion 4 (1.19.2, 2 threads)
+@converts(aten._log_softmax_backward_data.default, variants=(EXPANDED, "LogSoftmaxGrad_13"))
+def log_softmax_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any
+) -> Value:
+    """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
+    y, grads = _in_float32(ctx, grad, output)
+    if _kernel_runs(ctx, node, output, "LogSoftmaxGrad_13"):
+        result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
+    else:
+        result = grads - exp(y) * reduce("ReduceSum", output, grads, dim, keepdim=True)
+    return result.cast(dtype_of(node))

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import axis_of, front, inverse, refuse_scalars
-from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     Arg,
     Scalar,
+    axis_of,
     dtype_of,
+    front,
+    inverse,
     rank_of,
+    refuse_scalars,
     same_shape,
     shape_of,
 )

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import axis_of
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, dtype_of, rank_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, axis_of, dtype_of, rank_of
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten

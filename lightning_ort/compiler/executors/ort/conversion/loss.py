@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.choice import where
-from lightning_ort.compiler.executors.ort.conversion.elementary import exp, log, log1p
+from lightning_ort.compiler.executors.ort.conversion.elementary import exp, log, log1p, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of

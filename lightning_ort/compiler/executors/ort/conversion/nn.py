@@ -1,15 +1,23 @@
-"""Convolution, embedding, dropout, and their gradients."""
+"""Convolution, embedding, dropout, pooling, and their gradients."""
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import per_dimension, static_sizes
-from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
+from lightning_ort.compiler.executors.ort.conversion.elementary import scaled_mask, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
+    dtype_of,
+    per_dimension,
+    rank_of,
+    shape_of,
+    static_sizes,
+)
+from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 from lightning_ort.compiler.reason import ReasonType
@@ -86,3 +94,202 @@ def grid_sampler_2d(ctx: GraphBuilder, node: fx.Node, x: fx.Node, grid: fx.Node,
     # GridSample takes 5 to 10 times as long (1.19: 23 ms for 4 x 16 x 128 x 128 where torch takes 3), and reads other
     # places where the grid is NaN or huge
     raise Unsupported("a grid sample: torch's kernel is faster")
+
+
+# pooling
+
+
+class _Window(NamedTuple):
+    """Kernel size, stride and padding with one entry per spatial dimension."""
+
+    kernel: list[int]
+    strides: list[int]
+    pads: list[int]
+
+
+def _check(x: fx.Node, spatial: int) -> None:
+    if rank_of(x) != spatial + 2:
+        raise Unsupported("pooling without batch dimension")
+    if not dtype_of(x).is_floating_point:
+        raise Unsupported(f"pooling of {dtype_of(x)}")
+
+
+def _window(x: fx.Node, spatial: int, kernel_size: Any, stride: Any = (), padding: Any = 0) -> _Window:
+    _check(x, spatial)
+    kernel = per_dimension(kernel_size, spatial, "a kernel")
+    strides = per_dimension(stride, spatial, "a stride") if stride else kernel
+    return _Window(kernel, strides, per_dimension(padding, spatial, "a padding"))
+
+
+def _spatial(shape: Sequence[Any], spatial: int) -> list[int]:
+    return static_sizes(shape[-spatial:], "pooling")
+
+
+def _flat(value: Value, sizes: Sequence[int]) -> Value:
+    """Reshape [N, C, spatial...] to [N, C, all of it]."""
+    return value.reshape([0, 0, math.prod(sizes)])
+
+
+# maximum
+
+
+@converts(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def max_pool_with_indices(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    ceil_mode: bool = False,
+) -> tuple[Value, Value]:
+    """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"""  # noqa: E501
+    spatial = len(kernel_size)
+    window = _window(x, spatial, kernel_size, stride, padding)
+    dilations = per_dimension(dilation, spatial, "a dilation")
+    sizes, pooled = _spatial(shape_of(x), spatial), _spatial(node.meta["val"][0].shape, spatial)
+    # torch and onnxruntime do not agree on which window is the last under ceil_mode: pad for as many as torch has
+    after = [
+        max((out - 1) * step + stretch * (width - 1) + 1 - size - before, 0)
+        for width, step, before, size, stretch, out in zip(*window, sizes, dilations, pooled, strict=True)
+    ]
+    if any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
+        raise Unsupported("max pooling that is padded by a whole window")
+    if dtype_of(x) is torch.bfloat16:  # it would keep the convolutions around it, of opset 22, out of its model
+        raise Unsupported(
+            "max pooling of bfloat16: it has no kernel with indices from opset 22 on", ReasonType.NO_KERNEL
+        )
+    # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
+    # find where the maximum is among numbers that it handles, and read the values there.
+    value = ctx.value(x)
+    _, indices = ctx.op(
+        "MaxPool",
+        _ranked(ctx, value, sizes),
+        kernel_shape=window.kernel,
+        strides=window.strides,
+        pads=window.pads + after,
+        dilations=dilations,
+        outputs=2,
+    )
+    # ONNX counts over the whole tensor, torch within a plane
+    flat = _flat(indices.op("Mod", math.prod(sizes)), pooled)
+    result = _flat(value, sizes).op("GatherElements", flat, axis=2)
+    return result.reshape([0, 0, *pooled]), flat.reshape([0, 0, *pooled])
+
+
+def _ranked(ctx: GraphBuilder, value: Value, sizes: Sequence[int]) -> Value:
+    """Finite numbers that rank as torch's max pooling ranks the values: a NaN beyond all, the last one first."""
+    largest, total = torch.finfo(torch.float64).max, math.prod(sizes)
+    # there is room beyond the largest float32 number, and beyond half the largest float64 one
+    wide = value * 0.5 if value.dtype is torch.float64 else value.cast(torch.float64)
+    bound = ctx.const(0.6 * largest, torch.float64)
+    places = ctx.op("Range", 0, total, 1).cast(torch.float64)
+    beyond = places * (0.2 * largest / total) + 0.7 * largest
+    return where(value.is_nan(), beyond.reshape(sizes), wide.min(bound).max(-bound))
+
+
+@converts(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+def max_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Value:
+    """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode, Tensor indices) -> Tensor"""  # noqa: E501
+    kernel_size, *_, indices = args
+    _check(x, len(kernel_size))
+    sizes, pooled = (_spatial(shape_of(tensor), len(kernel_size)) for tensor in (x, grad))
+    zeros = _flat(ctx.const(0, dtype_of(x)).expand(ctx.shape_tensor(x)), sizes)
+    places, grads = _flat(ctx.value(indices), pooled), _flat(ctx.value(grad), pooled)
+    return zeros.op("ScatterElements", places, grads, axis=2, reduction="add").reshape([0, 0, *sizes])
+
+
+# average
+
+_SPATIAL = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
+
+
+@converts(*_SPATIAL)
+def avg_pool(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] | int = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Value:
+    """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True, int? divisor_override=None) -> Tensor"""  # noqa: E501
+    window = _window(x, _SPATIAL[node.target], kernel_size, stride, padding)  # type: ignore[index]
+    _refuse_partial_windows(x, window, ceil_mode)
+    if divisor_override is None:
+        return _average(ctx.value(x), window, count_include_pad)
+    return _average(ctx.value(x), window, True) * (math.prod(window.kernel) / divisor_override)
+
+
+def _average(value: Value, window: _Window, count_include_pad: bool) -> Value:
+    return value.op(
+        "AveragePool",
+        kernel_shape=window.kernel,
+        strides=window.strides,
+        pads=window.pads * 2,
+        count_include_pad=int(count_include_pad),
+    )
+
+
+def _refuse_partial_windows(x: fx.Node, window: _Window, ceil_mode: bool) -> None:
+    """A window that hangs over the edge is averaged differently by torch and onnxruntime."""
+    steps = zip(*window, _spatial(shape_of(x), len(window.kernel)), strict=True) if ceil_mode else ()
+    if any((size + 2 * pad - width) % step for width, step, pad, size in steps):
+        raise Unsupported("average pooling with ceil_mode where a window is cut off")
+
+
+@converts(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Value:
+    """avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode, bool count_include_pad, int? divisor_override) -> Tensor"""  # noqa: E501
+    kernel_size, stride, padding, ceil_mode, _, divisor_override = args
+    window = _window(x, len(kernel_size), kernel_size, stride, padding)
+    _refuse_partial_windows(x, window, ceil_mode)
+    if window.kernel != window.strides or any(window.pads):
+        raise Unsupported("the gradient of average pooling with overlapping or padded windows")
+    return _share(ctx, grad, x, window.kernel, divisor_override or math.prod(window.kernel))
+
+
+def _share(ctx: GraphBuilder, grad: fx.Node, x: fx.Node, kernel: list[int], divisor: int) -> Value:
+    """Give each entry of a window its share of the window's gradient."""
+    spatial = len(kernel)
+    sizes, pooled = (_spatial(shape_of(tensor), spatial) for tensor in (x, grad))
+    covered = [out * width for out, width in zip(pooled, kernel, strict=True)]
+    shares = ctx.value(grad) * (1 / divisor)
+    # repeat every entry along each spatial dimension
+    blocks = shares.unsqueeze(*range(3, 3 + 2 * spatial, 2))
+    value = blocks.expand([1, 1] + [part for width in kernel for part in (1, width)]).reshape([0, 0, *covered])
+    after = [size - length for size, length in zip(sizes, covered, strict=True)]
+    if not any(after):
+        return value
+    return value.op("Pad", [0] * (spatial + 4) + after)  # what no window covers
+
+
+@converts(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool(ctx: GraphBuilder, node: fx.Node, x: fx.Node, output_size: Sequence[Any]) -> Value:
+    """_adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor"""
+    spatial = len(output_size)
+    kernel = _adaptive_kernel(x, node, spatial)
+    if set(_spatial(shape_of(node), spatial)) == {1}:
+        return reduce("ReduceMean", x, ctx.value(x), list(range(-spatial, 0)), keepdim=True)
+    return _average(ctx.value(x), _window(x, spatial, kernel), True)
+
+
+@converts(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
+    """_adaptive_avg_pool2d_backward(Tensor grad_output, Tensor self) -> Tensor"""
+    spatial = 3 if node.target is aten._adaptive_avg_pool3d_backward.default else 2
+    kernel = _adaptive_kernel(x, grad, spatial)
+    return _share(ctx, grad, x, kernel, math.prod(kernel))
+
+
+def _adaptive_kernel(x: fx.Node, pooled: fx.Node, spatial: int) -> list[int]:
+    """The windows of adaptive pooling if all have one size."""
+    _check(x, spatial)
+    sizes = list(zip(_spatial(shape_of(x), spatial), _spatial(shape_of(pooled), spatial), strict=True))
+    if any(size % out for size, out in sizes):
+        raise Unsupported("adaptive pooling to a size that does not divide the input's")
+    return [size // out for size, out in sizes]

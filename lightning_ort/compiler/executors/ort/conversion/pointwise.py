@@ -1,4 +1,4 @@
-"""Elementwise ops: arithmetic, elementary functions, casts."""
+"""Elementwise ops: arithmetic, elementary functions, casts, comparison, logic and choice."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from torch import fx
 
 from lightning_ort.compat.torch import is_positive, promoted_dtype
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.choice import scaled_mask, where
+from lightning_ort.compiler.executors.ort.conversion.elementary import scaled_mask, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import Arg, Scalar, dtype_of, same_shape
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
@@ -159,19 +159,14 @@ def _power(ctx: GraphBuilder, node: fx.Node, x: Arg, exponent: Arg) -> Value:
     return ctx.value(x, dtype_of(node)) ** exponent
 
 
-@converts(aten.maximum.default)
+@converts(aten.maximum.default, aten.minimum.default)
 def maximum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
     """maximum(Tensor self, Tensor other) -> Tensor"""
-    return ctx.value(x, dtype_of(node)).max(y)
+    value = ctx.value(x, dtype_of(node))
+    return value.max(y) if node.target is aten.maximum.default else value.min(y)
 
 
-@converts(aten.minimum.default)
-def minimum(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: fx.Node) -> Value:
-    """minimum(Tensor self, Tensor other) -> Tensor"""
-    return ctx.value(x, dtype_of(node)).min(y)
-
-
-@converts(aten.clamp.default, aten.clamp.Tensor)
+@converts(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_min.Tensor)
 def clamp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Arg | None = None, max: Arg | None = None) -> Value:
     """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
     # not Clip: with min > max torch gives max, ONNX Clip of opset 18 leaves it open
@@ -179,12 +174,6 @@ def clamp(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Arg | None = None, 
     if min is not None:
         value = value.max(min)
     return value if max is None else value.min(max)
-
-
-@converts(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(ctx: GraphBuilder, node: fx.Node, x: fx.Node, min: Arg) -> Value:
-    """clamp_min(Tensor self, Scalar min) -> Tensor"""
-    return clamp(ctx, node, x, min)
 
 
 @converts(aten.clamp_max.default, aten.clamp_max.Tensor)
@@ -196,7 +185,9 @@ def clamp_max(ctx: GraphBuilder, node: fx.Node, x: fx.Node, max: Arg) -> Value:
 # unary functions
 
 
-def _unary(name: str, function: Callable[[Value], Value]) -> None:
+def unary(name: str, function: Callable[[Value], Value]) -> None:
+    """Register a function of one tensor, computed in the dtype of its result."""
+
     def convert(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
         return function(ctx.value(x, dtype_of(node)))
 
@@ -219,16 +210,16 @@ def _sign(x: Value) -> Value:
 # those that ONNX has under the same name and meaning
 _SAME = "abs acos acosh asin asinh atan atanh cos cosh neg reciprocal sin sinh tan tanh relu"
 for _name in _SAME.split():
-    _unary(_name, operator.methodcaller("op", _name.capitalize()))
+    unary(_name, operator.methodcaller("op", _name.capitalize()))
 for _name in ("ceil", "floor", "round"):
-    _unary(_name, _rounding(operator.methodcaller("op", _name.capitalize())))
+    unary(_name, _rounding(operator.methodcaller("op", _name.capitalize())))
 for _name in ("exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "erf"):
-    _unary(_name, getattr(elementary, _name))
-_unary("trunc", _rounding(elementary.truncate))
-_unary("sign", _sign)
-_unary("exp2", lambda x: 2**x)
+    unary(_name, getattr(elementary, _name))
+unary("trunc", _rounding(elementary.truncate))
+unary("sign", _sign)
+unary("exp2", lambda x: 2**x)
 for _base in (2, 10):
-    _unary(f"log{_base}", functools.partial(elementary.log_to_base, _base))
+    unary(f"log{_base}", functools.partial(elementary.log_to_base, _base))
 
 
 @converts(aten.atan2.default)
@@ -281,3 +272,73 @@ def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: 
     if source.is_floating_point and not target.is_floating_point and target is not torch.bool and target.itemsize < 4:
         raise Unsupported(f"a cast from {source} to {target}: out-of-range values wrap differently")
     return ctx.value(x, target)
+
+
+# comparison, logic, and choice between tensors
+
+
+def _compare(name: str) -> None:
+    compare: Callable[[Value, Value], Value] = getattr(operator, name)
+
+    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
+        dtype = result_dtype(x, y)
+        if dtype in NARROW:  # `torch.eye` compares bytes
+            x, y, dtype = wrapped(x, dtype), wrapped(y, dtype), torch.int32
+        return compare(ctx.value(x, dtype), ctx.value(y, dtype))
+
+    convert.__doc__ = f"{name}.Tensor(Tensor self, Tensor other) -> Tensor"
+    convert.__qualname__ = f"compare_{name}"
+    packet = getattr(aten, name)
+    converts(packet.Tensor, packet.Scalar)(convert)
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _compare(_name)
+
+
+def _logical(name: str, onnx_op: str, bitwise: bool) -> None:
+    def convert(ctx: GraphBuilder, node: fx.Node, x: Arg, y: Arg) -> Value:
+        if bitwise and dtype_of(node) is not torch.bool:
+            dtype = result_dtype(x, y)
+            return ctx.value(x, dtype).op(f"Bitwise{onnx_op}", ctx.value(y, dtype))
+        return ctx.value(x, torch.bool).op(onnx_op, ctx.value(y, torch.bool))
+
+    convert.__qualname__ = name
+    packet = getattr(aten, name)
+    if bitwise:
+        convert.__doc__ = f"{name}.Tensor(Tensor self, Tensor other) -> Tensor"
+        converts(packet.Tensor, packet.Scalar)(convert)
+    else:
+        convert.__doc__ = f"{name}(Tensor self, Tensor other) -> Tensor"
+        converts(packet.default)(convert)
+
+
+for _onnx_op in ("And", "Or", "Xor"):
+    _logical(f"logical_{_onnx_op.lower()}", _onnx_op, bitwise=False)
+    _logical(f"bitwise_{_onnx_op.lower()}", _onnx_op, bitwise=True)
+
+
+unary("logical_not", operator.invert)
+unary("bitwise_not", lambda x: ~x if x.dtype is torch.bool else x.op("BitwiseNot"))
+
+
+@converts(aten.isnan.default, aten.isinf.default)
+def isnan(ctx: GraphBuilder, node: fx.Node, x: fx.Node) -> Value:
+    """isnan(Tensor self) -> Tensor"""
+    value = ctx.value(x, None if dtype_of(x).is_floating_point else torch.float32)
+    return value.is_nan() if node.target is aten.isnan.default else value.op("IsInf")
+
+
+@converts(aten.where.self)
+def where_self(ctx: GraphBuilder, node: fx.Node, condition: fx.Node, x: Arg, y: Arg) -> Value:
+    """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
+    chosen, dtype = ctx.value(condition, torch.bool), dtype_of(node)
+    if dtype is torch.bool:  # no kernel of Where in onnxruntime 1.19 to 1.31
+        return (chosen & ctx.value(x, dtype)) | (~chosen & ctx.value(y, dtype))
+    return where(chosen, x, y, dtype)
+
+
+@converts(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, mask: fx.Node, value: Arg) -> Value:
+    """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
+    return where_self(ctx, node, mask, value, x)

@@ -10,14 +10,17 @@ import torch
 from torch import fx
 
 from lightning_ort.compiler.executors.ort.conversion import elementary
-from lightning_ort.compiler.executors.ort.conversion.checks import Dims, as_list, axis_of, refuse_scalars
-from lightning_ort.compiler.executors.ort.conversion.choice import where
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     Arg,
+    Dims,
     Scalar,
+    as_list,
+    axis_of,
     dtype_of,
     rank_of,
+    refuse_scalars,
     shape_of,
     static,
     work_dtype,

@@ -8,15 +8,17 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import as_list, axis_of, static_sizes
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
+    as_list,
+    axis_of,
     dtype_of,
     rank_of,
     same_shape,
     shape_of,
     static,
+    static_sizes,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported, converts
 from lightning_ort.compiler.graphs.layouts import IN_ORDER

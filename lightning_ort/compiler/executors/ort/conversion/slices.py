@@ -6,17 +6,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.checks import (
+from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
+from lightning_ort.compiler.executors.ort.conversion.indexing import write_rows
+from lightning_ort.compiler.executors.ort.conversion.metadata import (
     axis_of,
+    dtype_of,
     front,
     inverse,
+    rank_of,
     refuse_scalars,
+    shape_of,
+    static,
     static_axis,
     static_sizes,
 )
-from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
-from lightning_ort.compiler.executors.ort.conversion.indexing import write_rows
-from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of, shape_of, static
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 
