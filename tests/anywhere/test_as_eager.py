@@ -433,10 +433,15 @@ def test_hooks_around_the_step(tmp_path: Path) -> None:
 
 
 class Doubled(Hooked):
-    """Writes to a buffer after the update."""
+    """Writes to a buffer after the update, by what its step returns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "factor": loss * 0 + 2}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average.mul_(2)
+        if outputs["loss"] > 0 and "factor" in outputs:
+            self.average.mul_(float(outputs["factor"].numpy()))
 
 
 def test_what_is_written_after_the_update_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -494,6 +495,19 @@ class Counting(Small):
         return super().training_step(batch, batch_idx) * (2 if self.seen["steps"] > 500 else 1)
 
 
+class Listing(Small):
+    """Keeps what it has seen in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SimpleNamespace(losses=[])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.losses.append(loss.detach())
+        return loss * (2 if len(self.seen.losses) > 500 else 1)
+
+
 def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
     def clamping(parameters: Any) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -501,10 +515,17 @@ def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
         return optimizer
 
     module = Small(make=clamping)
-    cases = [(Numbered(), "the number of the batch"), (Counting(), r"changes self\.seen\['steps'\]"), (module, "hooks")]
+    listing = Listing()
+    cases = [
+        (Numbered(), "the number of the batch"),
+        (Counting(), r"changes self\.seen\['steps'\]"),
+        (listing, "on state that is in no buffer"),
+        (module, "hooks"),
+    ]
     for one, message in cases:
         with pytest.raises(ExportFailed, match=message):
             export_training(one, small_batch(), tmp_path / "exported")
+    assert listing.seen.losses == []
     logging = Numbered()
     logging.last = 10**9
     export_training(logging, small_batch(), tmp_path / "exported")

@@ -1,6 +1,5 @@
 """A step of a LightningModule as a function of tensors: what it logs is returned, and there is no Trainer."""
 
-import collections
 import copy
 import inspect
 import itertools
@@ -14,19 +13,18 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
-from lightning_ort.compat.torch import without_tracing
+from lightning_ort.compat.torch import tree_map, without_tracing
 from lightning_ort.compat.torchmetrics import value_of_batch
 from lightning_ort.onnx_export.failure import ExportFailed
-from lightning_ort.strategies.audit.snapshot import left_behind, plain_values
+from lightning_ort.strategies.audit.snapshot import containers_in, left_behind, plain_values
 from lightning_ort.strategies.capture.shims import Shims
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 _NUMBERS = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, collections.deque)
-_TABLES = tuple(vars(nn.Module()))  # of torch's own: parameters, buffers, hooks
 # numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
 _TRACED, _COMPARED = 0, (1, 2, 3, 5, 1_000_003)
+_MANY = 10_007  # steps after which a list is looked at again
 
 
 class StepFailed(ExportFailed):
@@ -70,6 +68,7 @@ class Step:
     ) -> None:
         self.module, self.name = module, name
         self._optimizer, self._accumulate = optimizer, accumulate
+        self._outputs: dict[str, Any] = {}  # what Lightning passes on of a training step
         self._numbers = itertools.chain((_TRACED,), itertools.cycle(_COMPARED))
 
     def __call__(self, batch: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -85,30 +84,29 @@ class Step:
             if trains and _is_minus_one(self._hook("on_train_batch_start", batch, number)):
                 raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
             function = getattr(self.module, self.name)
-            loss = self._loss(function(*(batch, number, 0)[: _count_of_parameters(function)]))
+            result = function(*(batch, number, 0)[: _count_of_parameters(function)])
+            loss = self._loss(result)
             if trains:
                 assert loss is not None
                 self._backward(loss)
                 loss = loss.detach()
+                others = result if isinstance(result, Mapping) else {}
+                self._outputs = tree_map(_detached, {**others, "loss": loss})
             if self._given.get("loss") is self._returned:  # as most do
                 logged.pop("loss", None)
         finally:
             shims.remove()
         return loss, logged
 
-    def end(self, batch: Any) -> dict[str, Tensor]:
-        """Call the hook after the update; return what it logs."""
-        logged: dict[str, Tensor] = {}
+    def end(self, batch: Any) -> None:
+        """Call the hook after the update with what the last call returned."""
         self._given = {}
-        shims = self._shims(logged)
-        with without_tracing():  # so that its number can be read
-            loss = torch.zeros(())
+        shims = self._shims({})
         shims.install()
         try:
-            self._hook("on_train_batch_end", {"loss": loss}, batch, 0)
+            self._hook("on_train_batch_end", self._outputs, batch, 0)
         finally:
             shims.remove()
-        return logged
 
     def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -164,6 +162,10 @@ class Step:
                 shims.add(child, "compute", metric.compute)
         shims.add(self.module, TRAINER_ATTRIBUTE, _NoTrainer(self.name))
         return shims
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_minus_one(value: Any) -> bool:
@@ -236,13 +238,9 @@ def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None
     Without ``step``, what to call it in the error, nothing is refused.
     """
     before = [(child, dict(vars(child))) for child in module.modules()]
-    containers = [
-        (value, copy.copy(value))
-        for _, values in before
-        for key, value in values.items()
-        if type(value) in _CONTAINERS and key not in _TABLES
-    ]
-    counted = {} if step is None else plain_values(left_behind(module, None))
+    roots = left_behind(module, None)
+    containers = [(value, copy.copy(value)) for value in containers_in(roots)]
+    counted = {} if step is None else plain_values(roots)
     changed: list[str] = []
     try:
         yield
@@ -261,11 +259,25 @@ def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None
                     else:
                         del now[name]
         for value, items in containers:
-            value.clear()
-            (value.update if isinstance(value, (dict, set)) else value.extend)(items)
+            if _identities(value) != _identities(items):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(items)
     # also in what attributes and global variables hold
     changed = changed or [name for name, value in counted.items() if now_counted.get(name, value) != value]
     if changed and step is not None:
         raise StepFailed(
             f"{step} changes {', '.join(sorted(changed))}, which a model cannot hold: register it as a buffer."
         )
+
+
+def _identities(container: Any) -> list[int]:
+    return [*map(id, (*container, *(container.values() if type(container) is dict else ())))]
+
+
+@contextmanager
+def many_steps(module: nn.Module) -> Iterator[None]:
+    """After the block lists that have grown in it are as long as after many steps."""
+    lengths = [(one, len(one)) for one in containers_in(left_behind(module, None)) if hasattr(one, "extend")]
+    yield
+    for one, length in lengths:
+        one.extend([*one][length:] * _MANY)

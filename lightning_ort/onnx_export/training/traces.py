@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ort.compiler.running.eager_runs import versions_of
+from lightning_ort.onnx_export.failure import ExportFailed, explain
 from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
 from lightning_ort.onnx_export.training.batch import rebuilt
 from lightning_ort.onnx_export.training.sizes import chosen_sizes, of_distinct_sizes
 from lightning_ort.onnx_export.training.steps import Step, StepFailed, attributes_kept, defines
 from lightning_ort.onnx_export.training.tracing import Sizes, Trace, trace
+from lightning_ort.onnx_export.training.values import Restored
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +51,7 @@ def traces_of(
 
     found = {"training": step("training_step")}
     if defines(module, "on_train_batch_end"):
-        end = Step(module, "on_train_batch_end", optimizer)
-        what = f"{name}.on_train_batch_end"
-        with attributes_kept(module):
-            ended = trace(module, lambda values: end.end(rebuilt(batch, values)), fields, sizes, what, gradients=False)
-        if ended.written:
-            raise StepFailed(
-                f"{what} writes to {', '.join(ended.written)} after the update, which a model does not: do it in"
-                " `training_step` or `on_before_zero_grad`."
-            )
+        _refuse_late_writes(Step(module, "training_step", optimizer, accumulate), rebuilt(batch, fields))
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
@@ -68,6 +63,36 @@ def traces_of(
         for child, training in modes:
             child.training = training
     return found
+
+
+def _refuse_late_writes(step: Step, batch: Any) -> None:
+    """Raise :class:`StepFailed` if ``on_train_batch_end`` writes to a tensor of the module."""
+    module = step.module
+    what = f"{type(module).__name__}.on_train_batch_end"
+
+    def tensors() -> dict[str, Tensor]:
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    with attributes_kept(module), Restored(module, gradients=True), torch.random.fork_rng([]):
+        try:
+            step(batch)
+            before = {name: (one, versions_of([one]), one.detach().clone()) for name, one in tensors().items()}
+            step.end(batch)
+        except ExportFailed:
+            raise
+        except Exception as error:  # the user's code
+            raise ExportFailed(f"{what} cannot be run: {explain(error)}") from error
+        now = tensors()
+        written = [
+            name
+            for name, (one, versions, value) in before.items()
+            if now.get(name) is not one or versions_of([one]) != versions or not torch.equal(one, value)
+        ]
+    if written:
+        raise StepFailed(
+            f"{what} writes to {', '.join(written)} after the update, which a model does not: do it in"
+            " `training_step` or `on_before_zero_grad`."
+        )
 
 
 def _forward_arguments(module: nn.Module, batch: Any) -> inspect.BoundArguments | None:

@@ -16,7 +16,7 @@ from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.forms.random import Recorded
 from lightning_ort.onnx_export.training.models import Settings
-from lightning_ort.onnx_export.training.steps import attributes_kept
+from lightning_ort.onnx_export.training.steps import attributes_kept, many_steps
 from lightning_ort.onnx_export.training.tracing import Trace, as_traced
 from lightning_ort.onnx_export.training.values import Restored
 
@@ -152,7 +152,8 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
             sizes = ", ".join(f"{field} {list(value.shape)}" for field, value in batch.items())
             compare = _Comparison(f"{trace.what}({sizes})", task.tolerance)
             if kind == "training":
-                found.append(_step(training, reference, batch, compare))
+                with many_steps(task.module):
+                    found.append(_step(training, reference, batch, compare))
                 training.set_state({name: value.cpu().numpy() for name, value in start.items()})
                 state = training.state
                 for name, value in reference.state().items():

@@ -124,6 +124,12 @@ def plain_values(roots: Mapping[str, Any]) -> dict[str, Value]:
     return {path: _value_of(value) for path, value, _ in found if is_one(value, int, float, str, np.number, np.ndarray)}
 
 
+def containers_in(roots: Mapping[str, Any]) -> list[Any]:
+    """Return the containers below named objects that can be changed, each once."""
+    found = itertools.islice(_stored(roots), MAX_VALUES)
+    return [value for path, value, before in found if before == path and type(value) in (list, dict, set, deque)]
+
+
 def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a batch, with the places where they are."""
     found = itertools.islice(_stored({"": value}), MAX_VALUES)
