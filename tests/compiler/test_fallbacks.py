@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,7 +204,17 @@ def test_what_fails_around_the_passes_later_reaches_the_user():
 def test_what_is_trained_is_none_of_what_an_unknown_graph_may_write_to():
     monitor = fallbacks.PassMonitor(2)
     monitor.facts = GraphFacts(1, [], True)  # of other inputs
-    assert monitor.copies_of_written([nn.Parameter(torch.ones(2)), torch.zeros(2)]).keys() == {1}
+    weight, x, checks = nn.Parameter(torch.ones(2)), torch.zeros(2), []
+    assert monitor.copies_of_written([weight, x]).keys() == {1}
+
+    def run(weight, x):
+        with torch.no_grad():
+            weight.add_(1)
+        return (weight * x,)
+
+    check = SimpleNamespace(results=lambda *args: checks.append(args), skipped=checks.append)
+    fallbacks.GuardedGraph(run, run, monitor, checks.append, checks.append, check=check)(weight, x)
+    assert not checks  # with eager, which would start from another weight
 
 
 @pytest.mark.parametrize("plain", [0, 1, fallbacks.PASSES - 1])

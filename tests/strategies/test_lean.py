@@ -107,14 +107,17 @@ class Odd(Callback):
         dictionaries = connector._callback_metrics, connector._progress_bar_metrics, connector._logged_metrics
         self.record.append([plain(metrics) for metrics in dictionaries])
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        module.log("after the bar", float(trainer.global_step), prog_bar=True)
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            module.log("after the bar", float(trainer.global_step), prog_bar=True)
         if trainer.global_step == 7:
             raise RuntimeError("the end")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.record.append(plain(trainer.fit_loop.epoch_loop.val_loop.run()))  # within the fit
         trainer.loggers[0].experiment.metrics.append({"epoch": trainer.current_epoch})
+        loop = trainer.fit_loop.epoch_loop
+        loop._results = type(loop._results)(training=True)  # what was logged is forgotten
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, Counts])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from small_modules import Small
 from torch import Tensor, nn
 
@@ -204,6 +205,12 @@ def test_what_comes_between_a_step_and_its_update_runs_from_then_on(
             self.norms: list[float] = []
             self.before: Any = None
 
+        def wrapper(self, optimizer: Any, strategy: Any) -> Any:
+            made: Any = LightningOptimizer(optimizer)
+            step, made._strategy = made.step, strategy
+            made.step = lambda *args, **kwargs: (self.seen.append(3.0), step(*args, **kwargs))[1]
+            return made
+
         def places(self, trainer: Any, module: Any) -> list[tuple[Any, str, Any]]:
             (optimizer,), strategy, (bias, other) = (
                 trainer.optimizers,
@@ -222,6 +229,7 @@ def test_what_comes_between_a_step_and_its_update_runs_from_then_on(
                 (module, "optimizer_zero_grad", lambda *args: bias.grad.zero_()),
                 (optimizer, "zero_grad", lambda: (zero_grad(), setattr(other, "grad", torch.ones_like(other)))),
                 (trainer, "gradient_clip_val", 0.05),
+                (strategy, "_lightning_optimizers", [self.wrapper(optimizer, strategy)]),
                 (strategy, "post_backward", lambda loss: double(bias)),
                 (strategy, "backward", lambda loss, optimizer: backward(3 * loss, optimizer)),
             ]
@@ -300,8 +308,13 @@ def test_hooks_of_parameters_and_modules_count_from_the_step_in_which_they_come(
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
             if trainer.global_step == 45:
                 module.net[0].weight.register_hook(self.halve)
+            elif trainer.global_step == 60:
+                torch.set_grad_enabled(False)  # Lightning's closure enables them
             elif trainer.global_step == 75:
                 module.net[0].register_forward_hook(lambda module, inputs, output: output / 2)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            torch.set_grad_enabled(True)
 
     stock, own = pair(Comes)
     assert settled
