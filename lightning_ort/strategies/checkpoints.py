@@ -1,6 +1,7 @@
 """Checkpoint files that are complete or absent: :func:`save_atomically`, :class:`AtomicSaveMixin`."""
 
 import importlib
+import math
 import os
 import platform
 import re
@@ -30,11 +31,12 @@ _POSIX = os.name == "posix"
 _OURS = re.compile(r"\.([0-9a-f]{8})\.([0-9]+)\.([0-9a-f]{8})\.partial")
 
 
-def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
+def save_atomically(checkpoint: dict[str, Any], path: Path, *, flushes: bool = True) -> None:
     """Write a checkpoint to a temporary file in its folder, flush it to the disk, and rename it.
 
     The folder is created, and an existing file is replaced. Temporary files of processes that were killed while they
-    saved are removed: at once if the process ran on this machine, otherwise after a day.
+    saved are removed: at once if the process ran on this machine, otherwise after a day. Without ``flushes`` the system
+    chooses when the file gets to the disk, which only a machine that loses power tells from the other.
 
     Raises:
         OSError: If the system cannot write the file, such as on a full disk, with the path and what it has written.
@@ -47,8 +49,9 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
     try:
         with partial.open("wb") as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+            if flushes:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
         written = partial.stat().st_size if partial.exists() else 0
@@ -57,7 +60,8 @@ def save_atomically(checkpoint: dict[str, Any], path: Path) -> None:
             text = f"{cause.strerror or cause}, after {written:,} bytes of the checkpoint"
             raise OSError(cause.errno, text, str(path)) from error
         raise
-    _sync_folder(path.parent)
+    if flushes:
+        _flush(path.parent)
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -67,12 +71,12 @@ def _system_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, if the system and the file system can."""
+def _flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk, if the system and the file system can."""
     if not _POSIX:  # Windows cannot open folders
         return
-    with suppress(OSError):  # some network file systems cannot
-        descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # some network file systems cannot, and a file may be removed by now
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -118,15 +122,38 @@ class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
 
     Lightning writes to the system's folder for temporary files first. If that is another file system it then copies the
     file, and a process that is killed meanwhile leaves half a file in the place of the earlier checkpoint.
+
+    Attributes:
+        flush_every: Seconds between two checkpoints of new names that are flushed to the disk, which may take as long
+            as a short epoch. Those in between are flushed at the end of the run, and what replaces a file always is.
+
     """
+
+    flush_every = 1.0
+    _flushed_at = -math.inf
+    _waiting: frozenset[Path] = frozenset()  # for the end of the run
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint; other than local files, and with ``storage_options``, Lightning saves it, or refuses."""
         if storage_options is None and get_protocol(str(path)) == "file":
-            save_atomically(checkpoint, Path(url_to_fs(str(path))[1]))  # as Lightning: "~" and "file://" too
+            file = Path(url_to_fs(str(path))[1])  # as Lightning: "~" and "file://" too
+            flushes = time.monotonic() - self._flushed_at >= self.flush_every or file.exists()
+            save_atomically(checkpoint, file, flushes=flushes)
+            if flushes:
+                self._flushed_at = time.monotonic()
+                self._waiting = frozenset(one for one in self._waiting - {file} if one.exists())
+            else:
+                self._waiting |= {file}
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def teardown(self) -> None:
+        waiting, self._waiting = self._waiting, frozenset()
+        for path in (*waiting, *{file.parent for file in waiting}):
+            _flush(path)
+        super().teardown()
 
 
 def atomic_io(strategy: "Strategy", namespace: LightningNamespace) -> "CheckpointIO":
@@ -140,5 +167,5 @@ def atomic_io(strategy: "Strategy", namespace: LightningNamespace) -> "Checkpoin
         if io is None:
             set_checkpoint_io(strategy, io := atomic)
         else:
-            io.checkpoint_io = atomic
+            atomic.flush_every, io.checkpoint_io = 0, atomic  # what wraps it does not tell it of the end of a run
     return io

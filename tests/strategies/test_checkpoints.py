@@ -1,6 +1,7 @@
 """A checkpoint does not tell under which strategy it was written."""
 
 import errno
+import math
 import os
 import resource
 import stat
@@ -156,3 +157,15 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     monkeypatch.setattr(Path, "replace", replace)
     save_atomically({"weight": torch.zeros(200_000)}, tmp_path / "last.ckpt")
     assert done == ["file of True", "rename", "folder"]
+
+    io = AtomicCheckpointIO()
+    io.flush_every = math.inf
+    for name, flushes in (("first", True), ("second", False), ("third", False), ("first", True), ("third", True)):
+        done.clear()
+        io.save_checkpoint({"weight": torch.zeros(200_000)}, tmp_path / f"{name}.ckpt")
+        assert done == (["file of True", "rename", "folder"] if flushes else ["rename"]), name
+    done.clear()
+    io.teardown()
+    assert done == ["file of True", "folder"]  # the second
+    io.teardown()
+    assert len(done) == 2
