@@ -95,10 +95,13 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
 
 def _guard_bases(tx: Any, kind: type) -> None:
     """Guard the bases of a class of the user's: ``isinstance``, and calls of the class, rely on them."""
+    if _is_of_user(kind):
+        _facts(tx).add(kind)
+
+
+def _is_of_user(kind: type) -> bool:
     module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
-    if not _FLAGS(kind) & _IN_PYTHON or is_installed(getattr(module, "__file__", None) or ""):
-        return
-    _facts(tx).add(kind)
+    return bool(_FLAGS(kind) & _IN_PYTHON) and not is_installed(getattr(module, "__file__", None) or "")
 
 
 def _facts(tx: Any) -> "_Facts":
@@ -299,7 +302,9 @@ def _is_of_class(call: Callable[..., Any]) -> Callable[..., Any]:
             if call.__name__ == "call_issubclass":
                 kind = one.as_python_constant()
             abstract = [item for item in _flat(wanted) if isinstance(item, abc.ABCMeta)]
-            if abstract and isinstance(kind, type) and not isinstance(one, variables.ConstantVariable):
+            if not abstract or not isinstance(kind, type) or isinstance(one, variables.ConstantVariable):
+                return result
+            if any(map(_is_of_user, (kind, *abstract))):
                 before = issubclass(kind, wanted)
                 _add_check(tx, lambda: issubclass(kind, wanted) == before)
         return result

@@ -132,6 +132,10 @@ class KnownMetric:
         self.metric = None if is_tensor else value
         self.device = self._item.value.device if is_tensor else value.device
         self._update = vars(type(self._item))["update"]
+        meta = self._item.meta
+        # in one process the value of a step is only kept; what syncs is made anew if that changes
+        sync = meta.sync.__call__ if is_tensor and meta.on_step and not meta.on_epoch else None
+        self._keeps = sync if getattr(sync, "func", None) is type(meta.sync).no_op else None
 
     def is_in(self, results: Any) -> bool:
         """Return whether it is still part of a collection."""
@@ -140,11 +144,16 @@ class KnownMetric:
     def update(self, value: Any, batch_size: int | None) -> None:
         """Do what a call of ``log`` with another value does."""
         item, results, state = self._item, self._results, self._item.__dict__
-        batch_size = results._extract_batch_size(item, batch_size, item.meta)
+        keeps = self._keeps is not None and value.dtype is torch.float32 and item.meta.sync.__call__ is self._keeps
+        if not keeps:
+            batch_size = results._extract_batch_size(item, batch_size, item.meta)
         # as torchmetrics does around it
         state["_computed"] = None
         state["_update_count"] += 1
-        self._update(item, value, batch_size)
+        if keeps:
+            state["_forward_cache"] = state["value"] = value.clone()
+        else:
+            self._update(item, value, batch_size)
         state["has_reset"] = False
 
 
