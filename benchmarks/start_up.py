@@ -82,7 +82,7 @@ def measure_package(parts: Parts) -> None:
     from lightning_ort.compiler.cache import cache
     from lightning_ort.compiler.executors.ort import executor, kernels, session
     from lightning_ort.compiler.placement import autotune, placer, timing
-    from lightning_ort.compiler.regions import region_module
+    from lightning_ort.compiler.regions import region
 
     starts, ends = dynamo.COMPILE_CALLBACKS
     starts.append(lambda args: parts.enter("dynamo"))
@@ -106,7 +106,7 @@ def measure_package(parts: Parts) -> None:
         (autotune.OpAutotuner, "choose", "op trials"),
         (timing, "samples", "samples"),
         (timing, "measure", "region trials"),
-        (region_module._FirstRun, "run", "first runs in torch"),
+        (region._FirstRun, "run", "first runs in torch"),
     ):
         parts.wrap(owner, function, name)
 

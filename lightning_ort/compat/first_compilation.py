@@ -78,7 +78,6 @@ def _shortcuts() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _logs() -> Iterator[logging.Logger]:
-    """Those that show what a call or a guard was made of."""
     for module, name in ((output_graph, "trace_call_log"), (guards, "guards_log")):
         if (log := getattr(module, name, None)) is not None:
             yield log

@@ -3,27 +3,9 @@
 While a program runs each is ``object``: a mixin is joined with the class of its namespace where it is used.
 """
 
-from typing import TYPE_CHECKING
+# ruff: noqa: F401
 
-__all__ = [
-    "AutomaticOptimization",
-    "Callback",
-    "Closure",
-    "DeepSpeedStrategy",
-    "EvaluationLoop",
-    "HalfPrecision",
-    "LightningModule",
-    "LoggerConnector",
-    "ManualOptimization",
-    "MixedPrecision",
-    "ParallelStrategy",
-    "Precision",
-    "PredictionLoop",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "TorchCheckpointIO",
-    "TrainingEpochLoop",
-]
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -40,4 +22,8 @@ if TYPE_CHECKING:
         _LoggerConnector as LoggerConnector,
     )
 else:
-    globals().update(dict.fromkeys(__all__, object))
+
+    def __getattr__(name: str) -> type:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return object

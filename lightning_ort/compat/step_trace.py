@@ -1,8 +1,9 @@
 """What eager does, as a graph: torch's tracer over fake values and the real autograd engine; private in torch 2.13."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -165,19 +166,9 @@ class _Frames:
         return self._is_kept(frame[0])
 
 
-@contextmanager
-def _keeping_frames(is_kept: Callable[[str], bool]) -> Iterator[None]:
+def _keeping_frames(is_kept: Callable[[str], bool]) -> AbstractContextManager[Any]:
     """Within the block torch's tracer notes lines of all functions in such files, not of ``forward`` alone (2.13)."""
-    name = "_STACK_TRACE_ANCHORS"
-    before = getattr(proxy, name, None)
-    setattr(proxy, name, _Frames(is_kept))
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(proxy, name)
-        else:
-            setattr(proxy, name, before)
+    return patch.object(proxy, "_STACK_TRACE_ANCHORS", _Frames(is_kept), create=True)
 
 
 def layers_with_dropout() -> tuple[Any, str, Callable[..., Any]]:

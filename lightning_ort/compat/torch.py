@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -105,20 +106,12 @@ def replace_kernel(op: str, key: str, make: Callable[[Callable[..., Any]], Calla
     return library._destroy
 
 
-@contextmanager
-def without_validation() -> Iterator[None]:
+def without_validation() -> AbstractContextManager[Any]:
     """Within the block distributions do not look at their arguments, whose values a graph has not (torch 2.13)."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
+    return patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> AbstractContextManager[Any]:
     """Within the block ``torch.utils.checkpoint`` calls functions as they are, and keeps what they save (2.13)."""
     from torch.utils import checkpoint
 
@@ -132,15 +125,7 @@ def without_checkpoints() -> Iterator[None]:
     def plain(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    names = {"CheckpointFunction": Plain, "_checkpoint_without_reentrant_generator": plain}
-    before = {name: getattr(checkpoint, name) for name in names}
-    for name, value in names.items():
-        setattr(checkpoint, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
+    return patch.multiple(checkpoint, CheckpointFunction=Plain, _checkpoint_without_reentrant_generator=plain)
 
 
 def promoted_dtype(*operands: Any) -> torch.dtype:

@@ -90,7 +90,10 @@ class ORTBackend:
         ORTBackend._num_compiled += 1
         try:
             with without_collections():
-                return self.compilation(self, self._request(), number, gm, len(example_inputs)).run(example_inputs)
+                compilation = self.compilation(
+                    self.placer, self.report, self.load, self._request(), number, gm, len(example_inputs)
+                )
+                return compilation.run(example_inputs)
         finally:
             self.report.compile_seconds += time.perf_counter() - start
 

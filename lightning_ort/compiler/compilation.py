@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,15 +15,12 @@ from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import GraphFacts, allow_retain_graph, backward_at_once, boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
-from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.kept_step import is_plain
-from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
+from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
 from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty, is_random
-from lightning_ort.compiler.graphs.writes import InputWrites
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.placement.placer import Placer
+from lightning_ort.compiler.placement.placer import Placer, assemble
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.linking import assemble
 from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report.data import GraphReport, RegionReport
 from lightning_ort.compiler.report.report import CompileReport
@@ -31,37 +28,28 @@ from lightning_ort.compiler.request import CompileRequest, Stopped
 from lightning_ort.compiler.running.fallbacks import PASSES, Aftermath, GuardedGraph, ORTFallbackError, PassMonitor
 from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.compiler.running.step_graph import GraphSource, StepGraph
-from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
 
-class Workplace(Protocol):
-    """What all graphs of a backend share; :class:`~lightning_ort.compiler.backend.ORTBackend` says what each is."""
-
-    config: ORTConfig
-    report: CompileReport
-    cache: Cache
-
-    @property
-    def placer(self) -> Placer:  # noqa: D102
-        ...
-
-    def load(self) -> bool: ...  # noqa: D102
-
-    def fall_back(self, where: str, reason: Reason) -> None: ...  # noqa: D102
-
-    def record_choice(self, where: str, reason: Reason) -> None: ...  # noqa: D102
-
-
 class Compilation:
-    """Compiles one captured graph; its ``monitor`` tells which errors come from compiled passes."""
+    """Compiles one captured graph; its ``monitor`` tells which errors come from compiled passes.
+
+    ``placer``, ``report`` and ``load`` are those of the :class:`~lightning_ort.compiler.backend.ORTBackend`.
+    """
 
     def __init__(
-        self, backend: Workplace, request: CompileRequest, number: int, gm: fx.GraphModule, num_inputs: int
+        self,
+        placer: Placer,
+        report: CompileReport,
+        load: Callable[[], bool],
+        request: CompileRequest,
+        number: int,
+        gm: fx.GraphModule,
+        num_inputs: int,
     ) -> None:
-        self._backend, self._request, self._gm, self._num_inputs = backend, request, gm, num_inputs
-        self._config, self._report, self._cache = backend.config, backend.report, backend.cache
+        self._placer, self._request, self._gm, self._num_inputs = placer, request, gm, num_inputs
+        self._config, self._report, self._cache, self._load = placer.config, report, placer.cache, load
         self._prefix, self._number = f"{request.label}/" if request.label else "", number
         self._where = self._named("graph")
         self.monitor = PassMonitor(num_inputs)
@@ -69,8 +57,8 @@ class Compilation:
         self._aftermath = Aftermath(
             self._where,
             self._graphs,
-            backend.fall_back,
-            request.refuse or functools.partial(backend.record_choice, self._where),
+            placer.fall_back,
+            request.refuse or functools.partial(placer.record_choice, self._where),
         )
 
     def _named(self, kind: str) -> str:
@@ -83,7 +71,7 @@ class Compilation:
         if (reason := conflict_of(captured)) is not None:
             self._aftermath.refuse(reason)
             return in_eager(captured)
-        if not self._backend.load() or not self._request.may_compile(gm):
+        if not self._load() or not self._request.may_compile(gm):
             return gm.forward
         source = self._step_source()
         # processes of a run go by what one of them measures, not by what each has kept
@@ -157,7 +145,7 @@ class Compilation:
                 raise
             del self._report.graphs[compiled:]  # torch divides by the size of a mean while it traces (2.13)
             text = f"an input is empty, and tracing it fails: {error}"
-            self._backend.record_choice(self._where, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
+            self._placer.record_choice(self._where, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, text))
             return None
 
     def _aot_autograd(self, source: GraphSource | None) -> Callable[..., Any]:
@@ -177,7 +165,7 @@ class Compilation:
             if source is not None:
                 source.keep_joint(joint, num_fwd_outputs)
 
-        whole = self._backend.placer.whole_ops()
+        whole = self._placer.whole_ops()
         options: dict[str, Any] = {
             "budget": self._config.activation_memory_budget,
             "converted": whole,
@@ -198,7 +186,7 @@ class Compilation:
         except Exception as error:  # a bug of ours must not end the run
             log.debug("making one graph of a step failed", exc_info=True)
             reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
-            self._backend.fall_back(f"{self._request.label}/step", reason)
+            self._placer.fall_back(f"{self._request.label}/step", reason)
             return None
 
     def compile_graph(
@@ -218,7 +206,7 @@ class Compilation:
             try:
                 if not lowered:
                     lowering.lower(gm)
-                placed = self._backend.placer.place(gm, device_of(inputs), graph.name, self._request.check_budget)
+                placed = self._placer.place(gm, device_of(inputs), graph.name, self._request.check_budget)
                 graph.regions = placed.reports
                 run = assemble(placed)
             except ORTFallbackError:
@@ -227,14 +215,13 @@ class Compilation:
                 log.debug("compiling %s failed", graph.name, exc_info=True)
                 reason = RegionRejected(ReasonType.CONVERSION_FAILED, error).reason
                 graph.regions = [RegionReport.of(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
-                self._backend.fall_back(graph.name, reason)
+                self._placer.fall_back(graph.name, reason)
                 run = boxed(gm.forward)
         graph.seconds = time.perf_counter() - start
         _log_compiled(graph, self._request.logs_graphs)
         return self.monitor.watch(run)
 
     def _guarded(self, run: Callable[..., Any], source: GraphSource | None) -> GuardedGraph:
-        """Return what runs the compiled graph, or eager where it cannot."""
         gm, monitor, request, aftermath = self._gm, self.monitor, self._request, self._aftermath
 
         def eager(*args: Any) -> Any:

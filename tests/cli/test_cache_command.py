@@ -9,7 +9,7 @@ import pytest
 from lightning_ort.cli import main
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.cache_folder import default_folder
-from lightning_ort.compiler.regions.region import Timing, Variant
+from lightning_ort.compiler.regions.region import Timing
 from lightning_ort.config import ORTConfig
 
 
@@ -35,7 +35,7 @@ FOREIGN = (
 def fill(folder: Path, count: int) -> None:
     kept = Cache(ORTConfig(cache_dir=str(folder)))
     for number in range(count):
-        kept.store(entry(number), Entry(bytes(960), Timing({}, Variant(1))))
+        kept.store(entry(number), Entry(bytes(960), Timing({}, 1)))
     for name in FOREIGN:
         (folder / name).write_text("{}")
     (folder / f"{entry(100)}.json").mkdir()

@@ -15,7 +15,7 @@ from lightning_ort._text import plain
 from lightning_ort.cli import bench, doctor, main
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Timing, Variant
+from lightning_ort.compiler.regions.region import Timing
 from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
@@ -83,7 +83,7 @@ def test_report(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 
 def test_cache(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / NAME
-    Cache(ORTConfig(cache_dir=str(folder))).store(f"region-{0:064x}", Entry(b"", Timing({}, Variant(1))))
+    Cache(ORTConfig(cache_dir=str(folder))).store(f"region-{0:064x}", Entry(b"", Timing({}, 1)))
     command("cache", "info", "--folder", folder)
     shown = command("cache", "clear", "--folder", folder)
     assert shown.count(f"{plain(folder)}: ") == 2

@@ -580,7 +580,7 @@ def test_log_records_hold_no_session(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "lightning_ort"):
         torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
     assert backend.report.ort_runs > 0
-    graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.regions.linking"]
+    graphs = [record for record in caplog.records if record.name == "lightning_ort.compiler.placement.placer"]
     assert len(graphs) == 2
     assert all(type(arg) is str for record in graphs for arg in record.args)
 

@@ -24,10 +24,10 @@ from lightning_ort.compiler.cache.fingerprint import fingerprint
 from lightning_ort.compiler.executors.ort import kept_models, session, support
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import ReasonType
-from lightning_ort.compiler.regions.region import Timing, Variant
+from lightning_ort.compiler.regions.region import Timing
 
 MS = {"ort": 1.0, "torch": 2.0}
-TIMING = Timing(MS, Variant(1))
+TIMING = Timing(MS, 1)
 
 
 def mlp() -> nn.Module:
@@ -303,18 +303,11 @@ def test_files_under_another_name_count_as_absent(tmp_path):
             path.write_bytes(content)
 
 
-IMPOSSIBLE = [("variant/threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
+IMPOSSIBLE = [("threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
 IMPOSSIBLE += [
     (key, value) for key in ("ms/ort", "ms/torch") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1, None)
 ]
-IMPOSSIBLE += [
-    ("more", 1),
-    ("variant/more", 1),
-    ("ms", None),
-    ("ms", [1.0]),
-    ("variant", None),
-    ("variant", [1, False]),
-]
+IMPOSSIBLE += [("more", 1), ("ms", None), ("ms", [1.0])]
 
 
 def test_impossible_timings_count_as_absent(kept, tmp_path):
@@ -327,7 +320,7 @@ def test_impossible_timings_count_as_absent(kept, tmp_path):
             assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is not None
 
 
-@pytest.mark.parametrize(("key", "value"), [("variant/threads", 2000), ("variant/threads", 7)])
+@pytest.mark.parametrize(("key", "value"), [("threads", 2000), ("threads", 7)])
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
     options = {**options, "placement": "measured"}
@@ -521,7 +514,7 @@ def test_partial_files_of_dead_writers_are_taken_away(tmp_path):
     assert not old.exists()
     assert young.exists(), "of a writer that may be at work"
     assert mine.exists()
-    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing({}, Variant(1))))
+    Cache(ORTConfig(cache_dir=str(tmp_path))).store(REGION, Entry(b"", Timing({}, 1)))
     assert entry.exists()
 
 

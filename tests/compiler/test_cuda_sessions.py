@@ -89,8 +89,8 @@ def test_probes_are_on_the_device_and_leave_the_current_one(current: int, cuda: 
 def test_one_thread_is_enough_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     region = Region("ort", 1)
-    assert [variant.threads for variant in OrtExecutor(ORTConfig(), CUDA).variants(region)] == [1]
-    assert [variant.threads for variant in OrtExecutor(ORTConfig(), torch.device("cpu")).variants(region)] == [1, 8]
+    assert [*OrtExecutor(ORTConfig(), CUDA).thread_counts(region)] == [1]
+    assert [*OrtExecutor(ORTConfig(), torch.device("cpu")).thread_counts(region)] == [1, 8]
 
 
 @pytest.mark.parametrize(

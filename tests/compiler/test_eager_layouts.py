@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.lowering.eager_layouts import LAYOUTS
+from lightning_ort.compiler.lowering.decompositions import LAYOUTS
 from tests.conversion.harness import compile_function
 
 aten = torch.ops.aten

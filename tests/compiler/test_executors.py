@@ -21,7 +21,7 @@ from lightning_ort.compiler.executors.ort.conversion import GraphBuilder
 from lightning_ort.compiler.executors.ort.providers import Provider
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Region, RegionRejected, Support, Variant
+from lightning_ort.compiler.regions.region import Region, RegionRejected
 from lightning_ort.compiler.report import CompileReport, RegionReport
 
 aten = torch.ops.aten
@@ -35,13 +35,11 @@ class NumpyExecutor(Executor):
     title = "NumPy"
 
     @override
-    def supports(self, node: fx.Node) -> Support:
-        if node.target in FUNCTIONS:
-            return Support(True)
-        return Support(False, Reason(ReasonType.NO_CONVERTER, str(node.target)))
+    def refusal(self, node: fx.Node) -> Reason | None:
+        return None if node.target in FUNCTIONS else Reason(ReasonType.NO_CONVERTER, str(node.target))
 
     @override
-    def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., list[Tensor]]:
+    def build(self, region: Region, artifact: bytes, threads: int) -> Callable[..., list[Tensor]]:
         def run(*args: Any) -> list[Tensor]:
             values = dict(zip(region.inputs, (np.asarray(arg) for arg in args), strict=True))
             for node in region.nodes:

@@ -14,7 +14,7 @@ from lightning_ort import ORTConfig
 from lightning_ort.compat.torch import storage_address, storage_use_count
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import binding
-from lightning_ort.compiler.executors.ort.kept_outputs import MAX_BYTES, KeptOutputs
+from lightning_ort.compiler.executors.ort.binding import MAX_BYTES, KeptOutputs
 from lightning_ort.compiler.request import CompileRequest
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.executors.torch import TorchRegion
+from lightning_ort.compiler.regions.region import TorchRegion
 
 CHANNELS = 16
 TRANSPOSED = {
@@ -108,7 +108,7 @@ def test_a_result_is_brought_to_the_traced_layout_once(monkeypatch):
     for _ in range(2):
         torch.compile(net, backend=backend)(torch.randn(4, 5, 8)).sum().backward()
     names = [line for region in regions for line in region._module._run.__code__.co_names]
-    assert len([name for name in names if name.endswith("layouts_in_order")]) == 1
+    assert len([name for name in names if name.endswith("_in_order")]) == 1
     assert backend.report.ort_runs > 0
 
 

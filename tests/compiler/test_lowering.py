@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.lowering import final_passes, joint_passes
+from lightning_ort.compiler.lowering import passes
 from tests.conversion.harness import compile_function
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def after_drop_casts(function, *args):
     """The traced function without needless casts; it computes the same."""
     gm = make_fx(function, tracing_mode="fake")(*args)
-    joint_passes.drop_casts(gm)
+    passes.drop_casts(gm)
     gm.graph.lint()
     gm.recompile()
     got, expected = gm(*args), function(*args)
@@ -177,7 +177,7 @@ def test_selections_of_all_parts_are_stacked(order, sizes, dim, stacks):
 
     gradients = [torch.randn([size for at, size in enumerate(sizes) if at != dim % 3]) for _ in order]
     gm = make_fx(function, tracing_mode="fake")(*gradients)
-    final_passes.stack_selections(gm)
+    passes.stack_selections(gm)
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(*gradients), function(*gradients))
@@ -195,7 +195,7 @@ def test_selections_that_something_else_needs_stay():
 
     args = torch.randn(4), torch.randn(4)
     gm = make_fx(function, tracing_mode="fake")(*args)
-    final_passes.stack_selections(gm)
+    passes.stack_selections(gm)
     gm.recompile()
     for got, expected in zip(gm(*args), function(*args), strict=True):
         assert torch.equal(got, expected)
@@ -219,7 +219,7 @@ def test_attention_stacks_its_gradients():
 def saved_layouts(monkeypatch, function, *args, torch_ops=()):
     """How the tensors that are saved between the passes of a compiled function lie in memory."""
     halves = []
-    save_contiguous = joint_passes.save_contiguous
+    save_contiguous = passes.save_contiguous
 
     def note(forward, backward, num_fwd_outputs, converted):
         save_contiguous(forward, backward, num_fwd_outputs, converted)
@@ -229,7 +229,7 @@ def saved_layouts(monkeypatch, function, *args, torch_ops=()):
             [(a.meta["val"].stride(), b.meta["val"].stride()) for a, b in zip(results, placeholders, strict=False)]
         )
 
-    monkeypatch.setattr(joint_passes, "save_contiguous", note)
+    monkeypatch.setattr(passes, "save_contiguous", note)
     backend = ORTBackend(
         {"placement": "always", "cache_dir": None, "debug": {"min_region_nodes": 1, "torch_ops": torch_ops}}
     )

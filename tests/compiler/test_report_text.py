@@ -105,7 +105,7 @@ def test_equal_regions_share_a_row() -> None:
     first, second = folded(report().graphs[0])
     assert (first.name, first.ms) == ("ort_1 (x 3)", {"ort": 2.5, "torch": 3.75})
     assert [column.cell(first) for column in ReportView.of(report()).columns] == ["9", "120", "2.500", "3.750"]
-    assert (second.name, second.reason.type) == ("torch_2 (x 2)", ReasonType.BETTER_IN_TORCH)
+    assert (second.name, second.first.reason.type) == ("torch_2 (x 2)", ReasonType.BETTER_IN_TORCH)
 
 
 def test_parts_of_the_start() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.placement import timing
-from lightning_ort.compiler.regions.region import Timing, Variant
+from lightning_ort.compiler.regions.region import Timing
 from lightning_ort.config import ORTConfig
 
 WEIGHT, BIAS = torch.randn(4, 4), torch.randn(4)
@@ -164,7 +164,7 @@ def test_number_depends_on_data(name: str, placement: Any, monkeypatch: pytest.M
     """No region that takes it can be timed, neither against torch nor with as many threads as torch has."""
     timed: list[Any] = []
 
-    def race(calls: Mapping[Variant, Any], args: Sequence[Any]) -> Timing:
+    def race(calls: Mapping[int, Any], args: Sequence[Any]) -> Timing:
         for call in calls.values():
             call(*args)
         timed.append(args)

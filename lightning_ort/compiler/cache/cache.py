@@ -45,7 +45,7 @@ from lightning_ort.compiler.cache.fingerprint import (
     software,
 )
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Support, Timing
+from lightning_ort.compiler.regions.region import Timing
 from lightning_ort.compiler.report.data import GraphReport
 from lightning_ort.compiler.report.plain_types import from_plain, to_plain
 from lightning_ort.config import MAX_THREADS, ORTConfig
@@ -92,20 +92,20 @@ class Cache:
         log.warning("Nothing is kept between runs: %s", reason)
         return None
 
-    def support(
-        self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Support]]
-    ) -> dict[fx.Node, Support]:
-        """Return whether an executor can run each node of a lowered graph: from the cache, or from ``check``."""
+    def refusals(
+        self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Reason | None]]
+    ) -> dict[fx.Node, Reason | None]:
+        """Return why an executor cannot run each node of a lowered graph, if so: from the cache, or from ``check``."""
         if self._folder is None:
             return check()
         options = self._config.key("graphs")
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-        kept = self._read(name, lambda items: [_to_support(item) for item in _exactly(list, items)])
+        kept = self._read(name, lambda items: [_to_reason(item) for item in _exactly(list, items)])
         if kept is not None and len(kept) == len(nodes):
             return dict(zip(nodes, kept, strict=True))
         answers = check()
-        reasons = [answers[node].reason for node in nodes]
+        reasons = [answers[node] for node in nodes]
         if not any(reason is not None and reason.type.is_failure for reason in reasons):  # it may work the next time
             self._write_json(name, [reason and [reason.type.name, reason.text] for reason in reasons])
         return answers
@@ -238,30 +238,24 @@ def _of_step(name: str) -> str:
     return f"step-{name.partition('-')[2]}"
 
 
-def _to_support(item: Any) -> Support:
+def _to_reason(item: Any) -> Reason | None:
     if item is None:
-        return Support(True)
+        return None
     kind, text = _exactly(list, item)
-    return Support(False, Reason(ReasonType[kind], _exactly(str, text)))
+    return Reason(ReasonType[kind], _exactly(str, text))
 
 
 def _to_timing(kept: Any) -> Timing:
-    timing = Timing.from_dict(kept)
-    if dataclasses.asdict(timing) != kept:
+    timing = from_plain(Timing, kept)
+    _to_times(kept["ms"])
+    if dataclasses.asdict(timing) != kept or not 1 <= timing.threads <= MAX_THREADS:
         raise ValueError(f"{kept!r} is not a timing")
-    _to_times(timing.ms)
-    if not 1 <= _exactly(int, timing.variant.threads) <= MAX_THREADS:
-        raise ValueError(f"{timing.variant.threads} threads")
     return timing
 
 
 def _to_startup(kept: Any) -> Startup:
-    startup = Startup(**_exactly(dict, kept))
-    _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm})})
-    _to_times(startup.ms)
-    _exactly(bool, startup.finished)
-    _exactly(str, startup.refused)
-    _exactly(str, startup.program)
+    startup = from_plain(Startup, kept)
+    _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm}), **startup.ms})
     return startup
 
 

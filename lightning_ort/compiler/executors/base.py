@@ -9,14 +9,14 @@ from torch import fx
 
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.reason import Reason
-from lightning_ort.compiler.regions.region import Region, Support, Variant
+from lightning_ort.compiler.regions.region import Region
 from lightning_ort.config import ORTConfig
 
 
 class Executor(ABC):
     """Runs regions of graphs on one device.
 
-    An executor needs names, :meth:`supports` and :meth:`build`, and a line in
+    An executor needs names, :meth:`refusal` and :meth:`build`, and a line in
     :mod:`~lightning_ort.compiler.executors.registry`; ``tests/compiler/test_executors.py`` has one of twenty lines.
 
     A region is a graph of ATen ops, ``region.module``, of which ``region.inputs`` and ``region.outputs`` are the nodes
@@ -48,19 +48,19 @@ class Executor(ABC):
         return None
 
     @abstractmethod
-    def supports(self, node: fx.Node) -> Support:
-        """Return whether it can run a ``call_function`` node that is neither random nor in ``torch_ops``."""
+    def refusal(self, node: fx.Node) -> Reason | None:
+        """Return why it cannot run a ``call_function`` node, neither random nor in ``torch_ops``, or ``None``."""
 
     def op_variants(self, node: fx.Node) -> Sequence[str]:
         """Return the ways of running a node alone, of which :mod:`.autotune` chooses one."""
         return ()
 
-    def variants(self, region: Region) -> Sequence[Variant]:
-        """Return the ways of building a region that are worth timing; the first is used where nothing is timed."""
-        return (Variant(),)
+    def thread_counts(self, region: Region) -> Sequence[int]:
+        """Return the numbers of threads that are worth timing; the first is used where nothing is timed."""
+        return (1,)
 
     def convert(self, region: Region) -> bytes:
-        """Return what all variants of a region are built from, which is kept in the cache; may reject the region."""
+        """Return what a region is built from, which is kept in the cache; may reject the region."""
         return b""
 
     def onnx_providers(self, region: Region) -> list[tuple[str, dict[str, str]]]:
@@ -75,7 +75,7 @@ class Executor(ABC):
         """Write the artifact of a region to a file for the user, if the config says so."""
 
     @abstractmethod
-    def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
+    def build(self, region: Region, artifact: bytes, threads: int) -> Callable[..., Sequence[Any]]:
         """Return a function that takes the region's inputs and returns its outputs; may reject the region."""
 
     def end_timing(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:  # noqa: B027

@@ -24,8 +24,7 @@ from lightning_ort.compat.inductor import (
     keeping_budget,
 )
 from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
-from lightning_ort.compiler.graphs.conflicts import Captured, conflict_of, in_eager
-from lightning_ort.compiler.graphs.writes import InputWrites
+from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
 from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.request import CompileRequest, Stopped
@@ -70,8 +69,7 @@ def backend_for(
 ) -> "GuardedBackend":
     """Return what compiles graphs, with eager's random numbers for ``"exact"`` masks, maybe as CUDA graphs."""
     # which a fit that compiles nothing need not load
-    from lightning_ort.compiler.lowering import memory
-    from lightning_ort.compiler.lowering.separate_results import separate_results
+    from lightning_ort.compiler.lowering import passes
 
     exact = masks == "exact"
     # a recording is what torch.compile's mode "reduce-overhead" sets
@@ -81,15 +79,16 @@ def backend_for(
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         asked = request()
         if (budget := asked.activation_memory_budget) is None:
-            edit, more = joint_pass([separate_results]), {}
+            edit, more = joint_pass([passes.separate_results]), {}
         else:
-            edit = joint_pass([separate_results, memory.views_before_casts], budget, memory.draws_nothing)
+            edits = [passes.separate_results, passes.views_before_casts]
+            edit = joint_pass(edits, budget, passes.draws_nothing)
             more = chunking()
         compile_graph = inductor_backend({**options, **more, "joint_custom_pre_pass": edit}, asked.check_budget)
         with keeping_budget():
             return compile_graph(gm, inputs)
 
-    return GuardedBackend(RecordingBackend(compile) if records else compile, on_failure, request)
+    return GuardedBackend(_copying(compile) if records else compile, on_failure, request)
 
 
 class GuardedBackend:
@@ -156,20 +155,16 @@ class _MemoryMonitor(PassMonitor):
         return is_out_of_memory(error)
 
 
-class RecordingBackend:
-    """Inductor with its kernels recorded as CUDA graphs, and results that are not overwritten.
+def _copying(compile: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Return what compiles graphs to CUDA graphs, with results that are not overwritten.
 
     A recording has the results of each run at the same addresses, and torch raises no error when one of an earlier run
     is read (2.13). So whatever leaves a graph is copied: what a step returns, and what it keeps, as in a list.
     """
 
-    def __init__(self, compile: Callable[..., Callable[..., Any]]) -> None:
-        self.compile = compile
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph that dynamo has captured."""
+    def compile_and_copy(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         copied = _not_of_inputs(gm)
-        compiled = self.compile(gm, inputs)
+        compiled = compile(gm, inputs)
 
         def run(*args: Any) -> list[Any]:
             results = list(compiled(*args))
@@ -179,6 +174,8 @@ class RecordingBackend:
             return results
 
         return run
+
+    return compile_and_copy
 
 
 def _facts_of(gm: fx.GraphModule, inputs: Sequence[Any], writes: InputWrites) -> GraphFacts:

@@ -1,24 +1,117 @@
 """What a graph is not captured for, because a compiled one would differ from eager: :func:`conflict_of`.
 
-Each function below is one such case, with its reason; :data:`CONFLICTS` is the whole list. The step of such a graph is
+Each function of :data:`CONFLICTS`, the whole list, is one such case, with its reason. The step of such a graph is
 for eager alone, also for inductor, which differs from eager in the same ways. What is not on the list behaves as
 under ``torch.compile``, and audits look for it; a new case is one function here.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import casts_within, is_recorded_before
-from lightning_ort.compat.dynamo import hooks_a_result
-from lightning_ort.compat.torch import without_torch_function
+from lightning_ort.compat.autograd import casts_within, is_recorded_before, keeping_versions
+from lightning_ort.compat.dynamo import get_data, hooks_a_result, is_variable
+from lightning_ort.compat.torch import storage_of, without_torch_function
 from lightning_ort.compiler.graphs.nodes import has_separate_gradients, tensor_class_of
-from lightning_ort.compiler.graphs.writes import InputWrites
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest
+
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+}  # fmt: skip
+_NO_WRITES = {"requires_grad_", "rename_"}  # of values
+
+
+class InputWrites:
+    """What a graph, as dynamo captured it, writes to its inputs.
+
+    AOTAutograd computes new values and copies them to the inputs when a graph is over. That differs from eager
+
+    - where the value of a module's attribute comes to depend on parameters, and so on the steps before: the backward
+      pass of a compiled graph goes on to those with zeros, where eager has nothing to go on with;
+    - where another input shares memory with one that is written to: a view of it that the graph returns begins at
+      another element, and to return one may fail (2.13);
+    - where ``x.data`` is written to, which autograd does not see: eager's backward pass then uses what was written
+      last, that of a compiled graph what there was in the forward pass.
+
+    Attributes:
+        conflict: Why a compiled graph would differ from eager; ``None`` if it does not.
+        indices: Of the inputs that are written to.
+        of_data: The indices of the inputs that are written to through ``.data`` alone.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        inputs = {}
+        self._shared: set[Any] = set()  # storages of several inputs
+        for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            if (key := storage_of(node)) is not None:
+                if key in inputs:
+                    self._shared.add(key)
+                inputs[key] = (index, node)
+        self.conflict: str | None = None
+        self._used: set[Any] = set()  # storages that a backward pass may need
+        self._data: set[fx.Node] = set()  # `x.data`, and views of it
+        self._written: dict[Any, bool] = {}  # whether through `.data`
+        for node in gm.graph.nodes:
+            if node.op in ("call_function", "call_method") and self.conflict is None:
+                self._visit(node, inputs)
+        self.indices = {inputs[key][0] for key in self._written}
+        self.of_data = [inputs[key][0] for key, by_data in self._written.items() if by_data]
+
+    def _visit(self, node: fx.Node, inputs: Mapping[Any, tuple[int, fx.Node]]) -> None:
+        key, value = storage_of(node), node.meta.get("example_value")
+        aliased = [source for source in node.all_input_nodes if key is not None and storage_of(source) == key]
+        if node.target is get_data or any(source in self._data for source in aliased):
+            self._data.add(node)
+        written = _written_by(node)
+        if written is not None and (target := storage_of(written)) in inputs:
+            self._write(written, target, inputs[target][1])
+        elif isinstance(value, torch.Tensor) and value.requires_grad:
+            self._used.update(storage_of(source) for source in node.all_input_nodes if source not in aliased)
+            noise = [key for key, by_data in self._written.items() if by_data and key in self._used]
+            if any(not inputs[key][1].meta["example_value"].requires_grad for key in noise):
+                self.conflict = (
+                    "a gradient depends on what is written to `.data`, as it is when the gradient is computed"
+                )
+
+    def _write(self, written: fx.Node, key: Any, placeholder: fx.Node) -> None:
+        by_data = written in self._data
+        self._written[key] = by_data and self._written.get(key, True)
+        if key in self._shared:
+            self.conflict = "two of its inputs share memory, and it writes to one"
+        if by_data and key in self._used:
+            self.conflict = "`.data` is written to after a gradient came to depend on it"
+        value = written.meta["example_value"]  # as the write has left it
+        depends = value.requires_grad and not value.is_leaf
+        if not by_data and depends and not is_variable(placeholder):
+            self.conflict = "it keeps values that need a gradient for the next step"
+
+    def hide(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a compiled graph so that what it writes to ``.data`` is no change to autograd, as in eager."""
+        if not self.of_data:
+            return run
+
+        def hidden(*args: Any) -> Any:
+            with keeping_versions(tuple(args[index] for index in self.of_data)):
+                return run(*args)
+
+        return hidden
+
+
+def _written_by(node: fx.Node) -> fx.Node | None:
+    """The tensor that a call writes to."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
+    if (in_place or node.kwargs.get("inplace") is True) and node.args and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
 
 
 @dataclass(frozen=True)

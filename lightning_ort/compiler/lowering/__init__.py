@@ -1,10 +1,9 @@
 """Prepare graphs for the executors: decompositions for AOTAutograd, then ordered passes over its graphs.
 
-- :mod:`.decompositions`: which ops are split into simpler ones while AOTAutograd traces
-- :mod:`.eager_layouts`: results that torch traces with another memory layout than eager's
-- :mod:`.joint_passes`: over the joint graph, before it is split into forward and backward, and over the two halves
-- :mod:`.separate_results`: over the joint graph, so that a result that is not differentiated spoils no gradient
-- :mod:`.final_passes`: over each forward, backward or inference graph
+- :mod:`.decompositions`: which ops are split into simpler ones while AOTAutograd traces, and results that get another
+  memory layout then than in eager
+- :mod:`.passes`: over the joint graph, before it is split into forward and backward, and over the two halves; then over
+  each forward, backward or inference graph
 
 A pass has the signature ``(gm) -> None`` and edits the graph in place.
 """
@@ -15,23 +14,22 @@ from typing import Any
 from torch import fx
 
 from lightning_ort.compat.torch import OpOverload, split_joint_graph
-from lightning_ort.compiler.lowering import final_passes, joint_passes
+from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions, traced_as_eager
-from lightning_ort.compiler.lowering.separate_results import separate_results
 
 __all__ = ["decompositions", "lower", "split_joint", "traced_as_eager"]
 
-JOINT_PASSES = (joint_passes.drop_detach, joint_passes.keep_statistics_wide, joint_passes.drop_casts)
+JOINT_PASSES = (passes.drop_detach, passes.keep_statistics_wide, passes.drop_casts)
 FINAL_PASSES = (
-    final_passes.divide_as_eager,
-    final_passes.draw_masks_first,
-    joint_passes.drop_casts,
-    final_passes.cancel_transposes,
-    final_passes.drop_kept_dims,
-    final_passes.stack_selections,
-    final_passes.trust_no_view,
-    final_passes.mark_foreign_booleans,
-    final_passes.mark_mixed_gradients,
+    passes.divide_as_eager,
+    passes.draw_masks_first,
+    passes.drop_casts,
+    passes.cancel_transposes,
+    passes.drop_kept_dims,
+    passes.stack_selections,
+    passes.trust_no_view,
+    passes.mark_foreign_booleans,
+    passes.mark_mixed_gradients,
 )
 
 # Settings of torch's min-cut partitioner, and the budget from which they hold. Not its `activation_memory_budget`,
@@ -61,13 +59,13 @@ def split_joint(
     for joint_pass in JOINT_PASSES:
         joint_pass(joint)
     see_joint(joint, num_fwd_outputs)
-    separate_results(joint)
-    joint_passes.recompute_views(joint)
+    passes.separate_results(joint)
+    passes.recompute_views(joint)
     joint.graph.lint()
     joint.recompile()
     min_cut = next(settings for least, settings in _MIN_CUT if (1.0 if budget is None else budget) >= least)
     halves = split_joint_graph(joint, inputs, min_cut, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    joint_passes.save_contiguous(*halves, num_fwd_outputs, converted)
+    passes.save_contiguous(*halves, num_fwd_outputs, converted)
     return halves
 
 

@@ -8,13 +8,14 @@ from torch import fx
 
 from lightning_ort.compat.autograd import is_higher_order, is_recomputed
 from lightning_ort.compat.torch import half_of, is_contiguous_or_false
-from lightning_ort.compiler.graphs.layouts import IN_ORDER, memory_order
 from lightning_ort.compiler.graphs.nodes import (
     GRADIENTS_FROM,
+    IN_ORDER,
     base_of,
     insert_call,
     is_static,
     is_view,
+    memory_order,
     reached,
     results_of,
 )
@@ -145,7 +146,6 @@ def _is_linear_operation(node: fx.Node, of_loss: set[fx.Node]) -> bool:
 
 
 def _packet(node: fx.Node) -> Any:
-    """The operation of a node, whichever overload, or ``None``."""
     return getattr(node.target, "overloadpacket", None)
 
 

@@ -19,8 +19,7 @@ from torch import fx
 from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.fingerprint import fingerprint
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.graphs.layouts import int_hint
-from lightning_ort.compiler.graphs.nodes import VARIANT, is_view, values_of
+from lightning_ort.compiler.graphs.nodes import VARIANT, int_hint, is_view, values_of
 from lightning_ort.compiler.machine import openmp
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.placement import timing
@@ -79,14 +78,14 @@ class OpAutotuner:
         def leave_out(variant: str, error: Exception) -> None:
             log.debug("%s as %s: %s", node.target, variant, error)
 
-        build_variant = max(self.executor.variants(region), key=lambda kind: kind.threads)
+        threads = max(self.executor.thread_counts(region))
         for variant in variants:
             node.meta[VARIANT] = variant
             try:
                 artifact = self.executor.convert(region)
                 if artifact not in artifacts:  # such as the kernel of gelu's other approximation
                     artifacts.add(artifact)
-                    calls[variant] = self.executor.build(region, artifact, build_variant)
+                    calls[variant] = self.executor.build(region, artifact, threads)
             except RegionRejected as rejection:
                 leave_out(variant, rejection)
         calls[TORCH] = region.module.forward

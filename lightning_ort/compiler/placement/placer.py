@@ -21,31 +21,31 @@ from torch import fx
 from lightning_ort._busy import is_busy
 from lightning_ort._memory import resident_bytes
 from lightning_ort._stopwatch import Stopwatch
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch import OpOverload, generate_boxed_code
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.executors.torch import TorchExecutor
 from lightning_ort.compiler.graphs.nodes import is_compute, is_known, is_random, values_of
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.placement.autotune import OpAutotuner
+from lightning_ort.compiler.placement.timing import may_go_out_of_bounds
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.made_up_inputs import may_go_out_of_bounds
 from lightning_ort.compiler.regions.region import (
     TORCH,
     Candidates,
     Region,
     RegionRejected,
-    Support,
     Timing,
-    Variant,
+    TorchRegion,
+    copy_with_views,
     count_flops,
     partition,
 )
 from lightning_ort.compiler.regions.reproducer import Reproducer
 from lightning_ort.compiler.report.data import RegionReport
+from lightning_ort.compiler.report.plain_types import from_plain
 from lightning_ort.compiler.running.guarded_region import GuardedRegion
 from lightning_ort.config import ORTConfig
 
@@ -76,7 +76,8 @@ class Placer:
     # takes a key and what was measured in this process; returns what all processes of the run use
     agree: Callable[[str, dict[str, Any]], dict[str, Any]]
     _reported_ops: set[str] = field(default_factory=set)
-    _answers: dict[tuple[str, ...], Support] = field(default_factory=dict)  # a transformer's layers have the same nodes
+    # a transformer's layers have the same nodes
+    _answers: dict[tuple[str, ...], Reason | None] = field(default_factory=dict)
 
     @staticmethod
     def whole_ops() -> frozenset[OpOverload]:
@@ -125,46 +126,46 @@ class Placer:
                         executors[region.executor].release_memory()
         for used in ran:
             executors[used].release_memory()
-        return _assembled(gm, regions, built, TorchExecutor(self.config, device), candidates, lost)
+        return _assembled(gm, regions, built, candidates, lost)
 
     def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
         """Ask the executors what they support; a failure while they answer is reported once for each op."""
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         if len(accelerators := _accelerators(gm)) > 1:
-            refused = Support(False, Reason(ReasonType.DEVICE, f"one graph on {' and '.join(sorted(accelerators))}"))
+            refused = Reason(ReasonType.DEVICE, f"one graph on {' and '.join(sorted(accelerators))}")
             return Candidates.of({executor.name: dict.fromkeys(nodes, refused) for executor in executors})
-        answers: dict[str, dict[fx.Node, Support]] = {}
+        refusals: dict[str, dict[fx.Node, Reason | None]] = {}
         unsupported: list[Reason] = []
         untimed = _untimed(nodes) if self.config.placement == "measured" else {}
         for executor in executors:
             if (reason := executor.unsupported_reason()) is not None:
                 unsupported.append(reason)
-                answers[executor.name] = dict.fromkeys(nodes, Support(False, reason))
+                refusals[executor.name] = dict.fromkeys(nodes, reason)
                 continue
             ask = functools.partial(self._ask, executor, nodes)
-            answers[executor.name] = self.cache.support(gm, executor.cache_key, ask) | untimed
+            refusals[executor.name] = self.cache.refusals(gm, executor.cache_key, ask) | untimed
         if len(unsupported) == len(executors):
             self.fall_back(name, unsupported[0])
-        for node, answer in (pair for own in answers.values() for pair in own.items()):
-            if answer.reason is None or not answer.reason.type.is_failure or not is_compute(node):
+        for node, refusal in (pair for own in refusals.values() for pair in own.items()):
+            if refusal is None or not refusal.type.is_failure or not is_compute(node):
                 continue
             if (op := str(node.target)) not in self._reported_ops:
                 self._reported_ops.add(op)
-                self.fall_back(f"{name}/{op}", answer.reason)
-        return Candidates.of(answers)
+                self.fall_back(f"{name}/{op}", refusal)
+        return Candidates.of(refusals)
 
-    def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
-        answers: dict[fx.Node, Support] = {}
+    def _ask(self, executor: Executor, nodes: Sequence[fx.Node]) -> dict[fx.Node, Reason | None]:
+        answers: dict[fx.Node, Reason | None] = {}
         for node in nodes:
             made_by = node.args[0] if node.target is operator.getitem else None
             if isinstance(made_by, fx.Node) and made_by in answers:
                 answers[node] = answers[made_by]  # access to a tuple goes where the tuple is made
             elif (reason := self._kept_in_torch_reason(node)) is not None:
-                answers[node] = Support(False, reason)
+                answers[node] = reason
             else:
                 key = (*executor.cache_key, node_fingerprint(node))
                 if key not in self._answers:
-                    self._answers[key] = executor.supports(node)
+                    self._answers[key] = executor.refusal(node)
                 answers[node] = self._answers[key]
         return answers
 
@@ -180,14 +181,13 @@ def _assembled(
     gm: fx.GraphModule,
     regions: list[Region],
     built: Mapping[Any, GuardedRegion],
-    torch_executor: TorchExecutor,
     candidates: Candidates,
     lost: Mapping[Any, Timing],
 ) -> PlacedGraph:
     placed = PlacedGraph(gm, regions)
     for region in regions:
         if region.executor == TORCH:
-            placed.calls.append(torch_executor.build(region))
+            placed.calls.append(TorchRegion(region))
             placed.reports.append(_torch_report(region, candidates.reasons, lost))
         else:
             guarded = built[region.key]
@@ -203,14 +203,14 @@ def _accelerators(gm: fx.GraphModule) -> set[str]:
     return {str(tensor.device) for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
 
 
-def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Support]:
+def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Reason | None]:
     """Leave to torch what no clock can decide about: nodes on numbers or sizes that depend on data."""
-    answers: dict[fx.Node, Support] = {}
+    answers: dict[fx.Node, Reason | None] = {}
     for node in nodes:
         made_by = node.args[0] if node.target is operator.getitem else None
         if made_by in answers or not all(map(is_known, (node, *node.all_input_nodes))):
             text = f"{node.target} with a number that depends on data, which cannot be timed"
-            answers[node] = Support(False, Reason(ReasonType.DYNAMIC_SHAPE, text))
+            answers[node] = Reason(ReasonType.DYNAMIC_SHAPE, text)
     return answers
 
 
@@ -222,7 +222,7 @@ class RegionBuilder:
     ) -> None:
         self._placer, self._config, self._check_budget = placer, placer.config, check_budget
         self._executor, self._region, self._where = executor, region, where
-        self._variants = executor.variants(region)
+        self._thread_counts = executor.thread_counts(region)
         self.timed = False
         self._fingerprint = fingerprint(region.module.graph)
         self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
@@ -259,10 +259,10 @@ class RegionBuilder:
         times = known or self._time(build)
         keeps = known is not None or not is_busy(watch.slowdown)  # or it is timed again in the next run
         if times.ms:
-            times = Timing.from_dict(self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
+            times = from_plain(Timing, self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
         cached = entry is not None and known is not None
         if not cached:
-            kept = times if keeps else Timing({}, times.variant)
+            kept = times if keeps else Timing({}, times.threads)
             self._placer.cache.store(self._entry_name, Entry(artifact, kept))
         own, in_torch = times.ms.get(self._executor.name), times.ms.get(TORCH)
         if own is not None and in_torch is not None and in_torch < own:
@@ -274,11 +274,11 @@ class RegionBuilder:
             ms=dict(times.ms),
             cached=cached,
             reproducer=Reproducer.of(self._region.module.graph, artifact if providers else None, providers),
-            **dataclasses.asdict(times.variant),
+            threads=times.threads,
         )
         on_failure = functools.partial(self._placer.fall_back, self._where)
         return GuardedRegion(
-            self._region, build(times.variant), report, on_failure, self._config.debug.check_against_eager
+            self._region, build(times.threads), report, on_failure, self._config.debug.check_against_eager
         )
 
     def _known_timing(self, entry: Entry | None) -> Timing | None:
@@ -287,30 +287,30 @@ class RegionBuilder:
         if torch.are_deterministic_algorithms_enabled():
             if measured and count_flops(self._region) == 0:
                 raise RegionRejected(ReasonType.STATIC_RULE, "no matrix product or convolution")
-            return Timing({}, self._variants[0])
-        if not measured and (len(self._variants) == 1 or not all(map(is_known, self._region.inputs))):
-            return Timing({}, self._variants[0])
-        if entry is None or entry.timing.variant not in self._variants:
+            return Timing({}, self._thread_counts[0])
+        if not measured and (len(self._thread_counts) == 1 or not all(map(is_known, self._region.inputs))):
+            return Timing({}, self._thread_counts[0])
+        if entry is None or entry.timing.threads not in self._thread_counts:
             return None
         wanted = (self._executor.name, TORCH) if measured else (self._executor.name,)
         if not entry.timing.ms.keys() >= set(wanted):
             return None
-        return Timing({name: entry.timing.ms[name] for name in wanted}, entry.timing.variant)
+        return Timing({name: entry.timing.ms[name] for name in wanted}, entry.timing.threads)
 
-    def _time(self, build: Callable[[Variant], Callable[..., Any]]) -> Timing:
+    def _time(self, build: Callable[[int], Callable[..., Any]]) -> Timing:
         self.timed = True
-        calls: dict[Variant, Callable[..., Any]] = {}
+        calls: dict[int, Callable[..., Any]] = {}
         measured = self._config.placement == "measured"
         torch_forward = self._region.module.forward if measured else None
         try:
-            for variant in self._variants:
+            for threads in self._thread_counts:
                 self._check_budget()
-                calls[variant] = build(variant)
+                calls[threads] = build(threads)
             self._check_budget()
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
             times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
-            self._executor.end_timing(calls[times.variant], args)
+            self._executor.end_timing(calls[times.threads], args)
             return times
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
@@ -322,7 +322,7 @@ class RegionBuilder:
                 return Timing({}, next(iter(calls)))
             raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
-    def _leave_out(self, candidate: Variant | str, error: Exception, args: Sequence[Any] | None = None) -> None:
+    def _leave_out(self, candidate: int | str, error: Exception, args: Sequence[Any] | None = None) -> None:
         """Go on without torch if that fails; raise what any other candidate fails with.
 
         ``args`` are the made-up inputs that it fails on, if it could be built.
@@ -352,3 +352,26 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
         ms=dict(ms),
         reproducer=Reproducer.of(region.module.graph),
     )
+
+
+def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
+    """Return a boxed function that calls the regions in order, by name, and frees what is no longer needed."""
+    gm = placed.gm
+    graph = fx.Graph()
+    generate_boxed_code(graph)
+    outer: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            outer[node] = graph.node_copy(node)
+    for region, run in zip(placed.regions, placed.calls, strict=True):
+        inputs = tuple(copy_with_views(source, graph, outer) for source in region.inputs)
+        call = graph.call_function(run, inputs)
+        for index, node in enumerate(region.outputs):
+            outer[node] = graph.call_function(operator.getitem, (call, index))
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        copy_with_views(node, graph, outer)
+    graph.output(fx.map_arg(output.args[0], outer.__getitem__))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", str(graph))  # the text: whoever keeps the record would keep the sessions too
+    return fx.GraphModule(gm, graph).forward

@@ -3,15 +3,16 @@
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from lightning_ort._stopwatch import Stopwatch
-from lightning_ort.compat.torch import hint_of
-from lightning_ort.compiler.graphs.layouts import int_hint
-from lightning_ort.compiler.regions.region import TORCH, Region, Timing, Variant
+from lightning_ort.compat.torch import OpOverload, arguments_of, hint_of
+from lightning_ort.compiler.graphs.nodes import int_hint
+from lightning_ort.compiler.regions.region import TORCH, Region, Timing
 from lightning_ort.compiler.regions.reproducer_script import extent, make_input
 
 _LARGE = 1 << 18  # elements of an input whose memory is shared
@@ -67,27 +68,27 @@ def _is_large(spec: Any) -> bool:
 
 def measure(
     executor: str,
-    calls: Mapping[Variant, _Call],
+    calls: Mapping[int, _Call],
     torch_forward: _Call | None,
     args: Sequence[Any],
     on_failure: Callable[[Any, Exception], None],
     check_budget: Callable[[], None] = lambda: None,
 ) -> Timing:
-    """Time a region's variants on its executor, and the region in torch unless ``torch_forward`` is ``None``.
+    """Time a region with each number of threads in ``calls``, and in torch unless ``torch_forward`` is ``None``.
 
-    Return the fastest variant, and the times if there was anything to compare. ``on_failure`` is that of
-    :func:`warm_up`; it has to raise for the last variant. ``check_budget`` is that of :func:`race`.
+    Return the fastest number, and the times if there was anything to compare. ``on_failure`` is that of
+    :func:`warm_up`; it has to raise for the last number. ``check_budget`` is that of :func:`race`.
     """
     candidates: dict[Any, _Call] = dict(calls)
     if torch_forward is not None:
         candidates[TORCH] = torch_forward
     if len(candidates) > 1:
         candidates = warm_up(candidates, args, on_failure)
-    variants = [variant for variant in calls if variant in candidates]
+    working = [threads for threads in calls if threads in candidates]
     if len(candidates) == 1:
-        return Timing({}, variants[0])
+        return Timing({}, working[0])
     medians = race(candidates, args, check_budget=check_budget)
-    fastest = min(variants, key=medians.__getitem__)
+    fastest = min(working, key=medians.__getitem__)
     ms = {executor: medians[fastest]}
     if TORCH in medians:
         ms[TORCH] = medians[TORCH]
@@ -167,3 +168,30 @@ def _timed(call: _Call, args: Sequence[Any]) -> float:
 def _gpu_of(values: Any) -> torch.device | None:
     values = values if isinstance(values, (list, tuple)) else [values]
     return next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+
+
+_POSITIONS = ("index", "indices", "target")  # what they are called in the schemas of torch
+_ASSERTING = (torch.ops.aten.binary_cross_entropy,)  # that numbers are between 0 and 1
+
+
+def may_go_out_of_bounds(region: Region) -> list[fx.Node]:
+    """Return the nodes of a region that read or write at positions, or whose kernels assert something of values.
+
+    Made-up integers are 0, a valid index and a valid label, but ``labels - 1`` is none. On a CPU that raises, and the
+    region is not timed. On a GPU it is an assertion of the device, after which nothing runs there in this process.
+    """
+    return [node for node in region.nodes if isinstance(node.target, OpOverload) and _depends_on_values(node)]
+
+
+def _depends_on_values(node: fx.Node) -> bool:
+    if node.target.overloadpacket in _ASSERTING:  # type: ignore[union-attr]
+        return True
+    arguments = arguments_of(node)
+    return any(True for name in _POSITIONS for _ in _integers(arguments.get(name)))
+
+
+def _integers(argument: Any) -> Iterator[fx.Node]:
+    for node in argument if isinstance(argument, (list, tuple)) else [argument]:
+        val = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.dtype is torch.bool):
+            yield node

@@ -10,29 +10,126 @@ Views are not assigned. Each region repeats the views it needs of what it reads,
 Runtime would have to copy it), and views at the end of the graph are taken in torch, where they cost nothing.
 """
 
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import expression_of, flop_formula
-from lightning_ort.compiler.graphs.layouts import int_hint
-from lightning_ort.compiler.graphs.nodes import is_compute, is_known, is_random, is_view, sizes_of, values_of
+from lightning_ort.compat.torch import expression_of, flop_formula, is_positive, size_printer
+from lightning_ort.compiler.graphs.nodes import (
+    IN_ORDER,
+    in_order,
+    int_hint,
+    is_compute,
+    is_in_order,
+    is_known,
+    is_random,
+    is_view,
+    sizes_of,
+    traced_order,
+    values_of,
+)
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region_module import RegionModule
+
+
+class RegionModule:
+    """A graph as torch runs it; its code is generated at the first call, which most regions do not get.
+
+    A graph is traced with torch's fake kernels, and the results of some have other strides than those of the real ones
+    (torch 2.13 on the CPU: the gradients of batch, layer and group norm, of ``log_softmax`` and of several losses).
+    Eager adapts to them, but a traced graph does not: a ``view`` or a kernel that was traced for one layout fails on
+    another, and ``as_strided`` reads the wrong elements. So the first run compares every result with its trace, and
+    from then on the few that differ are converted to the traced layout, or to the traced dtype where torch's fake
+    kernel has a wider one (2.13 on the CPU: the gradient of a group norm of a half type).
+    """
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self.graph = graph
+        self._name = name
+        self._run: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any) -> Any:
+        """Run it."""
+        if self._run is not None:
+            return self._run(*args)
+        first = _FirstRun(self.graph)
+        outputs = first.run(*args)
+        self._run = _converting(self.graph, first.converted, self._name)
+        return outputs
+
+
+class _FirstRun(fx.Interpreter):
+    """Runs a graph node by node, each on tensors in the layout that was traced."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)  # not a GraphModule, which would generate code
+        # results of another layout or dtype, and what was traced: the order of dimensions and the dtype, if they differ
+        self.converted: dict[fx.Node, tuple[list[int] | None, torch.dtype | None]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        traced = n.meta.get("val")
+        if n.op != "call_function" or is_view(n) or not isinstance(value, torch.Tensor):
+            return value
+        _check_kind(n, value, traced)
+        order = traced_order(traced)
+        if order is None or is_in_order(value, order) or all(user.target is IN_ORDER for user in n.users):
+            order = None
+        dtype = traced.dtype if isinstance(traced, torch.Tensor) and traced.dtype is not value.dtype else None
+        if order is not None or dtype is not None:
+            self.converted[n] = order, dtype
+        if dtype is not None:
+            value = value.to(dtype)
+        return value if order is None else in_order(value, order)
+
+
+def _check_kind(node: fx.Node, value: torch.Tensor, traced: Any) -> None:
+    """Raise ``TypeError`` if dtype or shape are not as traced, as for a custom op whose fake kernel is wrong."""
+    if not isinstance(traced, torch.Tensor):
+        return
+    fixed = [size if isinstance(size, int) else None for size in traced.shape]
+    alike = len(fixed) == value.dim() and all(a in (None, b) for a, b in zip(fixed, value.shape, strict=True))
+    if (value.dtype is not traced.dtype and not _is_known_difference(node, value, traced.dtype)) or not alike:
+        raise TypeError(
+            f"{node.target} gave {value.dtype} {list(value.shape)}, and {traced.dtype} {list(traced.shape)} when traced"
+        )
+
+
+def _is_known_difference(node: fx.Node, value: torch.Tensor, traced: torch.dtype) -> bool:
+    """Whether one of torch's own kernels gives another dtype than its fake one, and the values are the same.
+
+    Fake kernels give wider floating types; real ones give other dtypes of nothing, as ``native_dropout`` does (2.13).
+    """
+    made_by = node.args[0] if node.target is operator.getitem else node
+    own = isinstance(made_by, fx.Node) and getattr(made_by.target, "namespace", "") == "aten"
+    is_wider = value.is_floating_point() and torch.promote_types(value.dtype, traced) is traced
+    return own and (is_wider or not value.numel())
+
+
+def _converting(
+    graph: fx.Graph, converted: dict[fx.Node, tuple[list[int] | None, torch.dtype | None]], name: str
+) -> Callable[..., Any]:
+    """The function of a graph in which some results are converted to another layout or dtype."""
+    if converted:
+        inner: dict[fx.Node, fx.Node] = {}
+        copy = fx.Graph()
+        for node in graph.nodes:
+            inner[node] = copy.node_copy(node, inner.__getitem__)
+            order, dtype = converted.get(node, (None, None))
+            if dtype is not None:
+                inner[node] = copy.call_method("to", (inner[node], dtype))
+            if order is not None:
+                inner[node] = copy.call_function(in_order, (inner[node], order))
+        graph = copy
+    return fx.GraphModule(torch.nn.Module(), graph, class_name=name).forward
+
 
 TORCH = "torch"  # the executor that can run everything
-
-
-@dataclass(frozen=True)
-class Support:
-    """Whether an executor can run a node, and if not, why."""
-
-    ok: bool
-    reason: Reason | None = None
 
 
 @dataclass
@@ -43,14 +140,14 @@ class Candidates:
     reasons: dict[fx.Node, Reason]
 
     @classmethod
-    def of(cls, answers: Mapping[str, Mapping[fx.Node, Support]]) -> "Candidates":
-        """Collect the answers of executors, which are in order of preference."""
+    def of(cls, refusals: Mapping[str, Mapping[fx.Node, Reason | None]]) -> "Candidates":
+        """Collect why executors, which are in order of preference, cannot run nodes; ``None`` where they can."""
         candidates = cls({}, {})
-        for node in next(iter(answers.values())):
-            own = {name: answers[name][node] for name in answers}
-            candidates.executors[node] = [*(name for name, answer in own.items() if answer.ok), TORCH]
-            if reasons := [answer.reason for answer in own.values() if answer.reason is not None]:
-                candidates.reasons[node] = reasons[0]
+        for node in next(iter(refusals.values())):
+            own = {name: refusals[name][node] for name in refusals}
+            candidates.executors[node] = [*(name for name, reason in own.items() if reason is None), TORCH]
+            if (reason := next(filter(None, own.values()), None)) is not None:
+                candidates.reasons[node] = reason
         return candidates
 
     def owner(self, node: fx.Node) -> fx.Node:
@@ -94,24 +191,25 @@ class Region:
         return [node for node in self.nodes if is_compute(node)]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to run a region: with a number of intra-op threads."""
+class TorchRegion:
+    """A torch region as the compiled graph calls it."""
 
-    threads: int = 1
+    def __init__(self, region: Region) -> None:
+        # how it appears in the code of the compiled graph
+        self.__name__, self.__module__ = region.name, __name__
+        self._module = region.module
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the region."""
+        return self._module.forward(*args)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The median times of a region in ms by executor, without those that were not timed, and its fastest variant."""
+    """The median times of a region in ms by executor, where it was timed, and the number of threads that is fastest."""
 
-    ms: Mapping[str, float]
-    variant: Variant
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
-        """Return what ``dataclasses.asdict`` made a dict of."""
-        return cls(data["ms"], Variant(**data["variant"]))
+    ms: dict[str, float]
+    threads: int
 
 
 class RegionRejected(Exception):
@@ -250,3 +348,66 @@ def count_flops(region: Region) -> float:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             total += int_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
     return total
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def output_shapes_fn(region: Region) -> Shapes | Callable[..., Shapes]:
+    """The shapes of the outputs, a function of the inputs if they are not static; may raise ``RegionRejected``."""
+    shapes = tuple(tuple(node.meta["val"].shape) for node in region.outputs)
+    inputs = [sizes_of(node.meta["val"]) for node in region.inputs if isinstance(node.meta["val"], torch.Tensor)]
+    if len(inputs) == len(region.inputs) and all(isinstance(n, int) for sizes in (*inputs, *shapes) for n in sizes):
+        return shapes
+    return _function(shapes, _symbols(region))
+
+
+def is_emptied_fn(region: Region) -> Callable[..., bool] | None:
+    """A function from a region's inputs to whether a tensor in it is empty; ``None`` if that cannot happen.
+
+    A size such as ``s - 2`` is only known when the region runs. Some of onnxruntime's kernels divide by it, which ends
+    the process if it is 0 (``SoftmaxGrad_13`` in 1.19), and others refuse it. Torch handles it, at no cost.
+    """
+    tensors = [v for node in region.module.graph.nodes for v in values_of(node) if isinstance(v, torch.Tensor)]
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    symbols = _symbols(region)
+    doubtful = {
+        str(expression_of(size)): size
+        for size in sizes
+        if not is_positive(size) and expression_of(size).free_symbols <= symbols.keys()
+    }
+    if not doubtful:
+        return None
+    found = _function((tuple(size for _, size in sorted(doubtful.items())),), symbols)
+    return lambda *args: 0 in found(*args)[0]
+
+
+def _symbols(region: Region) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Where the inputs ``a`` of a call show the value of each symbol, such as ``a[0].shape[1]``."""
+    where: dict[sympy.Symbol, sympy.Symbol] = {}
+    for index, node in enumerate(region.inputs):
+        is_tensor = isinstance(node.meta["val"], torch.Tensor)
+        for dim, size in enumerate(sizes_of(node.meta["val"])):
+            if isinstance(size, torch.SymInt) and expression_of(size).is_Symbol:
+                code = f"a[{index}].shape[{dim}]" if is_tensor else f"a[{index}]"
+                where.setdefault(expression_of(size), sympy.Symbol(code))
+    return where
+
+
+def _function(shapes: Sequence[Sequence[Any]], where: dict[sympy.Symbol, sympy.Symbol]) -> Callable[..., Any]:
+    """A function from a region's inputs to the values of sizes.
+
+    It is compiled, since it runs at every call of the region. (``sympy.lambdify`` takes 10 ms to do that.)
+
+    Raises:
+        RegionRejected: If the inputs do not show a symbol.
+    """
+    sizes = sympy.Tuple(*(sympy.Tuple(*map(expression_of, shape)) for shape in shapes))
+    if missing := sizes.free_symbols - where.keys():
+        raise RegionRejected(ReasonType.DYNAMIC_SHAPE, f"no input shows {missing}, which its sizes depend on")
+    symbols = sorted(sizes.free_symbols, key=str)
+    names = {symbol: sympy.Symbol(f"n{index}", integer=True) for index, symbol in enumerate(symbols)}
+    arguments = sympy.Tuple(*(where[symbol] for symbol in symbols))
+    code = size_printer().doprint  # prints tuples as Python does, over names made here
+    compute = eval(f"lambda {', '.join(map(str, names.values()))}: {code(sizes.xreplace(names))}", {"math": math})
+    return eval(f"lambda *a: compute{code(arguments)}", {"compute": compute})

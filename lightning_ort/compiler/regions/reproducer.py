@@ -44,7 +44,7 @@ class Reproducer:
         used = [(name, value) for name, value in code.globals.items() if re.search(rf"\b{name}\b", code.src)]
         imports = [_import(name, value) for name, value in used]
         if "torch.ops.lightning_ort" in code.src:
-            imports.append("import lightning_ort.compiler.graphs.layouts  # defines torch.ops.lightning_ort")
+            imports.append("import lightning_ort.compiler.graphs.nodes  # defines torch.ops.lightning_ort")
         specs = [f"    {_text(spec)},  # {name}" for name, spec in self.inputs.items()]
         inputs = ["# sizes, strides, dtype, device; or a number", "INPUTS = [", *specs, "]\n"]
         return "\n".join([*imports, "\n", code.src.strip(), "\n", *inputs])

@@ -153,7 +153,6 @@ class FallbackReport:
 
 
 def _of_run(name: str) -> Any:
-    """A field of the run part as an attribute of the whole report."""
     return property(lambda self: getattr(self.run, name), lambda self, value: setattr(self.run, name, value))
 
 

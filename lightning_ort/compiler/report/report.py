@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ort._arguments import check_integer
 from lightning_ort.compiler.report.data import ReportData
 from lightning_ort.compiler.report.plain_types import from_plain, to_plain
-from lightning_ort.compiler.report.text import render_text
+from lightning_ort.compiler.report.view import render_text
 
 _NARROWEST = 60  # characters; a terminal that says that it has fewer wraps the lines itself
 

@@ -1,17 +1,19 @@
-"""What the text and the page of a report show, computed from its dataclasses: :class:`ReportView`, and figures."""
+"""What the text and the page of a report show, :class:`ReportView` and figures; and the text: :func:`render_text`."""
 
 import dataclasses
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ort._busy import differ
-from lightning_ort.compiler.reason import Reason
+from lightning_ort._text import plain, rendered
 from lightning_ort.compiler.report.data import GraphReport, RegionReport, ReportData, figure, in_use
 
-_OVERLOAD = re.compile(r"aten\.(\w+)\.\w+")
+_OVERLOAD = re.compile(r"^aten\.(\w+)\.\w+$")
 
 
 def counted(number: int, noun: str) -> str:
@@ -21,12 +23,10 @@ def counted(number: int, noun: str) -> str:
 
 def short_ops(ops: dict[str, int]) -> dict[str, int]:
     """Return how often each operation occurs, the most frequent first, without the names of overloads."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for op, count in ops.items():
-        match = _OVERLOAD.fullmatch(op)
-        name = match[1] if match else op
-        found[name] = found.get(name, 0) + count
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+        found[_OVERLOAD.sub(r"\1", op)] += count
+    return dict(found.most_common())
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class EqualRegions:
     def name(self) -> str:
         """The name of the first, with the number of regions if there are several."""
         return self.first.name if len(self.regions) == 1 else f"{self.first.name} (x {len(self.regions)})"
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why they run in torch."""
-        return self.first.reason
 
     @property
     def ms(self) -> dict[str, float]:
@@ -164,3 +159,65 @@ def startup_parts(report: ReportData) -> dict[str, float]:
         "capture by torch, and the rest": run.startup_seconds - compiling - duels,
     }
     return {name: seconds for name, seconds in parts.items() if seconds >= 0.05}
+
+
+_MOST_OPS = 4
+_NARROWEST = 20  # the column of operations, in characters
+_GAP = "  "
+
+
+def render_text(report: ReportData, width: int) -> str:
+    """Return the report as text of a width."""
+    totals = (
+        f"{share_text(report)}, {counted(report.ort_runs, 'run')}; {counted(len(report.graphs), 'graph')} compiled in"
+        f" {report.compile_seconds:.1f} s, {counted(report.graph_breaks, 'graph break')},"
+        f" {counted(report.recompiles, 'recompile')}, {counted(len(report.fallbacks), 'fallback')}"
+    )
+    view = ReportView.of(report)
+    verdict = report.verdict
+    above = [
+        *([verdict] if verdict else []),
+        *map(str, report.steps),
+        *([totals] if report.graphs or not verdict else []),
+    ]
+    notes = [note for note in report.notes if str(note.reason.text) not in verdict]  # which has said it
+    below = [
+        *(f"fallback: {fallback}" for fallback in report.fallbacks),
+        *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
+        *(f"{name}: {text}" for name, text in view.facts.items()),
+        *(f"note: {note}" for note in notes),
+    ]
+    table = _table(view, width) if report.graphs else []
+    return rendered(*above, *table, *below, width=width)
+
+
+def _table(view: ReportView, width: int) -> list[str]:
+    """Return the headings, and for each graph its name and its regions."""
+    graphs = [
+        (graph.name, [(entry.name, *(column.cell(entry) for column in view.columns), _what(entry)) for entry in found])
+        for graph, found in view.graphs
+    ]
+    headings = ("region", *(column.heading for column in view.columns), "operations; in PyTorch also why")
+    columns = zip(headings, *(row for _, rows in graphs for row in rows), strict=True)
+    widths = [max(len(plain(cell, "utf-8")) for cell in column) for column in columns][:-1]
+    width = max(width, sum(widths) + len(_GAP) * (len(widths) + 1) + _NARROWEST)
+    parts = ["lightning-ort: what ran where", _row(headings, widths, width)]
+    for name, rows in graphs:
+        parts += [name, *(_row(row, widths, width) for row in rows)]
+    return parts
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], width: int) -> str:
+    """Return a row, whose last cell goes on in further lines of this width."""
+    first, *numbers = (plain(cell, "utf-8") for cell in cells[:-1])
+    start = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), ""]
+    begin = _GAP + _GAP.join(start)
+    left = width - len(begin)
+    words = [word if len(word) <= left else f"{word[: left - 1]}\N{HORIZONTAL ELLIPSIS}" for word in cells[-1].split()]
+    text = textwrap.wrap(" ".join(words), left, break_on_hyphens=False)
+    return begin + f"\n{' ' * len(begin)}".join(text)
+
+
+def _what(entry: EqualRegions) -> str:
+    ops = ", ".join(named_ops(entry.first.ops, _MOST_OPS, "x"))
+    return ops if entry.first.reason is None else f"{entry.first.reason} ({ops})"

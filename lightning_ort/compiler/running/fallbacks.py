@@ -310,7 +310,6 @@ class _FirstPass:
 def _run_for_first_backward(
     guard: GuardedGraph, state: RunState, args: Sequence[Any], written: Mapping[int, torch.Tensor]
 ) -> Any:
-    """Run a graph so that eager can do its backward pass."""
     inner = leaves(args)
     outputs = guard.run(*inner)
     leaves_reached = _leaves_of(outputs)
@@ -324,7 +323,6 @@ def _run_for_first_backward(
 
 
 def _leaves_of(outputs: Sequence[Any]) -> set[torch.Tensor]:
-    """The leaves of the autograd graph that outputs depend on."""
     ends = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
     nodes = reached(ends, lambda node: [following for following, _ in node.next_functions if following is not None])
     return {node.variable for node in nodes if hasattr(node, "variable")}

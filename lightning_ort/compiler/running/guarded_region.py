@@ -8,8 +8,7 @@ import torch
 
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.output_shapes import is_emptied_fn
-from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
+from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected, is_emptied_fn
 from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.compiler.report.data import RegionReport
 

@@ -31,8 +31,7 @@ from lightning_ort.compat.autograd import (
     without_gradients,
 )
 from lightning_ort.compiler.cache.kept_step import from_plain, to_plain
-from lightning_ort.compiler.graphs.layouts import int_hint
-from lightning_ort.compiler.graphs.nodes import is_random, results_of
+from lightning_ort.compiler.graphs.nodes import int_hint, is_random, results_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.running.eager_runs import GradientsOnce, RunState, gradients_by_eager, versions_of
 from lightning_ort.compiler.running.fallbacks import CHANGED

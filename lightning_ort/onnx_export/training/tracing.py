@@ -16,7 +16,7 @@ from lightning_ort.compat.step_trace import fake_fields, functional, note_module
 from lightning_ort.compat.torch import expression_of, python_kernels, without_checkpoints, without_validation
 from lightning_ort.compiler.executors.ort.conversion.registry import PARTS, PARTS_ABOVE_AUTOGRAD
 from lightning_ort.compiler.graphs.nodes import is_random
-from lightning_ort.compiler.lowering import final_passes, joint_passes
+from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms.random import drawn
@@ -32,12 +32,12 @@ Sizes = Mapping[str, Sequence[int]]  # of each field the dimensions that may cha
 BATCH, LENGTH = "batch", "length"  # what the first and the second of them are called
 
 _PASSES = (
-    joint_passes.drop_detach,
-    joint_passes.drop_casts,
-    final_passes.cancel_transposes,
-    final_passes.drop_kept_dims,
-    final_passes.stack_selections,
-    final_passes.mark_mixed_gradients,
+    passes.drop_detach,
+    passes.drop_casts,
+    passes.cancel_transposes,
+    passes.drop_kept_dims,
+    passes.stack_selections,
+    passes.mark_mixed_gradients,
 )
 _CHECKS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range")
 

@@ -14,7 +14,7 @@ from lightning_ort.compiler.executors.ort import kept_models, kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Region, Support, Variant, count_flops
+from lightning_ort.compiler.regions.region import Region, count_flops
 from lightning_ort.config import ORTConfig
 
 # below this many floating-point operations in matrix products one thread is enough: waking a second costs 20-40 us
@@ -63,7 +63,7 @@ class OrtExecutor(Executor):
         return None if failure is None else Reason(ReasonType.DEVICE, failure)
 
     @override
-    def supports(self, node: fx.Node) -> Support:
+    def refusal(self, node: fx.Node) -> Reason | None:
         from lightning_ort.compiler.executors.ort import support  # not at the top: it loads onnx
 
         return support.check(node, self.kernels)
@@ -75,10 +75,7 @@ class OrtExecutor(Executor):
         return variants_of(node, self.kernels)
 
     @override
-    def variants(self, region: Region) -> Sequence[Variant]:
-        return [Variant(threads) for threads in self._thread_counts(region)]
-
-    def _thread_counts(self, region: Region) -> list[int]:
+    def thread_counts(self, region: Region) -> Sequence[int]:
         if self.config.debug.intra_op_threads is not None:
             return [self.config.debug.intra_op_threads]
         available = torch.get_num_threads()
@@ -107,11 +104,11 @@ class OrtExecutor(Executor):
             session.save(artifact, self.config.debug.save_onnx_dir, name)
 
     @override
-    def build(self, region: Region, artifact: bytes, variant: Variant) -> Callable[..., Sequence[Any]]:
+    def build(self, region: Region, artifact: bytes, threads: int) -> Callable[..., Sequence[Any]]:
         stream = self._stream()
-        built = session.build(artifact, region, self.providers, variant.threads, self.device, stream)
-        several_threads = self.device.type == "cpu" and variant.threads > 1
-        pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * variant.threads
+        built = session.build(artifact, region, self.providers, threads, self.device, stream)
+        several_threads = self.device.type == "cpu" and threads > 1
+        pause = several_threads and count_flops(region) >= PAUSE_OPENMP_FLOPS * threads
         return BoundSession(region, built, self.device, pause, stream)
 
     @override

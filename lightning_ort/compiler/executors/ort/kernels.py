@@ -220,7 +220,7 @@ class Kernels:
         """Return why a provider that the build contains does not load here, or ``None``."""
         first = self.providers[0]
         load_error = provider_of(first).load_error
-        if load_error is None or (error := self.missing(_identity(OPSETS[-1]))) is None:
+        if load_error is None or (error := self.missing(_of_one_node("Identity", [(1,)]))) is None:
             return None
         return f"{first} does not load: {load_error() or error}"
 
@@ -262,30 +262,33 @@ def _load_error(model: "ir.Model", providers: tuple[str, ...], device: torch.dev
 
 @functools.cache
 def _reads_opset(number: int) -> bool:
-    return _load_error(_identity(number), (CPU,), torch.device("cpu")) is None
+    return _load_error(_of_one_node("Identity", [(1,)], number), (CPU,), torch.device("cpu")) is None
 
 
-def _identity(opset: int) -> "ir.Model":
+def _of_one_node(
+    op_type: str,
+    shapes: Sequence[tuple[int, ...]],
+    opset: int = OPSETS[-1],
+    domain: str = "",
+    num_outputs: int = 1,
+    attributes: dict[str, Any] | None = None,
+) -> "ir.Model":
     import onnx_ir as ir
 
-    float32, shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
-    node = ir.node("Identity", [ir.Value(name="i0", type=float32, shape=shape)])
-    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "o0", float32, shape
-    graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": opset}, name="opset")  # type: ignore[arg-type]
+    float32 = ir.TensorType(ir.DataType.FLOAT)
+    inputs = [ir.Value(name=f"i{index}", type=float32, shape=ir.Shape(shape)) for index, shape in enumerate(shapes)]
+    node = ir.node(op_type, inputs, attributes or {}, domain=domain, num_outputs=num_outputs)
+    for index, output in enumerate(node.outputs):
+        output.name, output.type = f"o{index}", float32
+    node.outputs[0].shape = inputs[0].shape
+    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": opset, "com.microsoft": 1}, name=op_type)
     return ir.Model(graph, ir_version=10)
 
 
 @functools.cache
 def _has_training_kernel(op_type: str, providers: tuple[str, ...], device: torch.device) -> bool:
-    import onnx_ir as ir
-
     shapes, num_outputs, attributes = TRAINING_OPS[op_type]
-    float32 = ir.TensorType(ir.DataType.FLOAT)
-    inputs = [ir.Value(name=f"i{index}", type=float32, shape=ir.Shape(shape)) for index, shape in enumerate(shapes)]
-    node = ir.node(op_type, inputs, attributes, domain="com.microsoft", num_outputs=num_outputs)
-    for index, output in enumerate(node.outputs):
-        output.name, output.type = f"o{index}", float32
-    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 18, "com.microsoft": 1}, name=op_type)
-    error = _load_error(ir.Model(graph, ir_version=10), providers, device)
+    model = _of_one_node(op_type, shapes, OPSETS[-1], "com.microsoft", num_outputs, attributes)
+    error = _load_error(model, providers, device)
     log.debug("training kernel %s: %s", op_type, error or "found")
     return error is None

@@ -16,7 +16,6 @@ from lightning_ort.compiler.executors.ort.conversion.registry import TAKES_EMPTY
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.graphs.nodes import is_empty, values_of
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Support
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -29,30 +28,30 @@ _BETTER_IN_TORCH = {
 }
 
 
-def check(node: fx.Node, kernels: Kernels) -> Support:
-    """Decide whether ONNX Runtime can run a ``call_function`` node by converting it alone."""
+def check(node: fx.Node, kernels: Kernels) -> Reason | None:
+    """Return why ONNX Runtime cannot run a ``call_function`` node, or ``None``, by converting it alone."""
     if node.target is operator.getitem:  # goes where the op that made the tuple goes
-        return Support(False, Reason(ReasonType.NO_CONVERTER, "tuple access"))
+        return Reason(ReasonType.NO_CONVERTER, "tuple access")
     if not isinstance(node.target, OpOverload):
-        return Support(False, Reason(ReasonType.NO_CONVERTER, str(node.target)))
+        return Reason(ReasonType.NO_CONVERTER, str(node.target))
     if node.target in _BETTER_IN_TORCH:
-        return Support(False, Reason(ReasonType.BETTER_IN_TORCH, str(node.target)))
+        return Reason(ReasonType.BETTER_IN_TORCH, str(node.target))
     for value in (v for n in (node, *node.all_input_nodes) for v in values_of(n)):
         if isinstance(value, torch.Tensor):
             if value.device.type != kernels.device.type and (value.dim() or any(value is x for x in values_of(node))):
                 # a number on the CPU may be read, and no more
-                return Support(False, Reason(ReasonType.DEVICE, f"{node.target} with a tensor on {value.device}"))
+                return Reason(ReasonType.DEVICE, f"{node.target} with a tensor on {value.device}")
             if value.dtype not in DTYPES:
-                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}"))
+                return Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype}")
             if value.dtype in _HALF and value.device.type == "cpu":
                 # onnxruntime would cast to float32 and back; torch has real kernels
-                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU"))
+                return Reason(ReasonType.DTYPE, f"{node.target} on {value.dtype} on CPU")
             if value.dtype is torch.bfloat16 and (missing := kernels.bfloat16_missing()) is not None:
-                return Support(False, Reason(ReasonType.DTYPE, missing))
+                return Reason(ReasonType.DTYPE, missing)
             if value.is_sparse or value.layout is not torch.strided:
-                return Support(False, Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}"))
+                return Reason(ReasonType.DTYPE, f"{node.target} on layout {value.layout}")
     if _is_emptied(node, node.target):
-        return Support(False, Reason(ReasonType.UNSUPPORTED_ARGUMENTS, f"{node.target} with an empty tensor"))
+        return Reason(ReasonType.UNSUPPORTED_ARGUMENTS, f"{node.target} with an empty tensor")
     try:
         builder = GraphBuilder(kernels)
         for index, source in enumerate(node.all_input_nodes):
@@ -60,11 +59,11 @@ def check(node: fx.Node, kernels: Kernels) -> Support:
         builder.convert(node)
         error = kernels.missing(builder.model([node], "support"))
     except Unsupported as unsupported:
-        return Support(False, unsupported.reason)
+        return unsupported.reason
     except Exception as error:  # a bug in a converter must not lose the run
         text = f"{node.target}: {type(error).__name__}: {error}"
-        return Support(False, Reason(ReasonType.CONVERSION_FAILED, text))
-    return Support(error is None, None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}"))
+        return Reason(ReasonType.CONVERSION_FAILED, text)
+    return None if error is None else Reason(ReasonType.NO_KERNEL, f"{node.target}: {error}")
 
 
 def _is_emptied(node: fx.Node, op: OpOverload) -> bool:
@@ -72,7 +71,7 @@ def _is_emptied(node: fx.Node, op: OpOverload) -> bool:
 
     For it, kernels of onnxruntime have no result, a wrong one, or end the process (TopK, SoftmaxGrad_13 in 1.19), and
     there is nothing to compute. For a symbolic size that turns out to be 0, see
-    :func:`~lightning_ort.compiler.regions.output_shapes.is_emptied_fn`.
+    :func:`~lightning_ort.compiler.regions.region.is_emptied_fn`.
     """
     if torch.Tag.pointwise in op.tags:
         return False

@@ -32,21 +32,21 @@ decomposes the forward op itself.
 
 That is all for most ops: what has a converter is left whole while the step is traced, is looked for in the installed
 onnxruntime, and is timed. ``python -m tests.conversion.opinfo --ops NAME`` says if results are laid out in memory
-otherwise than eager's; then the op belongs to ``LAYOUTS`` (:mod:`~lightning_ort.compiler.lowering.eager_layouts`).
+otherwise than eager's; then the op belongs to ``LAYOUTS`` (:mod:`~lightning_ort.compiler.lowering.decompositions`).
 
 The files
 ---------
 
 1. :mod:`registry`: the table of operations, for runs and for models for everywhere, and which of several rows holds.
 2. :mod:`metadata`: what was traced, and arguments as ONNX takes them.
-3. :mod:`graph`: the ONNX graph under construction, and its values; :mod:`cuda_kernels`: what has no kernel on a GPU.
+3. :mod:`graph`: the ONNX graph under construction, and its values; what has no kernel on a GPU.
 4. :mod:`elementary`: choice by a condition, and functions that are right for every number.
 5. :mod:`pointwise`: arithmetic, casts, comparison, logic and choice; :mod:`activations`, also softmax.
-6. :mod:`linalg`: matrix products.
+6. :mod:`nn`: matrix products, convolution, embedding, dropout, pooling.
 7. :mod:`shape`: views, layout, tensors made from sizes.
 8. :mod:`reduction`: sums, extrema, variance, norms, sorting.
-9. :mod:`indexing`: gather and scatter; :mod:`slices`: slices written to, diagonals, triangles.
-10. :mod:`normalization`; :mod:`nn`: convolution, embedding, dropout, pooling.
+9. :mod:`indexing`: gather and scatter; slices that are written to, diagonals, triangles.
+10. :mod:`normalization`.
 11. :mod:`loss`: loss functions.
 
 Importing this package registers all of them.
@@ -55,14 +55,12 @@ Importing this package registers all of them.
 from lightning_ort.compiler.executors.ort.conversion import (  # noqa: F401  (they register their converters)
     activations,
     indexing,
-    linalg,
     loss,
     nn,
     normalization,
     pointwise,
     reduction,
     shape,
-    slices,
 )
 from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value

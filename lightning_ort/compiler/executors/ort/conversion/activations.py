@@ -245,42 +245,29 @@ def shrink_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node,
 # softmax and its logarithm
 
 
-@converts(aten._softmax.default)
+@converts(aten._softmax.default, aten._log_softmax.default)
 def softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    value = ctx.value(x, dtype_of(node))
-    if _has_kernel(ctx, value, x, dim):
-        return _along(value, "Softmax", x, dim)
-    powers = exp(_below_largest(value, x, dim))
-    return powers / reduce("ReduceSum", x, powers, dim, keepdim=True)
+    value, rank, is_log = ctx.value(x, dtype_of(node)), rank_of(x), node.target is aten._log_softmax.default
+    if _has_kernel(value, rank, dim):
+        if rank == 0:  # ONNX has no axis of a scalar
+            value, dim = value.unsqueeze(0), 0
+        result = value.op("LogSoftmax" if is_log else "Softmax", axis=dim)
+        return result if rank else result.squeeze(0)
+    below = value - reduce("ReduceMax", x, value, dim, keepdim=True)
+    powers = exp(below)
+    total = reduce("ReduceSum", x, powers, dim, keepdim=True)
+    return below - total.op("Log") if is_log else powers / total
 
 
-@converts(aten._log_softmax.default)
-def log_softmax(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> Value:
-    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    value = ctx.value(x, dtype_of(node))
-    if _has_kernel(ctx, value, x, dim):
-        return _along(value, "LogSoftmax", x, dim)
-    below = _below_largest(value, x, dim)
-    return below - reduce("ReduceSum", x, exp(below), dim, keepdim=True).op("Log")
+def _has_kernel(value: Value, rank: int, dim: int) -> bool:
+    """Whether a kernel is right and fast; on a CPU (1.19) those for other dimensions than the last transpose twice.
 
-
-def _has_kernel(ctx: GraphBuilder, value: Value, x: fx.Node, dim: int) -> bool:
-    """Whether a kernel is right and fast: those of a CPU for other dimensions than the last transpose twice (1.19)."""
-    if not ctx.on_cpu or value.dtype not in (torch.float32, torch.float64):
+    Those for float64 return numbers for a row with a NaN or an infinity, where torch has NaN.
+    """
+    if not value.ctx.on_cpu or value.dtype not in (torch.float32, torch.float64):
         return True
-    return value.dtype is torch.float32 and (rank_of(x) == 0 or axis_of(dim, rank_of(x)) == rank_of(x) - 1)
-
-
-def _below_largest(value: Value, x: fx.Node, dim: int) -> Value:
-    # onnxruntime's kernels for float64 (1.19) return numbers for a row with a NaN or an infinity, where torch has NaN
-    return value - reduce("ReduceMax", x, value, dim, keepdim=True)
-
-
-def _along(value: Value, op_type: str, x: fx.Node, dim: int) -> Value:
-    if rank_of(x):
-        return value.op(op_type, axis=dim)
-    return value.unsqueeze(0).op(op_type, axis=0).squeeze(0)  # ONNX has no axis of a scalar
+    return value.dtype is torch.float32 and (rank == 0 or axis_of(dim, rank) == rank - 1)
 
 
 def _in_float32(ctx: GraphBuilder, grad: fx.Node, output: fx.Node) -> tuple[Value, Value]:

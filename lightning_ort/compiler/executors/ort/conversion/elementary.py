@@ -151,8 +151,6 @@ def floor_divide(dividend: Value, divisor: Value) -> Value:
     The rounded quotient will not do: 1.0 // 0.1 is 9, since 0.1 is a little more than a tenth, yet 1.0 / 0.1 rounds up
     to 10. The result is NaN for an infinite dividend, and the quotient itself where the divisor is 0.
     """
-    if dividend.dtype is torch.float32 and dividend.ctx.on_cpu:
-        return _floor_divide_in_float64(dividend, divisor)
     rest = dividend.op("Mod", divisor, fmod=1)  # exact, with the dividend's sign
     opposed = opposed_signs(rest, divisor)
     quotient = (dividend - rest) / divisor  # whole, but for its rounding
@@ -160,14 +158,3 @@ def floor_divide(dividend: Value, divisor: Value) -> Value:
     floor = quotient.op("Floor")
     result = where(quotient - floor > 0.5, floor + 1, floor)
     return where(divisor == 0, dividend / divisor, result)
-
-
-def _floor_divide_in_float64(dividend: Value, divisor: Value) -> Value:
-    # in a quarter of the time: float64 tells the quotient of two float32 numbers from a whole one below 2^24, and above
-    # that the result is rounded anyway
-    a, b = dividend.cast(torch.float64), divisor.cast(torch.float64)
-    # a finite number instead of an infinite divisor: -1 // inf is -1
-    finite = b.min(1e200).max(-1e200)
-    floor = (a / finite).op("Floor")
-    poison = a - a  # NaN of what is infinite, else 0
-    return where(b == 0, a / b, floor + poison).cast(torch.float32)

@@ -9,7 +9,6 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compiler.executors.ort.conversion.cuda_kernels import ENDED, dtype_without_kernel
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
     DTYPES,
     Arg,
@@ -25,6 +24,32 @@ from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, VARIANT, reached
 from lightning_ort.compiler.reason import ReasonType
+
+# what onnxruntime's CUDA provider has no kernels for at opset 18 (1.31.1; found by loading models of one node, without
+# a GPU): they compute in float32 between two casts, as torch's own kernels of these dtypes do inside
+_BFLOAT16 = """
+    Equal Less Greater LessOrEqual GreaterOrEqual
+    Ceil Cos Elu Floor HardSigmoid IsInf LeakyRelu Log LogSoftmax Reciprocal Round Sin Softplus
+    ArgMax ArgMin AveragePool Clip CumSum Pad ReduceMax ReduceMin ReduceProd Resize TopK
+"""
+_IN_FLOAT32: dict[torch.dtype, set[str]] = {
+    torch.float16: {"IsInf", "LogSoftmax"},  # the latter for its sum
+    torch.bfloat16: {*_BFLOAT16.split()},
+}
+# from opset 22 on, in any dtype
+_ENDED = {"Elu", "EyeLike", "MaxPool"}
+# what ScatterND can add up, or reduce otherwise; it loads in any dtype, and fails when it runs
+_SCATTERED = (torch.float32, torch.float16)
+
+
+def _dtype_without_kernel(op_type: str, dtypes: Sequence[torch.dtype], reduction: str | None) -> torch.dtype | None:
+    """Return which dtype of the inputs has to be cast to float32, if any; ``Unsupported`` if that would not do."""
+    if op_type == "ScatterND" and reduction is not None and dtypes[0] not in _SCATTERED:
+        if dtypes[0] is not torch.bfloat16:
+            raise Unsupported(f"ScatterND that reduces {dtypes[0]} on a GPU", ReasonType.NO_KERNEL)
+        return dtypes[0]
+    return next((dtype for dtype in dtypes if op_type in _IN_FLOAT32.get(dtype, ())), None)
+
 
 # opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for
 # what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
@@ -230,7 +255,7 @@ class GraphBuilder:
             opset_imports={"": self._opset, MICROSOFT: 1},
             name=name,
         )
-        if self._opset > OPSET and (ended := ENDED & {node.op_type for node in graph}):
+        if self._opset > OPSET and (ended := _ENDED & {node.op_type for node in graph}):
             text = f"{', '.join(sorted(ended))} beside what needs opset {self._opset}"
             raise Unsupported(text, ReasonType.NO_KERNEL)
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
@@ -271,7 +296,7 @@ class GraphBuilder:
             for arg in inputs
         ]
         dtypes = [value.dtype for value in values if value is not None]
-        narrow = None if self.on_cpu else dtype_without_kernel(op_type, dtypes, attrs.get("reduction"))
+        narrow = None if self.on_cpu else _dtype_without_kernel(op_type, dtypes, attrs.get("reduction"))
         if narrow is not None:
             wide = [
                 value.cast(torch.float32) if value is not None and value.dtype is narrow else value for value in values
@@ -352,10 +377,6 @@ class GraphBuilder:
         if key not in self._casts:
             self._casts[key] = self.op("Cast", value, dtype=dtype, to=int(DTYPES[dtype]))
         return self._casts[key]
-
-    def transpose(self, value: Value, perm: Sequence[int]) -> Value:
-        """Permute the dimensions."""
-        return value.transpose(perm)
 
     def sizes(self, sizes: Sequence[int | fx.Node]) -> Value:
         """A shape as a 1-D int64 value; symbolic entries are read from their int64 scalars."""

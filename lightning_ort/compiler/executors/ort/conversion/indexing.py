@@ -1,9 +1,10 @@
-"""Reading and writing by index: gather, scatter and their kin."""
+"""Reading and writing by index: gather, scatter and their kin; slices that are written to, diagonals, triangles."""
 
 import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +22,8 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     refuse_scalars,
     same_shape,
     shape_of,
+    static,
+    static_axis,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
@@ -268,3 +271,175 @@ def index_fill(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dim: int, index: fx
     written = filled(ctx, ctx.ints([size]), 0, torch.float32).op("ScatterND", rows, ones)
     chosen = written.unsqueeze(*range(1, rank_of(x) - axis_of(dim, rank_of(x)))).cast(torch.bool)
     return where(chosen, value, ctx.value(x))
+
+
+# slices that are written to
+
+
+def _is_known(*arguments: Any) -> bool:
+    return static([each for each in arguments if each is not None])
+
+
+def _first(size: Any, start: Any) -> int:
+    """Where a slice of a dimension begins, as torch reads it: from the end if negative, then within the dimension."""
+    start = start or 0
+    return min(max(start + size if start < 0 else start, 0), size)
+
+
+def _pad(value: Value, rank: int, axis: int, before: int, after: int) -> Value:
+    if before == 0 and after == 0:
+        return value
+    # all dimensions, not the `axes` input: onnxruntime's transpose optimizer (1.19) permutes the pads as if they were
+    # all there ("indices element out of data bounds"); without a value it pads with zeros
+    pads = [0] * (2 * rank)
+    pads[axis], pads[rank + axis] = before, after
+    return value.op("Pad", pads)
+
+
+@converts(aten.slice_backward.default)
+def slice_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Any, dim: int, start: Any, end: Any, step: Any
+) -> Value:
+    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""  # noqa: E501
+    return _among_zeros(ctx, node, ctx.value(grad), shape_of(grad), axis_of(dim, rank_of(node)), start, step)
+
+
+@converts(aten.select_backward.default)
+def select_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, index: Any
+) -> Value:
+    """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
+    axis, sizes = axis_of(dim, rank_of(node)), shape_of(grad)
+    return _among_zeros(ctx, node, ctx.value(grad).unsqueeze(axis), [*sizes[:axis], 1, *sizes[axis:]], axis, index)
+
+
+def _among_zeros(
+    ctx: GraphBuilder, node: fx.Node, value: Value, sizes: Sequence[Any], axis: int, start: Any, step: Any = 1
+) -> Value:
+    """A slice of these sizes in a tensor of zeros, the result of ``node``, whose second argument is its shape."""
+    rank, size, length = len(sizes), shape_of(node)[axis], sizes[axis]
+    if not _is_known(size, start, step, *([length] if step == 1 else sizes)):
+        zeros = ctx.const(0, dtype_of(node)).expand(ctx.sizes(node.args[1]))  # type: ignore[arg-type]
+        return ctx.write_slice(zeros, rank, axis, value.cast(dtype_of(node)), start, step)
+    first = _first(size, start)
+    if step != 1:  # zeros between the entries, by padding a dimension of 1 behind each
+        spread = [*sizes[:axis], length * step, *sizes[axis + 1 :]]
+        length = min(length * step, size - first)
+        value = _pad(value.unsqueeze(axis + 1), rank + 1, axis + 1, 0, step - 1)
+        value = value.reshape(spread).op("Slice", [0], [length], [axis])
+    return _pad(value, rank, axis, first, size - first - length)
+
+
+@converts(aten.slice_scatter.default)
+def slice_scatter(
+    ctx: GraphBuilder,
+    node: fx.Node,
+    x: fx.Node,
+    src: fx.Node,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> Value:
+    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""  # noqa: E501
+    axis = axis_of(dim, rank_of(x))
+    return _replaced(ctx, x, ctx.value(src, dtype_of(x)), shape_of(src)[axis], axis, start, step)
+
+
+@converts(aten.select_scatter.default)
+def select_scatter(ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, index: Any) -> Value:
+    """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
+    axis = axis_of(dim, rank_of(x))
+    return _replaced(ctx, x, ctx.value(src, dtype_of(x)).unsqueeze(axis), 1, axis, index)
+
+
+def _replaced(ctx: GraphBuilder, x: fx.Node, source: Value, length: Any, axis: int, start: Any, step: Any = 1) -> Value:
+    """A tensor with ``length`` entries of a dimension replaced."""
+    value, size = ctx.value(x), shape_of(x)[axis]
+    if not _is_known(size, length, start, step):
+        return ctx.write_slice(value, rank_of(x), axis, source, start, step)
+    first = _first(size, start)
+    if step != 1:
+        rows = ctx.const([[first + number * step] for number in range(length)], torch.int64)
+        return write_rows(value, rows, source, axis, rank_of(x))
+    before = [value.op("Slice", [0], [first], [axis])] if first > 0 else []
+    after = [value.op("Slice", [first + length], [size], [axis])] if first + length < size else []
+    return ctx.op("Concat", *before, source, *after, axis=axis) if before or after else source
+
+
+# diagonals and triangles
+
+
+def _diagonal_places(x: fx.Node, offset: int, dim1: int, dim2: int) -> tuple[list[int], list[int], list[int]]:
+    """How to bring both dimensions to the end, the shape with the two as one, and the places of the diagonal in it."""
+    (row_axis, height), (column_axis, width) = (static_axis(x, dim, "a diagonal") for dim in (dim1, dim2))
+    places = [row * width + row + offset for row in range(height) if 0 <= row + offset < width]
+    if not places:
+        raise Unsupported("a diagonal outside of its matrix")
+    others = [dim for dim in range(rank_of(x)) if dim not in (row_axis, column_axis)]
+    return [*others, row_axis, column_axis], [0] * len(others) + [height * width], places
+
+
+@converts(aten.diagonal.default)
+def diagonal(ctx: GraphBuilder, node: fx.Node, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
+    perm, flat, places = _diagonal_places(x, offset, dim1, dim2)
+    return ctx.value(x).transpose(perm).reshape(flat).op("Gather", places, axis=-1)
+
+
+@converts(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ctx: GraphBuilder, node: fx.Node, x: fx.Node, src: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Value:
+    """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
+    perm, flat, places = _diagonal_places(x, offset, dim1, dim2)
+    moved, rows = ctx.value(x).transpose(perm), ctx.const([[place] for place in places], torch.int64)
+    written = write_rows(moved.reshape(flat), rows, ctx.value(src, dtype_of(x)), len(flat) - 1, len(flat))
+    return written.reshape(moved.op("Shape")).transpose(inverse(perm))
+
+
+@converts(aten.tril.default, aten.triu.default)
+def tril(ctx: GraphBuilder, node: fx.Node, x: fx.Node, diagonal: Any = 0) -> Value:
+    """tril(Tensor self, SymInt diagonal=0) -> Tensor"""
+    return ctx.value(x).op("Trilu", ctx.value(diagonal, torch.int64), upper=int(node.target is aten.triu.default))
+
+
+# windows
+
+
+_MAX_PLACES = 1 << 20  # in a list in the model
+
+
+def _windows(x: fx.Node, dim: int, width: int, step: int) -> tuple[int, list[list[int]]]:
+    """The dimension as a positive number, and the positions of each window along it."""
+    refuse_scalars("windows", x)
+    axis, size = static_axis(x, dim, "windows")
+    if max(0, size - width + step) // step * width > _MAX_PLACES:
+        raise Unsupported("many windows, which are a view in torch")
+    return axis, [list(range(first, first + width)) for first in range(0, size - width + 1, step)]
+
+
+@converts(aten.unfold.default)
+def unfold(ctx: GraphBuilder, node: fx.Node, x: fx.Node, dimension: int, size: int, step: int) -> Value:
+    """unfold(Tensor(a) self, int dimension, int size, int step) -> Tensor(a)"""
+    axis, windows = _windows(x, dimension, size, step)
+    gathered = ctx.value(x).op("Gather", windows, axis=axis)  # the windows' entries right behind the windows
+    return gathered.transpose([dim for dim in range(rank_of(x) + 1) if dim != axis + 1] + [axis + 1])
+
+
+@converts(aten.unfold_backward.default)
+def unfold_backward(
+    ctx: GraphBuilder, node: fx.Node, grad: fx.Node, input_sizes: Sequence[Any], dim: int, size: int, step: int
+) -> Value:
+    """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
+    axis, windows = _windows(node, dim, size, step)
+    rank, places = rank_of(node), ctx.const(windows, torch.int64)
+    perm = front([axis], rank)
+    # from [..., windows, ..., entries] to [windows, entries, ...]
+    updates = ctx.value(grad).transpose([axis, rank, *perm[1:]])
+    zeros = filled(ctx, ctx.sizes([input_sizes[dim] for dim in perm]), 0, dtype_of(node))
+    if step < size:
+        found = ctx.sum_at(zeros, [places], updates, rank, shape_of(grad), "the gradient of overlapping windows")
+    else:
+        found = zeros.op("ScatterND", ctx.rows([places]), updates)
+    return found.transpose(inverse(perm))

@@ -84,7 +84,6 @@ def _targets(ctx: GraphBuilder, x: fx.Node, target: fx.Node, ignore_index: int) 
 
 
 def _weighted(value: Value, labels: Value, weight: fx.Node | None) -> Value:
-    """A value for each target, times the weight of its class."""
     return value if weight is None else value * value.ctx.value(weight, value.dtype).op("Gather", labels)
 
 

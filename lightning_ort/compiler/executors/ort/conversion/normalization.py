@@ -315,7 +315,6 @@ def group_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.N
 
 
 def _channel_axes(x: fx.Node) -> list[int]:
-    """All dimensions of [N, C, ...] but C."""
     return [dim for dim in range(rank_of(x)) if dim != 1]
 
 

@@ -118,24 +118,15 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(val, torch.SymInt) and is_positive(val)
 
 
-@converts(aten.fmod.Scalar, aten.fmod.Tensor)
-def fmod(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
-    """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
-    if not dtype.is_floating_point:
-        return _divide_integers(ctx, x, y, dtype)["fmod"]
-    return ctx.value(x, dtype).op("Mod", ctx.value(y, dtype), fmod=1)
-
-
-@converts(aten.remainder.Scalar, aten.remainder.Tensor)
+@converts(aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar, aten.fmod.Tensor)
 def remainder(ctx: GraphBuilder, node: fx.Node, x: fx.Node, y: Arg) -> Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
-    dtype = dtype_of(node)
+    dtype, has_sign_of_divisor = dtype_of(node), node.target in (aten.remainder.Scalar, aten.remainder.Tensor)
     if not dtype.is_floating_point:
-        return _divide_integers(ctx, x, y, dtype)["remainder"]
+        return _divide_integers(ctx, x, y, dtype)["remainder" if has_sign_of_divisor else "fmod"]
     divisor = ctx.value(y, dtype)
     rest = ctx.value(x, dtype).op("Mod", divisor, fmod=1)  # the sign of the dividend
-    return where(elementary.opposed_signs(rest, divisor), rest + divisor, rest)
+    return where(elementary.opposed_signs(rest, divisor), rest + divisor, rest) if has_sign_of_divisor else rest
 
 
 @converts(aten.pow.Tensor_Scalar)
@@ -240,7 +231,6 @@ def atan2(ctx: GraphBuilder, node: fx.Node, y: fx.Node, x: fx.Node) -> Value:
 
 
 def _is_negative(value: Value) -> Value:
-    """Whether the sign bit is set."""
     return (value < 0) | ((value == 0) & (value.op("Reciprocal") < 0))
 
 

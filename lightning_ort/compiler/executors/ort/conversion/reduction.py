@@ -130,7 +130,6 @@ def count(ctx: GraphBuilder, x: fx.Node, dims: Dims, dtype: torch.dtype) -> Valu
 
 
 def _drop(value: Value, x: fx.Node, dims: Dims, keepdim: bool) -> Value:
-    """Remove the reduced dimensions of size 1 unless they are to be kept."""
     return value if keepdim or rank_of(x) == 0 else value.op("Squeeze", as_list(dims) or None)
 
 

@@ -21,7 +21,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static_sizes,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported, converts
-from lightning_ort.compiler.graphs.layouts import IN_ORDER
+from lightning_ort.compiler.graphs.nodes import IN_ORDER
 from lightning_ort.compiler.reason import ReasonType
 
 aten = torch.ops.aten
