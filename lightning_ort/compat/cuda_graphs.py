@@ -15,3 +15,12 @@ def end_failed_capture(device: int, pool: Any) -> None:
     generator.graphsafe_set_state(generator.clone_state())
     with suppress(RuntimeError):  # it was ended
         torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def free_workspaces() -> None:
+    """Free the memory that cuBLAS keeps for itself: one that runs on takes new memory (torch 2.11 and 2.13).
+
+    A recording that has used what was there before would go on using it when somebody else frees it, as torch does
+    before it records graphs of its own. What is taken while one is recorded is a part of its memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()

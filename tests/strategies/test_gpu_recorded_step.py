@@ -7,21 +7,24 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from small_modules import loader
-from test_recorded_step import Module, Values, notes
+from test_recorded_step import Module, Values, named, notes
 from torch import Tensor
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.machine.recorder import Recorder
 
 pytestmark = pytest.mark.gpu
-STEPS = 120
+STEPS, LOGS = 120, 10  # a logger reads values, which waits for them
 
 
 class Fused(Module):
-    """Its stock runs have the same kernels."""
+    """Its stock runs have the same kernels; it keeps nodes of autograd that belong to the stream of the steps."""
+
+    def on_train_start(self) -> None:
+        self.kept = [parameter.sum() for parameter in self.parameters()]
 
     def train_dataloader(self) -> Any:
-        return loader(8 * STEPS)
+        return named(loader(8 * STEPS))
 
     def configure_optimizers(self) -> Any:
         (optimizer,), schedules = super().configure_optimizers()
@@ -32,14 +35,19 @@ class Fused(Module):
 
 class WaitsForNothing(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if STEPS - 4 <= batch_idx < STEPS - 1 else "default")
+        torch.cuda.set_sync_debug_mode("error" if STEPS - LOGS <= batch_idx < STEPS - 1 else "default")
+
+
+@pytest.fixture(autouse=True)
+def inductor_wins(paces: Callable[..., None]) -> None:
+    paces(torch=1.0, inductor=0.5)
 
 
 def fit(make_trainer: Callable[..., Any], strategy: Any, **settings: Any) -> tuple[Any, list[float]]:
     torch.manual_seed(0)
     values = Values()
     defaults: Any = {"accelerator": "gpu", "max_epochs": 1, "limit_val_batches": 0, "logger": values}
-    trainer = make_trainer(strategy=strategy, log_every_n_steps=1, **defaults, **settings)
+    trainer = make_trainer(strategy=strategy, log_every_n_steps=LOGS, **defaults, **settings)
     trainer.fit(Fused())
     return trainer, [float(one["loss"]) for one in values.found if "loss" in one]
 
@@ -55,6 +63,7 @@ def test_it_is_what_eager_computes_and_waits_for_nothing(settings: Any, make_tra
     assert "its forward and backward pass are one recording" in notes(trainer)
     assert "clipping and update are one recording" in notes(trainer)
     assert not trainer.strategy.report.fallbacks
+    assert len(found) == STEPS / LOGS
     assert found == pytest.approx(expected, rel=3e-2 if "precision" in settings else 1e-3)
 
 

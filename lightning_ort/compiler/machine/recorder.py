@@ -2,18 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from lightning_ort.compat.cuda_graphs import end_failed_capture
+from lightning_ort.compat.cuda_graphs import end_failed_capture, free_workspaces
 
 
 class Recorder:
-    """Makes recordings, which are CUDA graphs, on a stream of its own.
-
-    All share one pool of memory: no two run at a time, and what one leaves there is used before the next one runs.
-    """
+    """Makes recordings, which are CUDA graphs, on a stream of its own, each with memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,10 +18,6 @@ class Recorder:
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
-
-    @functools.cached_property
-    def _pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
 
     def rehearse(self, run: Callable[[], None]) -> None:
         """Run a function where it will be recorded: what is made once, such as handles, must not be in a recording."""
@@ -42,13 +34,15 @@ class Recorder:
         recording. Whatever it raises, or cannot be recorded, is raised.
         """
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        free_workspaces()
         try:
             # other threads, as those that pin memory, may go on
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 run()
         except BaseException:
             torch.cuda.set_stream(now)
-            end_failed_capture(now.device_index, self._pool)
+            end_failed_capture(now.device_index, pool)
             self.failed = True
             raise
         return graph.replay

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lightning_ort.compat.autograd import have_gradient_hooks
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of
 from lightning_ort.compiler.machine.recorder import Recorder
-from lightning_ort.compiler.running.eager_runs import RunState, needs_gradient, versions_of
+from lightning_ort.compiler.running.eager_runs import RunState, leaf_like, needs_gradient, versions_of
 from lightning_ort.compiler.running.fallbacks import GuardedGraph
 from lightning_ort.compiler.running.graph_check import SMALL, TOLERANCE, GraphDiffers, distances_of, least_exact
 from lightning_ort.compiler.running.step_graph import WaitingGradients
@@ -214,7 +214,7 @@ class RecordedStep:
     ) -> Replay:
         """Return a recording, which was replayed once and compared with what it has recorded."""
         moving, recorder = sorted(self._moving), self._recording.recorder
-        own = [_copy(arg) if index in self._moving else arg for index, arg in enumerate(args)]
+        own = [_copy(arg) if index in self._moving else _own(arg) for index, arg in enumerate(args)]
         self._check_inputs(own, casts)
         versions, found = versions_of(own), list[_Passes]()
 
@@ -282,6 +282,11 @@ def _copy(arg: Tensor) -> Tensor:
     if copy.stride() != arg.stride():
         raise NotRecorded("an input is not dense in memory")
     return copy
+
+
+def _own(arg: Any) -> Any:
+    """Return a parameter as a leaf that no other graph knows, whose node would bring its stream into the recording."""
+    return leaf_like(arg, arg.detach()) if needs_gradient(arg) else arg
 
 
 def _addresses(args: Sequence[Any], moving: Sequence[int]) -> list[int]:

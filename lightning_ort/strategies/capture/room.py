@@ -68,7 +68,8 @@ class Room:
         if free is None or used is None:
             return ""
         if device.type == "cuda":
-            wanted = self._step if way == UNCHANGED else max(FREE, self._step * (1 + ENGINES[way.engine].records))
+            records = ENGINES[way.engine].records or self._run.config.debug.record_step
+            wanted = self._step if way == UNCHANGED else max(FREE, self._step * (1 + records))
         else:
             wanted = 0 if way == UNCHANGED else max(FREE, int(FREE_SHARE * used))
         return "" if free >= wanted else f"only {free >> 20} MB of memory are free"
