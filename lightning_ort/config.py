@@ -72,7 +72,8 @@ class DebugSettings:
             is known; ``"stock"`` leaves its loops, ``self.log`` and progress bars as they are.
         record_step: On one GPU, records the training step that inductor has compiled as CUDA graphs: forward and
             backward pass, and clipping with the update of a fused optimizer. They are replayed in steps of the same
-            sizes, while nobody looks at gradients. It has only run on stand-ins so far, never on a real GPU.
+            sizes, while nobody looks at gradients. Batches are copied from pinned memory on another stream. It has only
+            run on stand-ins so far, never on a real GPU.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
 
     Raises:

@@ -188,8 +188,11 @@ class ORTMixin(lightning_bases.Strategy):
         from lightning_ort.optim.recorded_update import is_fused  # not at the top: it loads the passes
 
         if not (self._records and all(map(is_fused, self.optimizers))):
-            text = "the update is not recorded: torch's fused Adam, AdamW or SGD would be"
-            self.report.record_choice("record_step", Reason(ReasonType.NO_EFFECT, text))
+            self.say_of_recordings("the update is not recorded: torch's fused Adam, AdamW or SGD would be")
+
+    def say_of_recordings(self, text: str) -> None:
+        """Report what the setting ``record_step`` does not do in this run."""
+        self.report.record_choice("record_step", Reason(ReasonType.NO_EFFECT, text))
 
     @override
     def on_train_start(self) -> None:

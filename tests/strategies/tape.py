@@ -1,12 +1,16 @@
-"""Stands in for CUDA graphs on a CPU: :class:`Tape` records operations, and runs them again at the same addresses."""
+"""Stand-ins on a CPU: :class:`Tape` for CUDA graphs, :class:`Streams` for CUDA's streams, events and pinned memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from lightning_ort.strategies.lean import batch_copies
 
 
 class _Ops(TorchDispatchMode):
@@ -37,6 +41,63 @@ class _Ops(TorchDispatchMode):
         return results
 
 
+class _Stream:
+    """What is launched on it runs as late as possible: where another stream waits for it."""
+
+    def __init__(self, gpu: "Streams") -> None:
+        self.gpu, self.queue = gpu, list[Callable[[], Any]]()
+
+    def wait_stream(self, other: "_Stream") -> None:
+        for launch in other.queue:
+            launch()
+        other.queue.clear()
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def query(self) -> bool:
+        return not self.gpu.is_behind
+
+    def synchronize(self) -> None:
+        self.gpu.waits += 1
+
+
+class Streams:
+    """A GPU that is called CPU: copies to it from pinned memory are launched, and what is read too soon is garbage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.main = _Stream(self)
+        self.pinned, self.copied, self.recorded = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.is_behind, self.waits, self.pins = False, 0, True
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(Tensor, "is_pinned", lambda one: any(one is other for other in self.pinned))
+        monkeypatch.setattr(Tensor, "pin_memory", lambda one: self.pin(one))
+        monkeypatch.setattr(Tensor, "record_stream", lambda one, stream: self.recorded.append(one))
+        monkeypatch.setattr(batch_copies, "copy_to_gpu", self.copy)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pin(self, one: Tensor) -> Tensor:
+        if not self.pins:
+            raise RuntimeError("this memory cannot be pinned")
+        self.pinned.append(one.clone())
+        return self.pinned[-1]
+
+    def copy(self, pinned: Tensor, device: torch.device) -> Tensor:
+        assert pinned.is_pinned()
+        self.copied.append(new := torch.full_like(pinned, 77))
+        self.current.queue.append(lambda: new.copy_(pinned))
+        return new
+
+
 class Tape:
     """Has the interface of a recorder."""
 
@@ -44,6 +105,7 @@ class Tape:
         self.rehearsed = self.recorded = self.replayed = 0
         self.failed = self.fails = False
         self.wrong = 0  # which recording is
+        self.streams: Any = None
 
     def rehearse(self, run: Callable[[], None]) -> None:
         self.rehearsed += 1

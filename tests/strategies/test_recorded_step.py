@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from small_modules import Small, loader
-from tape import Tape
+from tape import Streams, Tape
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.utils.data import default_collate
 
 from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort.compiler import engines
@@ -26,6 +27,12 @@ from lightning_ort.compiler.machine import recorder
 from lightning_ort.compiler.reason import ReasonType
 
 EPOCHS, BATCHES = 4, 51
+
+
+def named(found: Any) -> Any:
+    """Let a loader's batches have parts, and things that are no tensors."""
+    found.collate_fn = lambda rows: {"data": default_collate(rows), "name": "a", "nothing": None}
+    return found
 
 
 class Module(Small):
@@ -39,13 +46,13 @@ class Module(Small):
         self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
+        loss = self.loss(batch["data"])
         self.log("loss", loss, prog_bar=True)
         self.log("twice", 2 * loss.detach(), on_step=True, on_epoch=True)
         return loss
 
     def train_dataloader(self) -> Any:
-        return loader(8 * (BATCHES - 1) + 3)
+        return named(loader(8 * (BATCHES - 1) + 3))
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
@@ -89,6 +96,7 @@ def tape(monkeypatch: pytest.MonkeyPatch, paces: Callable[..., None], captured_a
     paces(torch=1.0, inductor=0.5)
     monkeypatch.setattr(engines, "ON_CPU", ["inductor"])
     found = Tape()
+    found.streams = Streams(monkeypatch)
 
     def compile_fx(gm: Any, inputs: Any, **kwargs: Any) -> Any:
         return aot_autograd(fw_compiler=lambda gm, inputs: make_boxed_func(gm))(gm, inputs)
@@ -153,6 +161,7 @@ def test_it_is_what_eager_computes(
     # but for the last batch of each epoch, and what comes before the recording
     assert tape.replayed > (1 + both) * (EPOCHS * BATCHES - EPOCHS - 50)
     assert tape.recorded == 1 + both
+    assert len(tape.streams.copied) == len(tape.streams.recorded) == 2 * EPOCHS * BATCHES
     assert_equal(trainer, theirs)
 
 
@@ -253,14 +262,14 @@ class Several(Module):
     """A second result could be differentiated."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "logits": self(batch[0])}
+        return {"loss": self.loss(batch["data"]), "logits": self(batch["data"][0])}
 
 
 class Writes(Module):
     """It writes to its batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        batch[0].mul_(2)
+        batch["data"][0].mul_(2)
         return super().training_step(batch, batch_idx)
 
 

@@ -8,6 +8,7 @@ import torch
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_results, says_each_call, transfer_batch
 from lightning_ort.strategies.lean.bars import Bars
+from lightning_ort.strategies.lean.batch_copies import BatchCopies
 from lightning_ort.strategies.lean.direct import DirectStep
 from lightning_ort.strategies.lean.hooks import Hooks
 
@@ -48,7 +49,10 @@ class LeanRun:
         self.no_profiler = namespace.submodule("profilers").PassThroughProfiler
         base: Any = namespace.submodule("strategies.strategy").Strategy
         self._batch_to_device, self._on_train_batch_start = base.batch_to_device, base.on_train_batch_start
-        self.move = namespace.submodule("strategies.strategy").move_data_to_device
+        self.move: Callable[..., Any] = namespace.submodule("strategies.strategy").move_data_to_device
+        ours: Any = strategy
+        if ours.ort_config.debug.record_step:
+            self.move = BatchCopies(self.move, self.device, ours.say_of_recordings)
         self._takes_index: dict[str, tuple[Any, bool]] = {}
 
     def begin(self) -> bool:
