@@ -80,10 +80,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__ and name.startswith(("ORT", "Onnx")):  # ORTConfig is there already
         from lightning_ort._imports import preferred_namespace
 
-        namespace = preferred_namespace()
-        # first, and as a whole: two threads that import parts of Lightning at once wait for each other forever
-        importlib.import_module(namespace.package)
-        return getattr(importlib.import_module(namespace.module), name)
+        return getattr(preferred_namespace().classes, name)
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     from lightning_ort._arguments import closest

@@ -5,9 +5,11 @@ in the Trainer of the other. A :class:`LightningNamespace` names the modules of 
 """
 
 import importlib
+import linecache
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
@@ -35,6 +37,15 @@ class LightningNamespace:
     def imported(self) -> bool:
         """Whether the program has imported it."""
         return self.package in sys.modules
+
+    @property
+    def classes(self) -> ModuleType:
+        """Our module with the classes for it, imported."""
+        # Lightning first, and as a whole: two threads that import parts of it at once wait for each other forever
+        importlib.import_module(self.package)
+        if self.module not in sys.modules:
+            _forget_sources()
+        return importlib.import_module(self.module)
 
     def submodule(self, name: str) -> Any:
         """Import a module of Lightning, such as ``"plugins.precision"``."""
@@ -67,6 +78,16 @@ def preferred_namespace() -> LightningNamespace:
         if namespace.available:
             return namespace
     raise ModuleNotFoundError(f"The strategies of lightning-ort need Lightning. {LIGHTNING.available}")
+
+
+def _forget_sources() -> None:
+    """Free the lines of files that others looked at while they were imported: 3.5 MB for torch, as our code takes.
+
+    They are read again where somebody asks for them. Code that is in no file stays.
+    """
+    for file, entry in [*linecache.cache.items()]:
+        if len(entry) == 4 and entry[1] is not None:  # size, time of the file, lines, name
+            linecache.cache.pop(file, None)
 
 
 def namespace_of(kind: type) -> LightningNamespace | None:

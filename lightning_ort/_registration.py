@@ -10,7 +10,6 @@ which of them a misspelt one resembles.
 """
 
 import difflib
-import importlib
 import importlib.abc
 import importlib.machinery
 import logging
@@ -49,7 +48,7 @@ def _register(namespace: LightningNamespace) -> None:
         for kind, names in STRATEGIES.items():
             for name in names.arguments:
                 if name not in registry:
-                    registry[name] = RegistryEntry(name, namespace.module, kind, type(registry))
+                    registry[name] = RegistryEntry(name, namespace, kind, type(registry))
         _explain_misspelt(registry)
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
@@ -86,15 +85,15 @@ class StrategyNames(list[str]):
 
 
 class RegistryEntry(dict[str, Any]):
-    """The entry of a strategy's name; its class, named by ``module`` and ``kind``, is imported when it is looked up."""
+    """The entry of a strategy's name; its class, ``kind``, is imported when it is looked up."""
 
-    def __init__(self, name: str, module: str, kind: str, registry: type) -> None:
+    def __init__(self, name: str, namespace: LightningNamespace, kind: str, registry: type) -> None:
         super().__init__(strategy_name=name)
-        self._module, self._kind, self._registry = module, kind, registry
+        self._namespace, self._kind, self._registry = namespace, kind, registry
 
     def __missing__(self, key: str) -> Any:
         registry = self._registry()
-        getattr(importlib.import_module(self._module), self._kind).register_strategies(registry)
+        getattr(self._namespace.classes, self._kind).register_strategies(registry)
         self.update(registry[self["strategy_name"]])
         return dict(self)[key]
 

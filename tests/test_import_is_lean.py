@@ -54,6 +54,7 @@ def test_onnxruntime_comes_without_ortmodule() -> None:
 
 FIT = """
 import json
+import linecache
 import sys
 import torch
 import lightning_ort
@@ -75,8 +76,14 @@ class Module(LightningModule):
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8)), 4)
 quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 fits, *names = sys.argv[1:]
+linecache.getlines(torch.__file__)
+linecache.cache["cell"] = 7, None, ["x = 1\\n"], "cell"
+fresh = "lightning_ort.lightning" not in sys.modules
 for width, config in json.loads(fits):
     strategy = lightning_ort.ORTStrategy(config)
+    # sources that are in a file are read again, and those in memory stay
+    assert not fresh or (torch.__file__ not in linecache.cache and linecache.getline("cell", 1))
+    fresh = False
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **quiet)
     trainer.fit(Module(width), data)
     assert trainer.global_step == 4

@@ -230,8 +230,8 @@ def test_names_are_those_that_the_classes_register() -> None:
         getattr(lightning_ort.lightning, kind).register_strategies(registry)
         assert list(registry) == names
         for name in names:
-            assert dict(_registration.RegistryEntry(name, LIGHTNING.module, kind, _StrategyRegistry)) != registry[name]
-            entry = _registration.RegistryEntry(name, LIGHTNING.module, kind, _StrategyRegistry)
+            assert dict(_registration.RegistryEntry(name, LIGHTNING, kind, _StrategyRegistry)) != registry[name]
+            entry = _registration.RegistryEntry(name, LIGHTNING, kind, _StrategyRegistry)
             assert entry["strategy"] is registry[name]["strategy"]
             assert entry == registry[name]
             with pytest.raises(KeyError, match="nothing"):

@@ -95,11 +95,13 @@ def _ort_cost(step: StepFacts) -> float:
 
 
 def _ort_obstacle(on_gpu: bool) -> str:
+    if not on_gpu:  # the backend has looked whether there is an onnxruntime
+        return ""
     from lightning_ort.compiler.executors.ort import kernels  # not at the top: whoever shows a report needs no torch
 
-    if (reason := kernels.unavailable(loads=on_gpu)) is not None:
+    if (reason := kernels.unavailable()) is not None:
         return reason.text
-    missing = on_gpu and kernels.providers_for(kernels.ANY_GPU) is None
+    missing = kernels.providers_for(kernels.ANY_GPU) is None
     return "the installed onnxruntime computes nothing on a GPU" if missing else ""
 
 

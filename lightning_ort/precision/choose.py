@@ -1,6 +1,5 @@
 """Which precision plugin a strategy uses for ``Trainer(precision=...)``: :func:`choose_precision`."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._imports import LightningNamespace
@@ -13,5 +12,5 @@ def choose_precision(plugin: "Precision | None", namespace: LightningNamespace) 
     """Return ours for exactly Lightning's ``MixedPrecision``, with the same settings, and other plugins as is."""
     if type(plugin) is not namespace.submodule("plugins.precision").MixedPrecision:
         return plugin
-    ours = importlib.import_module(namespace.module).ORTMixedPrecision
+    ours = namespace.classes.ORTMixedPrecision
     return ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

@@ -1,6 +1,5 @@
 """Checkpoint files that are complete or absent: :func:`save_atomically`, :class:`AtomicSaveMixin`."""
 
-import importlib
 import math
 import os
 import platform
@@ -163,7 +162,7 @@ def atomic_io(strategy: "Strategy", namespace: LightningNamespace) -> "Checkpoin
     while innermost is not None and hasattr(innermost, "checkpoint_io"):
         innermost = innermost.checkpoint_io
     if innermost is None:  # nothing, or something that wraps nothing, such as AsyncCheckpointIO(), which passes it on
-        atomic = importlib.import_module(namespace.module).AtomicCheckpointIO()
+        atomic = namespace.classes.AtomicCheckpointIO()
         if io is None:
             set_checkpoint_io(strategy, io := atomic)
         else:

@@ -253,9 +253,11 @@ class Race:
 
     def _consider(self, now: Now) -> None:
         for way in [*self._challengers]:
-            expected, why = self._expect(way), now.obstacle(way)
+            expected = self._expect(way)
             allowed = self._may_cost(expected)
-            pays = not why and expected.cost < allowed
+            pays = expected.cost < allowed
+            why = now.obstacle(way) if pays else ""  # asked last: to look at free memory takes a millisecond
+            pays = pays and not why
             if self._agreed(f"start/{way}", pays):
                 self._challengers.remove(way)
                 self._limit = NO_LIMIT if self.share == NO_LIMIT else self._share_of(expected)
