@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from lightning_ort.compat import dynamo, dynamo_messages, dynamo_repairs
+from lightning_ort.compat import dynamo, dynamo_messages
 from lightning_ort.compat.first_compilation import compiled_quickly
 from lightning_ort.compat.torch import backward_at_once
 
@@ -153,6 +153,8 @@ class DynamoMonitor:
         self._compiling = dynamo_messages.without_internal_warnings(), len(dynamo.graph_breaks())
         self._compiling[0].__enter__()
         if self._settings is None:
+            from lightning_ort.compat import dynamo_repairs  # not at the top: most short runs compile nothing
+
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
             dynamo.prepare_divergences()

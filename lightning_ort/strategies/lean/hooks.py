@@ -3,6 +3,7 @@
 People replace methods while they train: so each hook is looked up when it is due, and compared with what does nothing.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.strategies.lean.bars import Bars
 
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_functions_of_batches = operator.attrgetter(*(f"{name}.__func__" for name in _OF_BATCHES))
 _KNOWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_ort")
 _OF_MODULES = ("log", "configure_gradient_clipping", "clip_gradients", "optimizer_zero_grad", "optimizer_step")
 
@@ -25,7 +27,7 @@ class Hooks:
         # the functions, not where they are: people patch those classes too
         self._of_callback = dict(_hooks(namespace.submodule("callbacks.callback").Callback))
         self._of_module = {name: getattr(module, name, None) for name in (*self._of_callback, *_OF_MODULES)}
-        self._of_batches = [(getattr(module, name), getattr(datamodule, name)) for name in _OF_BATCHES]
+        self._of_batches = [tuple(getattr(kind, name) for name in _OF_BATCHES) for kind in (module, datamodule)]
 
     def run(self, trainer: Any, module: Any, name: str, *args: Any) -> Any:
         """Call the hook of the callbacks and then that of the module, whose result is returned."""
@@ -69,21 +71,10 @@ class Hooks:
 
     def only_moves(self, module: Any, datamodule: Any) -> bool:
         """Return whether nobody has overridden what is called when a batch is moved to the device."""
-        before, move, after = self._of_batches
+        of_module, of_datamodule = self._of_batches
         try:
-            return (
-                module.on_before_batch_transfer.__func__ is before[0]
-                and module.transfer_batch_to_device.__func__ is move[0]
-                and module.on_after_batch_transfer.__func__ is after[0]
-                and (
-                    datamodule is None
-                    or (
-                        datamodule.on_before_batch_transfer.__func__ is before[1]
-                        and datamodule.transfer_batch_to_device.__func__ is move[1]
-                        and datamodule.on_after_batch_transfer.__func__ is after[1]
-                    )
-                )
-            )
+            moves: bool = _functions_of_batches(module) == of_module
+            return moves and (datamodule is None or _functions_of_batches(datamodule) == of_datamodule)
         except AttributeError:
             return False
 
