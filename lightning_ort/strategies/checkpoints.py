@@ -150,6 +150,7 @@ class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
     @override
     def teardown(self) -> None:
         waiting, self._waiting = self._waiting, frozenset()
+        self._flushed_at = -math.inf  # what is saved next may be saved after the last run
         for path in (*waiting, *{file.parent for file in waiting}):
             _flush(path)
         super().teardown()

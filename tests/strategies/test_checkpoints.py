@@ -167,5 +167,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     done.clear()
     io.teardown()
     assert done == ["file of True", "folder"]  # the second
+    io.save_checkpoint({"weight": torch.zeros(200_000)}, tmp_path / "fourth.ckpt")
+    assert done == ["file of True", "folder", "file of True", "rename", "folder"]
     io.teardown()
-    assert len(done) == 2
+    assert len(done) == 5
