@@ -496,16 +496,21 @@ class Counting(Small):
 
 
 class Listing(Small):
-    """Keeps what it has seen in an object of its own."""
+    """Keeps what it has seen: in its step in an object, after it in attributes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = SimpleNamespace(losses=[])
+        self.count, self.sizes = 0, (1,)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.seen.losses.append(loss.detach())
-        return loss * (2 if len(self.seen.losses) > 500 else 1)
+        return loss * (2 if min(len(self.seen.losses), self.count, len(self.sizes)) > 500 else 1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        self.sizes = (*self.sizes, len(batch))
 
 
 def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
@@ -525,7 +530,7 @@ def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
     for one, message in cases:
         with pytest.raises(ExportFailed, match=message):
             export_training(one, small_batch(), tmp_path / "exported")
-    assert listing.seen.losses == []
+    assert (listing.seen.losses, listing.count, listing.sizes) == ([], 0, (1,))
     logging = Numbered()
     logging.last = 10**9
     export_training(logging, small_batch(), tmp_path / "exported")

@@ -276,8 +276,16 @@ def _identities(container: Any) -> list[int]:
 
 @contextmanager
 def many_steps(module: nn.Module) -> Iterator[None]:
-    """After the block lists that have grown in it are as long as after many steps."""
+    """After the block lists that have grown in it are as long, and counters as high, as after many steps."""
     lengths = [(one, len(one)) for one in containers_in(left_behind(module, None)) if hasattr(one, "extend")]
+    before = {child: dict(vars(child)) for child in module.modules()}
     yield
     for one, length in lengths:
         one.extend([*one][length:] * _MANY)
+    for child, values in before.items():
+        for name, value in vars(child).items():
+            then = values.get(name)
+            if type(value) is type(then) is int:
+                vars(child)[name] = value + (value - then) * _MANY
+            elif type(value) is type(then) and type(value) in (list, tuple) and value is not then:
+                vars(child)[name] = value + value[len(then) :] * _MANY

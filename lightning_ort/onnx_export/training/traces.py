@@ -47,7 +47,10 @@ def traces_of(
         what = f"{name}.{method}"
         trains = method == "training_step"
         with attributes_kept(module, what if trains else None):
-            return trace(module, call, fields, sizes, what, gradients=trains, means=means)
+            found = trace(module, call, fields, sizes, what, gradients=trains, means=means)
+        if trains:
+            found.end = lambda values: run.end(rebuilt(batch, values))
+        return found
 
     found = {"training": step("training_step")}
     if defines(module, "on_train_batch_end"):

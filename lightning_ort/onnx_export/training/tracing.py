@@ -62,6 +62,7 @@ class Trace:
     # the symbols of the sizes that may change, with their lowest and highest value
     sizes: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
     guards: Sequence[Any] = ()  # what was asked about them, and answered with yes
+    end: Callable[[Mapping[str, Tensor]], None] = lambda _: None  # what a Trainer calls after the update
 
     @property
     def draws(self) -> bool:

@@ -185,6 +185,7 @@ def _step(training: runner.Training, reference: Reference, batch: Batch, compare
     found |= _named(training, "training", got)
     loss = compare.results(found, expected, rounding)
     reference.update(gradients)
+    reference.trace.end(batch)
     return Difference(loss, compare.state(found, reference.state(), before))
 
 
