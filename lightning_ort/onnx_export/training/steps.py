@@ -284,7 +284,7 @@ def many_steps(module: nn.Module) -> Iterator[None]:
         one.extend([*one][length:] * _MANY)
     for child, values in before.items():
         for name, value in vars(child).items():
-            then = values.get(name)
+            then: Any = values.get(name)
             if type(value) is type(then) is int:
                 vars(child)[name] = value + (value - then) * _MANY
             elif type(value) is type(then) and type(value) in (list, tuple) and value is not then:
