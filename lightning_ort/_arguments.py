@@ -29,7 +29,7 @@ def closest(name: object, allowed: Collection[str], what: str) -> str:
     The first one with all words of the name is closest: ``adamw_torch_fused`` for ``adamw_fused``.
     """
     words = set(str(name).split("_"))
-    close = [each for each in allowed if len(words) > 1 and words.issubset(each.split("_"))]
+    close = [each for each in allowed if words.issubset(each.split("_"))]
     close = close or difflib.get_close_matches(str(name), allowed, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the {what} are {', '.join(allowed)}."
 

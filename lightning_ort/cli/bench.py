@@ -29,8 +29,8 @@ VARIANTS = ("stock", "stock+fused", "compile+fused", "ort", "stock+fused@bf16-mi
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
-    "* the fastest; speed: the baseline's ms a step by the variant's, in brackets the slowest and the fastest round;"
-    " pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes in"
+    "* the fastest; speed: the baseline's ms a step divided by the variant's, in brackets the slowest and the fastest"
+    " round; pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes in"
     " the end, 0% where the step stays uncompiled because that was faster"
 )
 
@@ -96,7 +96,7 @@ def bench(given: Namespace) -> None:
         found = {"machine": machine(), "settings": asked, "rows": [to_dict(trial, trials[0]) for trial in trials]}
         (output / "bench.json").write_text(json.dumps(found, indent=2, default=str))
     show(to_table(trials, title), _EXPLANATION, _footnote())
-    for text in (*_warnings(trials), *busy()):
+    for text in (*problems(trials), *busy()):
         say(text)
     if output is not None:
         draw_bars(trials, title, _footnote(), output / "bench.png")
@@ -153,16 +153,13 @@ def to_table(trials: Sequence[Trial], title: str) -> PlainTable:
     for trial in ranked:
         name = f"{trial.name} *" if trial is ranked[0] and len(trials) > 1 and trial.rounds else trial.name
         table.add_row(name, *_cells(trial, baseline))
-    for trial in trials:
-        if trial.rounds and trial.why:
-            table.add_row(trial.name, f"failed later: {trial.why}")
     return table
 
 
 def _cells(trial: Trial, baseline: Trial) -> list[str]:
     seconds, faster = trial.seconds_per_example, times(trial, baseline)
     if seconds is None:
-        return [trial.why or "not finished"]
+        return ["failed" if trial.why else "not finished"]
     each, difference = ratios(trial, baseline), _difference(trial, baseline)
     steps = break_even(trial, baseline, faster)
     pays = "-" if trial is baseline or faster is None else "never" if steps is None else f"{steps:,}"
@@ -192,8 +189,9 @@ def _difference(trial: Trial, baseline: Trial) -> float | None:
     return None if loss is None or other is None else abs(loss - other) / max(abs(other), 1e-12)
 
 
-def _warnings(trials: Sequence[Trial]) -> Iterator[str]:
+def problems(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield what a reader of the table might overlook."""
+    yield from (f"{trial.name}: failed{' later' if trial.rounds else ''}: {trial.why}" for trial in trials if trial.why)
     for trial in trials[1:]:
         difference = _difference(trial, trials[0])
         if difference is not None and not difference < _LARGE:

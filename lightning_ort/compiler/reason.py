@@ -37,7 +37,7 @@ class ReasonType(enum.Enum):
     BUDGET = "compile budget used up"
     NOT_COMPILED = "not compiled"
     NOT_TRIED = "not tried"
-    NOT_AUDITED = "not audited"
+    NOT_AUDITED = "not audited enough"
     INDUCTOR_WON = "compiled by torch.compile"
     RECORDED = "CUDA graphs"
     SPLIT = "not one graph"

@@ -68,7 +68,7 @@ class MemoryModel:
         :meth:`MeasuredStep.stop` returned.
         """
         forward, forward_peak, later = levels
-        gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+        gradients = sum(map(_bytes_of, (p.grad for p in module.parameters() if p.grad is not None)))
         parameters = sum(p.nbytes for p in module.parameters())
         other = sum(each.nbytes for each in (*module.buffers(), *tensors_in(batch)))
         states = states_of(optimizers)
@@ -77,6 +77,14 @@ class MemoryModel:
         is_known = gradients > 0 and None not in names
         known = {name: predict(module, name).states for name in _STATES_OF_ADAM} if is_known else {}
         return cls(StepMemory(parameters, gradients, states, forward, other, peak), batch_size, known)
+
+
+def _bytes_of(gradient: Tensor) -> int:
+    """Return the bytes of a gradient, also of a sparse one."""
+    if gradient.layout is not torch.sparse_coo:
+        return gradient.nbytes
+    gradient = gradient.coalesce()
+    return gradient.indices().nbytes + gradient.values().nbytes
 
 
 def _events_of(finished: profile) -> list[dict[str, Any]]:

@@ -117,6 +117,7 @@ def test_capture_off(make_trainer: Callable[..., Any]) -> None:
     report = fit(Small(), always(engine="torch"), make_trainer)
     assert report.graphs == []
     assert [note.reason.type for note in report.notes] == [ReasonType.CAPTURE_OFF]
+    assert "engine='torch'" in str(report).splitlines()[0]
 
 
 @pytest.mark.parametrize("module_class", [Untraceable, Skipped])

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ort.tuning.memory import MeasuredStep, tensors_in
+from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, tensors_in
 from lightning_ort.tuning.probe import Facts, start_probe
 from lightning_ort.tuning.project import Project
 
@@ -77,6 +77,13 @@ def test_facts(tmp_path: Path) -> None:
     assert not facts.batch_norm
     assert not facts.convolutions
     assert facts.bfloat16 > 0
+
+
+def test_sparse_gradients_have_a_size() -> None:
+    module = nn.Embedding(100, 4, sparse=True)
+    module(torch.tensor([1, 2])).sum().backward()
+    step = MemoryModel.of(module, [torch.optim.SparseAdam(module.parameters())], (), 2, 0, (0, 0, 0)).step
+    assert step.gradients == 2 * (4 * 4 + 8)  # of two rows: values in float32, places in int64
 
 
 def test_tensors_of_a_nested_batch() -> None:

@@ -7,12 +7,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ort.compiler.reason import Reason
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.run_part import RunReport
 
 if TYPE_CHECKING:
     from lightning_ort.compiler.regions.region import Region
     from lightning_ort.compiler.regions.reproducer import Reproducer
+
+_STAYS = (ReasonType.CAPTURE_OFF, ReasonType.STATIC_RULE)
 
 
 def figure(value: Any) -> str:
@@ -201,7 +203,10 @@ class ReportData:
     @property
     def verdict(self) -> str:
         """Whether compiling was worth it, or that nothing has run; empty without a Trainer."""
-        return self.run.verdict if self.graphs or self.run != RunReport() else "nothing has run yet"
+        if not self.graphs and self.run == RunReport():
+            return "nothing has run yet"
+        stays = [note.reason for note in self.notes if note.reason.type in _STAYS] if not self.graphs else []
+        return self.run.verdict or (f"nothing is compiled: {stays[0]}" if stays else "")
 
 
 def engines(report: ReportData) -> dict[str, str]:

@@ -180,7 +180,8 @@ def render_text(report: ReportData, width: int) -> str:
         *map(str, report.steps),
         *([totals] if report.graphs or not verdict else []),
     ]
-    notes = [note for note in report.notes if str(note.reason.text) not in verdict]  # which has said it
+    # without those that the verdict has said
+    notes = [note for note in report.notes if (note.reason.text or note.reason.type.value) not in verdict]
     below = [
         *(f"fallback: {fallback}" for fallback in report.fallbacks),
         *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),

@@ -3,7 +3,7 @@
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ class TrainingState:
         states: The optimizer's states, by kind and then by parameter.
     """
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     steps: int
-    states: Mapping[str, Mapping[str, Tensor]]
+    states: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the states into an optimizer of the module's; ``ValueError`` if it is not the exported one."""

@@ -174,7 +174,7 @@ class StepAudit:
         if not self._off and self._done < schedule.ENOUGH and self._captured >= FEW:
             allowed = self._budget.allowed
             self._note(
-                f"{self._done} of {self._captured} captured steps were repeated: one takes about"
+                f"only {self._done} of {self._captured} captured steps were repeated: one takes about"
                 f" {self._expected:.2g} s, and {allowed:.2g} s may be spent in a run of {self._run.elapsed:.2g} s"
             )
 

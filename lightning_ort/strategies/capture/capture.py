@@ -58,7 +58,7 @@ class Capture:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""
         recorder = recorder_of(strategy) if self.config.debug.record_step else None
         if self.config.engine == "torch":
-            self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF))]
+            self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF, "engine='torch'"))]
             return
         if (variable := dynamo.switched_off_by()) is not None:
             self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF, f"{variable}=1 is set"))]

@@ -217,7 +217,7 @@ def _why_waiting(event: Event, advises: bool = True) -> str:
 def _busy(why: Waiting) -> str:
     if not is_busy(why.slowdown):
         return ""
-    return f" (on an idle machine; this one is busy, {why.slowdown:.1f} times as slow)"
+    return f" (both on an idle machine; this one is busy, {why.slowdown:.1f} times as slow)"
 
 
 def _took(way: Way, ms: dict[str, float]) -> str:
