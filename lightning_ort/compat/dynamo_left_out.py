@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch._dynamo import variables
-from torch._dynamo.exc import unimplemented
-from torch._dynamo.output_graph import SubgraphTracer
+from torch._dynamo.exc import UnspecializeRestartAnalysis, unimplemented
+from torch._dynamo.output_graph import OutputGraph, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import higher_order_ops
@@ -38,6 +38,10 @@ class Replacement(NamedTuple):
     issue: int | None  # of pytorch/pytorch, or a pull request that tells of the same; None where none is known
 
 
+RUNS_OUTSIDE = "runs outside of graphs"  # in the reasons of what a shim of ours leaves to Python
+_LATE = "_lightning_ort_late"  # of a graph: who has recorded something in it that reads the batch later
+
+
 class Unsound(AssertionError):
     """Captured, a step would compute something else, and no graph break helps.
 
@@ -45,12 +49,16 @@ class Unsound(AssertionError):
     """
 
 
-# objects with a list ``calls`` of what a step has only recorded so far, and a function that tells what that `reads`
+# objects that record what ``reads_later``, functions that tell what that `reads` and `read_now`, and ``at_once``
 late_readers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def late_reader(function: Any) -> Any:
-    """Mark a function that records something for later."""
+    """Mark a method of a late reader that is called, while it is traced, for what is read at the step's end.
+
+    If a graph ends before that with a call of the program's, or changes what the object ``reads``, its ``at_once`` is
+    set, and dynamo traces the frame again.
+    """
     function.reads_batch = True
     return function
 
@@ -222,14 +230,45 @@ def _is_of_values(kind: Any) -> bool:
 
 
 def _bind(bind: Callable[..., Any]) -> Callable[..., Any]:
-    """Note that something is recorded for later."""
+    """Note whose method records something for later."""
 
     def bind_args(self: Any, parent: Any, args: Any, kwargs: Any) -> Any:
         if getattr(self.fn, "reads_batch", False):
-            vars(parent.output)["_lightning_ort_late"] = True
+            vars(parent.output)[_LATE] = args[0].realize().value
         return bind(self, parent, args, kwargs)
 
     return bind_args
+
+
+def _compile_subgraph(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
+    """Have nothing recorded for later where a graph ends early: what runs then may change the batch, but for shims."""
+
+    def compile_graph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+        if reason.graph_break and RUNS_OUTSIDE not in reason.reason and any(map(_is_of_program, tx.stack)):
+            _record_nothing(self)
+        return compile_subgraph(self, tx, reason, *args, **kwargs)
+
+    return compile_graph
+
+
+def _is_of_program(variable: Any) -> bool:
+    """Return whether a variable is a function that is neither torch's nor Python's own."""
+    if not isinstance(variable, (variables.functions.BaseUserFunctionVariable, variables.SkipFunctionVariable)):
+        return False
+    function = getattr(variable, "fn", None) or getattr(variable, "value", None)
+    root = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return root not in sys.stdlib_module_names | {"torch", "numpy"}
+
+
+def _record_nothing(graph: Any) -> None:
+    """Trace a graph again without what it has recorded for later; what was recorded before it is read now."""
+    if (recorder := vars(graph).get(_LATE)) is not None:
+        recorder.at_once = True
+        raise UnspecializeRestartAnalysis(restart_reason="what is recorded reads the batch")
+    for one in late_readers:
+        if one.reads_later:
+            one.at_once = True
+            one.read_now()
 
 
 # Objects and classes
@@ -243,7 +282,7 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
             _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
         if isinstance(item, variables.PythonModuleVariable):  # its functions read that as a global variable
             _leave(f"a write to `{name}` of a module")
-        _refuse_late_read(self, item)
+        _record_no_reads(self, item)
         # its type alone: the object must not live on in a traceback
         before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
         if hasattr(before, "__del__"):
@@ -257,7 +296,7 @@ def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse or leave changes of what is read otherwise, too."""
 
     def mutation(self: Any, item: Any) -> None:
-        _refuse_late_read(self, item)
+        _record_no_reads(self, item)
         if isinstance(item, variables.ConstDictVariable) and item.source is not None:
             value = _value_of(self.output_graph_weakref(), item.source)
             if isinstance(value, dict) and value is vars(sys.modules.get(str(value.get("__name__")), object)):
@@ -275,14 +314,14 @@ def _value_of(graph: Any, source: Any) -> Any:
     return None
 
 
-def _refuse_late_read(effects: Any, item: Any) -> None:
-    """Refuse to change what is read later, such as the batch, whose size is logged."""
+def _record_no_reads(effects: Any, item: Any) -> None:
+    """Have nothing recorded for later where what that reads is changed, such as the batch, whose size is logged."""
     graph, source = effects.output_graph_weakref(), getattr(item, "source", None)
-    if source is None or not ("_lightning_ort_late" in vars(graph) or any(one.calls for one in late_readers)):
+    if source is None or not (_LATE in vars(graph) or any(one.reads_later for one in late_readers)):
         return
     value = _value_of(graph, source)
     if value is not None and any(one.reads(value) for one in late_readers):
-        _refuse("it changes its batch after it has logged")
+        _record_nothing(graph)
 
 
 def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,6 +424,7 @@ LEFT_OUT = [
     Replacement(getattr(higher_order_ops, "CheckpointHigherOrderVariable", None), "_call_function", _checkpoint, None),
     Replacement(SubgraphTracer, "create_proxy", _create_proxy, 148475),
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, None),  # of ours: what a step logs is read after it
+    Replacement(OutputGraph, "compile_subgraph", _compile_subgraph, None),  # the same
     Replacement(getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter, 148475),
     Replacement(SideEffects, "store_attr", _store, 150864),  # #128533: `__del__`
     Replacement(SideEffects, "mutation", _mutate, None),  # the same

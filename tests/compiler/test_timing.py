@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.regions.region import Timing
 
 
 class Clock:
@@ -47,6 +48,14 @@ def test_an_interruption_decides_nothing(clock: Clock) -> None:
     times = clock.race(ort=[0.010, 0.001], torch=[0.0014])
     assert times["ort"] < times["torch"]
     assert clock.calls == {"ort": 15, "torch": 15}
+    clock.race(uneven=[0.001, 0.0016], even=[0.0022])
+    assert clock.calls["even"] == 15
+
+
+def test_the_fastest_number_of_threads_is_taken(clock: Clock) -> None:
+    calls = {threads: clock.candidate(str(threads), [0.003 / threads]) for threads in (1, 3, 2)}
+    found = timing.measure("ort", calls, clock.candidate("torch", [0.002]), [], pytest.fail)
+    assert found == Timing({"ort": pytest.approx(1), "torch": pytest.approx(2)}, 3)
 
 
 def test_only_those_that_are_far_behind_drop_out(clock: Clock) -> None:

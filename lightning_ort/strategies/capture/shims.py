@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort.compat.dynamo import is_compiled_module, only_within
-from lightning_ort.compat.dynamo_left_out import late_reader, late_readers
+from lightning_ort.compat.dynamo_left_out import RUNS_OUTSIDE, late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_batch
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
@@ -65,12 +65,14 @@ class DeferredLogger:
 
     def __init__(self, module: nn.Module, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._module = module
-        self._log_now = outside(self._call)
-        self._accepts = _accepts(module)
+        self._log_now, self.read_now = outside(self._call), outside(lambda: None)
+        self._averages = _averages(module)
         late_readers.add(self)
         self.calls: list[_Call] = []
         self.made: list[_Call] = []  # calls of this step that were made before its end
         self.loggers_too = True  # but in a copy of the process
+        self.reads_later = False  # whether such a call is recorded
+        self.at_once = False  # whether to log at once what Lightning weights by the size of the batch
 
     @only_within
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,12 +95,21 @@ class DeferredLogger:
 
     @late_reader
     @only_within
+    def _weight_later(self) -> None:
+        """Note that a call is recorded for which Lightning reads the size of the batch."""
+        self.reads_later = True
+
+    @only_within
     def _defer(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
         is_dict = isinstance(value, Mapping)
         allowed = all(map(_can_be_logged, value.values() if is_dict else (value,)))
         if torch.compiler.is_compiling() and owner is self._module:
             plain = tuple((key, given) for key, given in (*enumerate(args), *kwargs.items()) if _is_plain(given))
-            allowed = allowed and self._accepts(tuple(value) if is_dict else names, plain)
+            averages = self._averages(tuple(value) if is_dict else names, plain)
+            weights = averages and kwargs.get("batch_size") is None and not isinstance(value, _METRICS)
+            allowed = allowed and averages is not None and not (weights and self.at_once)
+            if allowed and weights:
+                self._weight_later()
         if not allowed or (not torch.compiler.is_compiling() and (self.loggers_too or owner is self._module)):
             self._log_now(owner, method, names, value, args, kwargs)
             return
@@ -120,7 +131,7 @@ class DeferredLogger:
     def replay(self) -> None:
         """Make the calls that were recorded since the last time."""
         # cleared in place, not replaced: a captured step appends to this very list, and is guarded on it being empty
-        calls = self.calls[:]
+        calls, self.reads_later = self.calls[:], False
         self.calls.clear()
         self.made += calls
         for owner, method, names, value, args, kwargs, metrics in calls:
@@ -151,6 +162,7 @@ class DeferredLogger:
         """Forget the calls of the step."""
         self.calls.clear()
         self.made.clear()
+        self.reads_later = False
 
 
 def _can_be_logged(value: Any) -> bool:
@@ -163,18 +175,21 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) is bool or type(value) is str
 
 
-def _accepts(module: Any) -> Callable[[_Args, _Args], bool]:
-    """Return what a graph asks, while it is traced, of names and plain arguments: whether Lightning may refuse them."""
+def _averages(module: Any) -> Callable[[_Args, _Args], bool | None]:
+    """Return what a graph asks, while it is traced, of names and plain arguments.
+
+    That is whether values become the mean of an epoch, ``None`` if Lightning may refuse them.
+    """
     attributes, parameters = vars(module), inspect.signature(type(module).log).parameters.values()
     defaults = {one.name: one.default for one in [*parameters][3:]}  # of what follows the name and the value
     known: dict[tuple[str, str], dict[str, Any]] = {}  # arguments of each name in each hook
 
-    def accepts(names: _Args, arguments: _Args) -> bool:
+    def averages(names: _Args, arguments: _Args) -> bool | None:
         hook, order = attributes[CURRENT_HOOK], [*defaults]
         in_effect = {**defaults, **{key if isinstance(key, str) else order[key]: value for key, value in arguments}}
         for name, value in (("logger", True), ("on_step", hook == TRAINING), ("on_epoch", hook != TRAINING)):
             in_effect[name] = value if in_effect[name] is None else in_effect[name]
-        return (
+        is_accepted = (
             in_effect.keys() == defaults.keys()
             and in_effect["reduce_fx"] in _REDUCTIONS
             and (in_effect["on_step"] or in_effect["on_epoch"])
@@ -185,8 +200,9 @@ def _accepts(module: Any) -> Callable[[_Args, _Args], bool]:
                 for name in names
             )
         )
+        return in_effect["on_epoch"] and in_effect["reduce_fx"] == "mean" if is_accepted else None
 
-    return torch.compiler.assume_constant_result(accepts)
+    return torch.compiler.assume_constant_result(averages)
 
 
 def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
@@ -411,7 +427,7 @@ def _outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
     # keeps the signature, which Lightning and torchmetrics inspect
     name, owner = getattr(method, "__name__", "it"), getattr(method, "__self__", None)
     name = name if owner is None else f"{type(owner).__name__}.{name}"
-    return torch.compiler.disable(method, reason=f"{name} runs outside of graphs")
+    return torch.compiler.disable(method, reason=f"{name} {RUNS_OUTSIDE}")
 
 
 def _noticing_closure(step: Callable[..., Any], on_closure: Callable[[], None]) -> Callable[..., Any]:
