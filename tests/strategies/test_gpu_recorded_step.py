@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback
 from small_modules import loader
 from test_recorded_step import Module, Values, named, notes
 from torch import Tensor
 
 from lightning_ort import ORTStrategy
+from lightning_ort.compat.cuda_graphs import free_workspaces
 from lightning_ort.compiler.machine.recorder import Recorder
+from lightning_ort.strategies.lean.batch_copies import BatchCopies
 
 pytestmark = pytest.mark.gpu
 STEPS, LOGS = 120, 10  # a logger reads values, which waits for them
@@ -93,3 +96,24 @@ def test_a_capture_that_fails_leaves_the_gpu_as_it_was() -> None:
     replay = Recorder(x.device).record(lambda: found.append(torch.nn.functional.dropout(x)))
     replay()
     torch.testing.assert_close(found[0], expected)
+
+
+def test_a_recording_goes_on_where_torch_has_freed_what_its_kernels_worked_with() -> None:
+    x, found = torch.randn(512, 512, device="cuda"), list[Tensor]()
+    recorder = Recorder(x.device)
+    recorder.rehearse(lambda: found.append(x @ x))
+    replay = recorder.record(lambda: found.append(x @ x))
+    free_workspaces()
+    torch.cuda.empty_cache()
+    replay()
+    torch.testing.assert_close(*found)
+
+
+def test_copies_of_batches_are_there_when_a_busy_gpu_reads_them() -> None:
+    busy, found = torch.randn(4096, 4096, device="cuda"), list[Tensor]()
+    copies = BatchCopies(move_data_to_device, busy.device, pytest.fail)
+    for number in range(50):
+        busy = (busy @ busy).clamp(-1, 1)
+        batch = copies([torch.full((1 << 20,), number), torch.full((1 << 20,), number).pin_memory()], busy.device)
+        found += [one.sum() for one in batch]
+    assert [int(one) >> 20 for one in found] == [number for number in range(50) for _ in range(2)]
