@@ -9,10 +9,11 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, graph_region_tracker, guards, output_graph, symbolic_convert
 from torch._dynamo.variables import higher_order_ops
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
+from torch.utils import _traceback as captured_traceback
 
 _FUNC_MAP = "torch.distributed.tensor.experimental._func_map"
 # Dynamo loads these to list their files, and to ask for objects of a class that there are none of then: 0.15 s.
@@ -65,6 +68,11 @@ def _shortcuts() -> Iterator[tuple[Any, str, Any]]:
         yield owner, "should_wrap_in_hop", staticmethod(lambda value: _FUNC_MAP in sys.modules and knows(value))
     if not (dynamo_config.use_graph_deduplication or dynamo_config.track_nodes_for_deduplication):
         yield graph_region_tracker, "InputPickler", lambda: None  # it loads inductor's cache: 50 ms
+    # the text of each line of a stack, for messages that few see: 2 MB of torch's sources, which stay in memory
+    if getattr(fake_tensor, "traceback", None) is traceback:
+        yield fake_tensor, "traceback", SimpleNamespace(**vars(traceback) | {"extract_stack": _unread_stack})
+    if hasattr(captured_traceback, "_extract_symbolized_tb"):
+        yield captured_traceback, "_extract_symbolized_tb", _unread_summary
     translator = symbolic_convert.InstructionTranslator
     if (throws := getattr(translator, "_throw_if_in_functorch", None)) is not None:
         # it loads all backends to compare one with another, for calls within torch.func: 90 ms
@@ -75,6 +83,20 @@ def _shortcuts() -> Iterator[tuple[Any, str, Any]]:
             yield symbolic_convert, "get_funcname", lambda *args: None
         if hasattr(guards, "profile_guard_manager"):  # with empty caches: 14 ms
             yield guards, "profile_guard_manager", lambda *args: 0.0
+
+
+def _unread_stack(frame: FrameType | None = None, limit: int | None = None) -> traceback.StackSummary:
+    """Return what ``traceback.extract_stack`` does; the text of a line is read when somebody asks for it."""
+    frames = traceback.walk_stack(frame or sys._getframe(1))
+    stack = traceback.StackSummary.extract(frames, limit=limit, lookup_lines=False)
+    stack.reverse()
+    return stack
+
+
+def _unread_summary(frames: Sequence[Mapping[str, Any]], skip: int) -> traceback.StackSummary:
+    """Return a stack that torch has captured, as torch does; here too a line is read when somebody asks for it."""
+    kept = [(one["filename"], one["line"], one["name"]) for one in reversed(frames[skip:])]
+    return traceback.StackSummary(traceback.FrameSummary(*one, lookup_line=False) for one in kept)
 
 
 def _logs() -> Iterator[logging.Logger]:
