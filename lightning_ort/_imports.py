@@ -6,6 +6,7 @@ in the Trainer of the other. A :class:`LightningNamespace` names the modules of 
 
 import importlib
 import linecache
+import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -83,10 +84,11 @@ def preferred_namespace() -> LightningNamespace:
 def _forget_sources() -> None:
     """Free the lines of files that others looked at while they were imported: 3.5 MB for torch, as our code takes.
 
-    They are read again where somebody asks for them. Code that is in no file stays.
+    They are read again where somebody asks for them. Code that is in no file stays, such as cells of a notebook.
     """
     for file, entry in [*linecache.cache.items()]:
-        if len(entry) == 4 and entry[1] is not None:  # size, time of the file, lines, name
+        # size, time of the file, lines, name; some give cells a time too
+        if len(entry) == 4 and entry[1] is not None and os.path.isfile(file):
             linecache.cache.pop(file, None)
 
 
