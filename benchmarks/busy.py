@@ -23,7 +23,7 @@ from harness import BARE, console, table_of
 from lightning.pytorch import Trainer, seed_everything
 
 import lightning_ort
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch
 
 DEFAULT = ("MLP:8", "Autoencoder:8", "CNN:8", "LSTM:8", "SmallGPT:8", "MLP:60")
 TURNS = ("stock", "ort", "ort", "stock")

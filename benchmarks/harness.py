@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.api import machine
 
 _Name = TypeVar("_Name", bound=Hashable)
 

@@ -16,7 +16,7 @@ import torch
 from harness import console, table_of
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from lightning_ort.strategies.whole_batches import WholeBatches
+from lightning_ort.strategies.whole_batches import whole_batches
 
 BATCHES = 20
 
@@ -40,13 +40,12 @@ def cases() -> Iterator[tuple[str, Any, int]]:
 @contextmanager
 def in_a_run(on: bool) -> Iterator[None]:
     """Fetch as while a run lasts, or as torch does."""
-    batches = WholeBatches()
     if on:
-        batches.setup()
+        whole_batches.begin("a run")
     try:
         yield
     finally:
-        batches.teardown()
+        whole_batches.end("a run")
 
 
 def calls(loader: DataLoader) -> int:

@@ -19,8 +19,8 @@ from harness import console, table_of
 
 import lightning_ort
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.losses import departure
 from lightning_ort.tuning.project import Project, start
+from lightning_ort.tuning.trials import departure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples" / name) for name in ("language_model", "minilm", "digits")]

@@ -4,9 +4,25 @@ A *slowdown* is how many times as long something took as it would have with a pr
 divided by those in which the thread did not wait for one. It is 1 on an idle machine.
 """
 
+import os
+import time
 from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
 
-from lightning_ort._time_limits import LIMITS
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits:
+    """Where times begin to mean something, and how much time may be taken to find out."""
+
+    slowdown: float = 1.25  # from here on a machine is called busy, and two slowdowns are called different
+    # seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
+    duel: float = 0.06
+    audits: float = 1.0  # seconds that the audits of a run may take, beside shares of its time
+    patience: float = 2.0  # seconds before which no copy of the process is ended
+
+
+LIMITS: ContextVar[TimeLimits] = ContextVar("limits", default=TimeLimits())  # noqa: B039 (it is frozen)
 
 
 def slowdown(seconds: float, waited: float) -> float:
@@ -23,3 +39,45 @@ def differ(slowed: Iterable[float]) -> bool:
     """Return whether times under these slowdowns have no ratio that means anything."""
     slowed = list(slowed)
     return bool(slowed) and max(slowed) > LIMITS.get().slowdown * min(slowed)
+
+
+_FILE = "/proc/thread-self/schedstat"  # nanoseconds on a processor, those of waiting for one, time slices
+
+
+class Stopwatch:
+    """Runs from when it is made; read it in the same thread.
+
+    Linux counts how long a thread was ready to run and had no processor. Where nobody does, the system's load says how
+    many programs share a processor.
+    """
+
+    def __init__(self) -> None:
+        self._waited, self._start = _seconds_waited(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds since the start, and those of them in which the thread waited for a processor."""
+        seconds, waited = time.perf_counter() - self._start, _seconds_waited()
+        if waited is not None and self._waited is not None:
+            return seconds, min(waited - self._waited, seconds)
+        return seconds, seconds * max(0.0, 1 - 1 / _load())
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long it has taken so far as on an idle machine."""
+        return slowdown(*self.read())
+
+
+def _seconds_waited() -> float | None:
+    try:
+        with open(_FILE, "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _load() -> float:
+    """Programs that want to run, for each processor; at least 1."""
+    try:
+        return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    except (AttributeError, OSError):  # Windows
+        return 1.0

@@ -70,11 +70,7 @@ def absence(requirement: RequirementCache) -> str:
 
 
 def preferred_namespace() -> LightningNamespace:
-    """Return the namespace of the top-level names: ``lightning``, or ``pytorch-lightning`` if only that is installed.
-
-    Raises:
-        ModuleNotFoundError: If neither is installed.
-    """
+    """Return the namespace of the top-level names: ``pytorch-lightning`` if only that is installed."""
     for namespace in NAMESPACES:
         if namespace.available:
             return namespace

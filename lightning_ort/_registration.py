@@ -49,18 +49,13 @@ def _register(namespace: LightningNamespace) -> None:
             for name in names.arguments:
                 if name not in registry:
                     registry[name] = RegistryEntry(name, namespace, kind, type(registry))
-        _explain_misspelt(registry)
+        available = getattr(registry, "available_strategies", None)
+        if available is not None and "available_strategies" not in vars(registry):
+            registry.available_strategies = lambda: StrategyNames(available())
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
             log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
-
-
-def _explain_misspelt(registry: Any) -> None:
-    """Let a registry's list of names raise an error with a question for a name that resembles one of ours."""
-    available = getattr(registry, "available_strategies", None)
-    if available is not None and "available_strategies" not in vars(registry):
-        registry.available_strategies = lambda: StrategyNames(available())
 
 
 class StrategyNames(list[str]):

@@ -18,15 +18,14 @@ from rich.text import Text
 
 def plain(text: object, encoding: str | None = None) -> str:
     """Return a text without what a terminal of this encoding (default: that of stdout) cannot show or would obey."""
-    shown = "".join(map(_escaped, str(text)))
+    shown = "".join(
+        letter
+        if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cs")
+        else letter.encode("unicode_escape").decode()
+        for letter in str(text)
+    )
     encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _escaped(letter: str) -> str:
-    if letter in "\n\t" or unicodedata.category(letter) not in ("Cc", "Cs"):
-        return letter
-    return letter.encode("unicode_escape").decode()
 
 
 def duration(ms: float) -> str:

@@ -11,7 +11,6 @@ from lightning.pytorch.plugins import precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
-from lightning_ort.callbacks.swap_optimizers import SwapOptimizersCallback
 from lightning_ort.callbacks.training_settings import TrainingSettingsCallback
 from lightning_ort.onnx_export.predict import PredictorMixin
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
@@ -21,8 +20,8 @@ from lightning_ort.strategies.auto_device import AutoDeviceMixin
 from lightning_ort.strategies.checkpoints import AtomicSaveMixin
 from lightning_ort.strategies.deepspeed.mixin import DeepSpeedZeRO1Mixin
 from lightning_ort.strategies.mixin import ORTMixin
-from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin
-from lightning_ort.strategies.shard_optimizers import ShardOptimizersMixin
+from lightning_ort.strategies.optimizers import SwapOptimizersCallback
+from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin, ShardOptimizersMixin
 
 
 class ORTStrategy(ORTMixin, AutoDeviceMixin, SingleDeviceStrategy):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
-from lightning_ort._time_limits import LIMITS, TimeLimits
+from lightning_ort._busy import LIMITS, TimeLimits
 from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.machine.openmp import pause_openmp
@@ -83,7 +83,7 @@ def torchs_loggers_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured at once by default, as ``start="now"`` does where a test can say it: none is long enough."""
-    monkeypatch.setattr("lightning_ort.strategies.race.settings.DEFAULT_START", "now")
+    monkeypatch.setattr("lightning_ort.strategies.race.run_facts.DEFAULT_START", "now")
 
 
 @pytest.fixture(autouse=True)

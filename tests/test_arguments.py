@@ -459,7 +459,12 @@ DEEPSPEED: list[Case] = [
         ]
     ],
     *[
-        (ORTZeRO1Strategy, {"checkpoint": value}, ValueError, (f"checkpoint={value!r}", "'file' or 'directory'"))
+        (
+            ORTZeRO1Strategy,
+            {"checkpoint": value},
+            ValueError,
+            (f"checkpoint={value!r}", "choose one of 'file', 'directory'"),
+        )
         for value in ("files", None, [])
     ],
     *[

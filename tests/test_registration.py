@@ -84,7 +84,7 @@ FIRST = {
         f"module {name}": f"import lightning_ort.{name}"
         for name in [
             *("strategies", "strategies.mixin", "strategies.parallel", "strategies.deepspeed.mixin"),
-            *("callbacks", "callbacks.swap_optimizers", "callbacks.export_onnx", "strategies.checkpoints"),
+            *("callbacks", "callbacks.export_onnx", "strategies.checkpoints"),
             *("precision.mixed", "onnx_export.predict", "lightning", "pytorch_lightning"),
         ]
     },

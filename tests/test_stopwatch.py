@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ort import _stopwatch
-from lightning_ort._busy import differ, is_busy, slowdown
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort import _busy
+from lightning_ort._busy import Stopwatch, differ, is_busy, slowdown
 
 
 def test_the_system_counts_how_long_a_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "schedstat"
-    monkeypatch.setattr(_stopwatch, "_FILE", str(file))
+    monkeypatch.setattr(_busy, "_FILE", str(file))
     times = iter([10.0, 14.0, 14.5])
-    monkeypatch.setattr(_stopwatch.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(_busy.time, "perf_counter", lambda: next(times))
     file.write_text("5000000000 2000000000 7\n")
     watch = Stopwatch()
     file.write_text("6000000000 5000000000 9\n")
@@ -26,16 +25,16 @@ def test_the_system_counts_how_long_a_thread_waits(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("load", "waited"), [(0.1, 0.0), (1.0, 0.0), (4.0, 3.0)])
 def test_elsewhere_the_load_tells(load: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stopwatch, "_FILE", str(tmp_path / "absent"))
+    monkeypatch.setattr(_busy, "_FILE", str(tmp_path / "absent"))
     times = iter([0.0, 4.0])
-    monkeypatch.setattr(_stopwatch.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(_busy.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (2 * load, 0.0, 0.0))
     assert Stopwatch().read() == (4.0, pytest.approx(waited))
 
 
 def test_this_system_counts_it_where_it_is_linux() -> None:
-    if Path(_stopwatch._FILE).exists():
+    if Path(_busy._FILE).exists():
         seconds, waited = Stopwatch().read()
         assert 0 <= waited <= seconds
 

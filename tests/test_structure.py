@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 50
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
-    {"_arguments", "_busy", "_imports", "_memory", "_stopwatch", "_strategies", "_text", "_time_limits"},
+    {"_arguments", "_busy", "_imports", "_memory", "_strategies", "_text"},
     {"compat"},
     {"config"},
     {"compiler"},

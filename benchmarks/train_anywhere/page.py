@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.api import machine
 
 PAGE = Path(__file__).parents[2] / "docs" / "test_reports" / "train_anywhere.md"
 

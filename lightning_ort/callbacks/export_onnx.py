@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, names_its_arguments
 from lightning_ort.compat import lightning_bases
-from lightning_ort.onnx_export.quantize import Quantize
-from lightning_ort.onnx_export.signature import bind_sample
+from lightning_ort.onnx_export.signature import Quantize, bind_sample
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

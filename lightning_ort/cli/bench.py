@@ -6,8 +6,9 @@ import statistics
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from lightning_ort._text import PlainTable, console, digits, plain, say, show
 from lightning_ort.cli.arguments import Extend, add_mapping, add_project, elements
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
-from lightning_ort.tuning.api import busy
+from lightning_ort.tuning.api import busy, machine
 from lightning_ort.tuning.candidate import NAMED, Candidate, TuneError
-from lightning_ort.tuning.compare import compare
-from lightning_ort.tuning.machine import machine
 from lightning_ort.tuning.picture import draw_bars, installed
-from lightning_ort.tuning.trials import Trial, break_even, ratios, times
+from lightning_ort.tuning.project import Project, start
+from lightning_ort.tuning.trainer_process import TrainerProcess, VariantFailed
+from lightning_ort.tuning.trials import Trial, break_even, in_turns, ratios, times
 
 VARIANTS = ("stock", "stock+fused", "compile+fused", "ort", "stock+fused@bf16-mixed", "ort@bf16-mixed")  # page one
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
@@ -184,7 +185,6 @@ def _loss(trial: Trial) -> float | None:
 
 
 def _difference(trial: Trial, baseline: Trial) -> float | None:
-    """Return the relative difference of the losses."""
     loss, other = _loss(trial), _loss(baseline)
     return None if loss is None or other is None else abs(loss - other) / max(abs(other), 1e-12)
 
@@ -203,3 +203,57 @@ def problems(trials: Sequence[Trial]) -> Iterator[str]:
 
 def _footnote() -> str:
     return ", ".join(f"{name} {value}" for name, value in machine().items())
+
+
+def compare(
+    project: Project,
+    trials: Sequence[Trial],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    folder: Path,
+    advance: Callable[[str], None] = lambda doing: None,
+) -> None:
+    """Train a module in several ways and time them against each other; what came of it is noted in the trials.
+
+    If the first one fails in its first steps, the others are not tried: they are compared with it. Every candidate has
+    a process of its own, so that none inherits another's compiled code, memory or settings, and a folder of its name.
+    The order changes from round to round. ``KeyboardInterrupt`` ends the measurement early.
+
+    Rounds have so many ``steps`` and are noted in seconds per batch; ``advance`` is called before each sample. Raises
+    :class:`TuneError` if the first one does not train.
+    """
+    first: dict[str, float] = {}  # seconds of a step while it compiles and warms up
+    with ExitStack() as stack:
+        processes: dict[str, TrainerProcess] = {}
+        for trial in trials:
+            processes[trial.name] = start(project, trial.candidate, folder / trial.name.replace("/", "_"))
+            stack.callback(processes[trial.name].stop)
+        with suppress(KeyboardInterrupt):
+            for trial in trials:
+                advance(f"{trial.name}: first steps")
+                if (sample := _tried(trial, partial(processes[trial.name].sample, warm_up))) is not None:
+                    first[trial.name] = sample.step_seconds
+                elif trial is trials[0]:
+                    raise TuneError(f"{trial.name}, which the others are compared with, does not train: {trial.why}")
+            for number in range(1, rounds + 1):
+                for trial in in_turns(trials, number):
+                    advance(f"{trial.name}: round {number} of {rounds}")
+                    if (sample := _tried(trial, partial(processes[trial.name].sample, steps))) is not None:
+                        trial.note(sample)
+                        trial.count(number, sample)
+            for trial in trials:
+                trial.summary = _tried(trial, processes[trial.name].finish)
+    for trial in trials:
+        if (seconds := trial.seconds_per_example) is not None:
+            trial.startup = max(0.0, warm_up * (first[trial.name] - seconds))
+
+
+def _tried(trial: Trial, call: Callable[[], Any]) -> Any:
+    if trial.verdict == "failed":
+        return None
+    try:
+        return call()
+    except VariantFailed as error:
+        trial.verdict, trial.why = "failed", str(error)
+    return None

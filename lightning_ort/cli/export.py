@@ -15,7 +15,7 @@ from lightning_ort.cli.arguments import MODULE, TRUST, Extend, add_mapping, add_
 from lightning_ort.cli.load import call, described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
-from lightning_ort.onnx_export.quantize import Quantize
+from lightning_ort.onnx_export.signature import Quantize
 from lightning_ort.onnx_export.training.export import CONFIGURED, export_training
 from lightning_ort.onnx_export.training.optimizers import configured
 from lightning_ort.optim.shard_files import NotTrusted

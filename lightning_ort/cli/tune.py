@@ -75,8 +75,8 @@ def tune(given: Namespace) -> None:
     try:
         seconds, size = _seconds(given.time), _bytes(given.memory)
         with nullcontext() if given.dry_run else _ended_at(given.started + seconds, given.time):
-            asked = (given.effective_batch, given.keep_numerics, given.devices)
-            limits = _api().checked_limits(seconds, size, *asked)
+            asked = {name: getattr(given, name) for name in ("effective_batch", "keep_numerics", "devices")}
+            limits = _api().Limits(seconds=seconds, memory=size, **asked)
             if not given.dry_run:
                 _check_output(given.output)
             project = load_project("tune", given, devices=given.devices)

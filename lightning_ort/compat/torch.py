@@ -197,6 +197,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(function, tree)
 
 
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers (torch 2.13)."""
+    return _pytree.tree_leaves(tree)
+
+
 def without_fake_tensors() -> AbstractContextManager[Any]:
     """Within the block, new tensors are real ones although a graph is being traced (torch 2.13)."""
     return unset_fake_temporarily()

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort._busy import is_busy
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
 from lightning_ort.compat.torch import GraphFacts, allow_retain_graph, backward_at_once, boxed, without_fake_tensors
 from lightning_ort.compiler import lowering

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__, absence
+from lightning_ort.compat.onnxruntime import mark_preprocessed
 from lightning_ort.compat.torch import expression_of, tree_map
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in
-from lightning_ort.onnx_export.quantize import Quantize, write_quantized
 from lightning_ort.onnx_export.session import METADATA_PREFIX, OnnxSession
-from lightning_ort.onnx_export.signature import Structure, bind_sample, mapped, named_inputs, named_outputs
+from lightning_ort.onnx_export.signature import Quantize, Structure, bind_sample, mapped, named_inputs, named_outputs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -129,7 +129,7 @@ def export_onnx(
         if quantize is not None:
             file, source = Path(folder) / "quantized" / path.name, file
             file.parent.mkdir()
-            write_quantized(source, file, quantize)
+            _write_quantized(source, file, quantize)
             session, quantized_error = _verified(module, file, calls, sys.float_info.max, source_lines)
         # the weights' file, if there is one, before the model that names it
         written = [part.replace(path.parent / part.name) for part in sorted(file.parent.iterdir(), reverse=True)]
@@ -145,21 +145,30 @@ def export_onnx(
 
 
 @contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """After the block each part of a module trains, or is evaluated, as before."""
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+@contextmanager
 def left_alone(module: nn.Module, quiet: Iterable[str]) -> Iterator[None]:
     """Leave a module's modes and buffers as they were, and let these loggers tell of errors alone."""
-    modes = [(child, child.training) for child in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     loggers = [logging.getLogger(name) for name in quiet]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with modes_kept(module):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        for child, training in modes:
-            child.training = training
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
@@ -310,7 +319,6 @@ def _verified(
 
 
 def _with_line(error: Exception, source_lines: dict[str, str]) -> str:
-    """Return an error's text, and the user's line that the node in it comes from."""
     line = next((line for name, line in source_lines.items() if f"'{name}'" in str(error)), None)
     return f"{str(error).strip()}\n  at {line}" if line else str(error)
 
@@ -369,3 +377,29 @@ def versions() -> dict[str, str]:
     imported = (sys.modules[each.package] for each in NAMESPACES if each.imported)
     found = {package.__name__: package.__version__ for package in (torch, onnx, onnxruntime, *imported)}
     return {"lightning_ort": __version__} | found
+
+
+def _write_quantized(source: Path, target: Path, kind: Quantize) -> None:
+    """Write a model with smaller weights; inputs and outputs keep their dtypes.
+
+    ``"fp16"`` computes in float16. ``"int8"`` has 8-bit weights in matrix products, convolutions and embeddings, and
+    quantizes what they are multiplied with in each run.
+    """
+    import onnx
+    import onnx_ir as ir
+
+    model = onnx.load(source)
+    # the tools transpose weights under their old names, and then refuse the shapes noted for these (onnxruntime 1.19)
+    del model.graph.value_info[:]
+    if kind == "fp16":
+        from onnxruntime.transformers.float16 import convert_float_to_float16
+
+        half = ir.from_proto(convert_float_to_float16(model, keep_io_types=True))
+        half.graph.sort()  # its casts of the inputs come last (onnxruntime 1.19)
+        ir.save(half, target)
+        return
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    mark_preprocessed(model)  # constants and BatchNorms are folded already, and it warns without
+    # unsigned: the CPU has no ConvInteger for signed weights, and sums of u8 x s8 overflow before AVX-512 VNNI
+    quantize_dynamic(model, target, weight_type=QuantType.QUInt8)

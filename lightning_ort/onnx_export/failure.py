@@ -69,10 +69,15 @@ def branch_on_size(
     ]
     for size in sizes:
         for guard in guards_of(size):
-            frame = guard.sloc.framework_loc
-            if isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename):
+            if (frame := frame_of(guard)) is not None:
                 return _written(frame.filename, frame.lineno or 0, frame.name)
     return None
+
+
+def frame_of(guard: Any) -> traceback.FrameSummary | None:
+    """Return where the user's code asks about a size, if it does that and not torch."""
+    frame = guard.sloc.framework_loc
+    return frame if isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename) else None
 
 
 def is_foreign(file: str) -> bool:

@@ -24,7 +24,7 @@ class PredictorMixin(lightning_bases.LightningModule):
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the installed onnxruntime has not such a provider.
+        ValueError: If the installed onnxruntime has not such a provider, or the file is no model for it.
         RuntimeError: If the provider does not load.
 
     Example::

@@ -45,17 +45,7 @@ class OnnxSession:
 
     With the CUDA provider first, tensors on its GPU are read and written there. Outputs whose shape is only known after
     the run are copied once. Tensors on another device are copied to the CPU and back. It has as many threads as torch
-    has when it is made.
-
-    Args:
-        path: The file.
-        providers: Execution providers in order of preference.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the installed onnxruntime has not such a provider, or the file is no model for it.
-        TypeError: If an argument is of another type.
-        RuntimeError: If the provider does not load.
+    has when it is made. Arguments and errors are those of :class:`~lightning_ort.ORTPredictor`.
     """
 
     def __init__(self, path: Path | str, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:

@@ -2,24 +2,21 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ort.compat.torch import tree_map
 
+# how weights are made smaller
+Quantize = Literal["fp16", "int8"]
 # a name for each tensor, in the lists and dicts that the tensors came in
 Structure: TypeAlias = "str | list[Structure] | dict[str, Structure]"
 
 
 def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments:
-    """Match sample inputs with the parameters of a module's ``forward``, and move them to the module's device.
-
-    Raises:
-        ValueError: If there is no sample, or the module has no ``forward``.
-        TypeError: If the sample does not fit the parameters, or has something else than tensors in it.
-    """
+    """Match sample inputs with the parameters of a module's ``forward``, and move them to the module's device."""
     name = type(module).__name__
     if type(module).forward.__module__.endswith((".core.module", "torch.nn.modules.module")):  # only a base class's
         raise ValueError(f"{name} has no `forward` method to export. Define one; the steps can call it.")

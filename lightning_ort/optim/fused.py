@@ -52,14 +52,12 @@ def _group_unsupported_reason(module: nn.Module, cls: type[optim.Optimizer], gro
             return f"{name_of(module, parameter)} is {parameter.dtype}: fused needs floating-point parameters"
         if not _has_fused_kernel(cls, parameter.device.type, parameter.dtype):  # type: ignore[arg-type]
             return f"torch has no working fused {cls.__name__} for {parameter.dtype} on {parameter.device.type}"
-        if not nn.parameter.is_lazy(parameter) and _has_gaps(parameter):
+        if nn.parameter.is_lazy(parameter) or parameter.is_contiguous():
+            continue
+        # without gaps it has its twin's strides
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             return f"{name_of(module, parameter)} has gaps in its memory, which fused kernels write to"
     return None
-
-
-def _has_gaps(parameter: torch.Tensor) -> bool:
-    # a tensor without gaps has its strides' twin
-    return not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() != parameter.stride()
 
 
 def prepare_state(state: dict[str, Any], parameter: torch.Tensor, fused: bool) -> None:

@@ -59,12 +59,7 @@ def only_own_hooks(optimizer: optim.Optimizer) -> AbstractContextManager[None]:
 
 
 class FusedUpdate:
-    """Does what ``optimizer.step()`` does, if :func:`may_update`, with lists that are made once.
-
-    Args:
-        optimizer: The optimizer.
-
-    """
+    """Does what ``optimizer.step()`` does, if :func:`may_update`, with lists that are made once."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer

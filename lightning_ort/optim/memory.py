@@ -68,9 +68,7 @@ def predict(module: nn.Module, optim: str) -> Memory:
 def measure(module: nn.Module, optim: str) -> Memory:
     """Measure the memory in one optimizer step with gradients of zero, which changes no parameter.
 
-    Raises:
-        ValueError: If no parameter is trainable, or the implementation does not support the module's parameters.
-        ModuleNotFoundError: If the implementation's package is missing.
+    The errors are those of :meth:`OptimizerSwap.apply`, and ``ValueError`` if no parameter is trainable.
     """
     trainable = _trainable(module)
     optimizer = torch.optim.AdamW(trainable, lr=0.0, weight_decay=0.0)

@@ -78,7 +78,8 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
     owners: dict[nn.Parameter, str] = {}
     for submodule in module.modules():
         kind = type(submodule).__name__
-        plain = isinstance(submodule, EMBEDDINGS) or _is_norm(submodule)
+        # the name is for norms outside torch: `LlamaRMSNorm` is another implementation of RMSNorm
+        plain = isinstance(submodule, (*EMBEDDINGS, *_NORMS)) or "norm" in kind.lower()
         for parameter in submodule.parameters(recurse=False):
             if parameter.requires_grad:
                 decays[parameter] = decays.get(parameter, True) and not plain and parameter.dim() > 1
@@ -92,8 +93,3 @@ def param_groups(module: nn.Module, weight_decay: float) -> ParamGroups:
             modules = list(dict.fromkeys(owners[parameter] for parameter in parameters))
             groups.append({"params": parameters, "weight_decay": decay, "name": name, "modules": modules})
     return groups
-
-
-def _is_norm(module: nn.Module) -> bool:
-    # the name is for classes outside torch: `LlamaRMSNorm` is another implementation of RMSNorm
-    return isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()

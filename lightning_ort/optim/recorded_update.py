@@ -38,13 +38,7 @@ class RecordedUpdate:
         self._last: Any = None  # what was granted in the last step
 
     def step(self, clip: Callable[[], None], asked: Any) -> None:
-        """Clip the gradients and update the parameters.
-
-        Args:
-            clip: Clips them.
-            asked: How; equal if it does the same.
-
-        """
+        """Clip the gradients and update the parameters; ``asked``, how to clip, is equal if that does the same."""
         if not self._run(clip, asked):
             clip()
             self.optimizer.step()
@@ -102,7 +96,6 @@ class RecordedUpdate:
         return found
 
     def _record(self, clip: Callable[[], None]) -> bool:
-        """Record an update, which is done then; return whether it is."""
         self._left, self._replay = self._left - 1, None
         tensors = self._tensors()
         own = [*tensors.values()]

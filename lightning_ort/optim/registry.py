@@ -76,44 +76,30 @@ class Implementation:
 
     It is called with parameter groups and keyword arguments, and is an optimizer of torch. Checkpoints of the same
     algorithm have to load into torch's optimizer, and those of torch's into it.
-
-    Args:
-        path: ``"module:name"`` of the class; imported when it is used.
-        algorithm: What it computes; a checkpoint of another one is refused.
-        replaces: The classes of torch that it stands for, exactly: it does not know what a subclass changes.
-        package: The requirement that installs it; empty for torch and for this package.
-        install: The command, where it is not ``pip install <package>``.
-        devices: The types of devices that it supports.
-        dtypes: Those of the parameters that it supports; empty for all.
-        hyperparameters: Those of these classes that it takes over. Others raise an error if they are set.
-        decouples: Whether its weight decay is decoupled, as AdamW's; else it is added to the gradient.
-        arguments: For its constructor.
-        form: Of the states that it saves, as :func:`~lightning_ort.optim.states.form` tells them apart.
-        adopt: Converts states that were loaded in torch's form, for a class that keeps them otherwise;
-            :mod:`~lightning_ort.optim.states` has one for each way to count steps, and one for torchao's tensors.
-        to_save: Corrects its state dicts where they are neither in torch's form nor in one that ``form`` tells.
-        commands: Programs on the PATH with which it compiles its extension.
-        state_bytes: Returns the bytes of the states of a parameter, for ``lightning-ort memory``; ``None`` where nobody
-            has measured them.
-        embedding_bytes: The bytes of states for an element of an embedding, if these are not as others.
     """
 
-    path: str
-    algorithm: Algorithm = "adam"
+    path: str  # ``"module:name"`` of the class; imported when it is used
+    algorithm: Algorithm = "adam"  # what it computes; a checkpoint of another one is refused
+    # the classes of torch that it stands for, exactly: it does not know what a subclass changes
     replaces: tuple[type[optim.Optimizer], ...] = ADAMS
-    package: str = ""
-    install: str = ""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: frozenset[torch.dtype] = frozenset()
+    package: str = ""  # the requirement that installs it; empty for torch and for this package
+    install: str = ""  # the command, where it is not ``pip install <package>``
+    devices: tuple[str, ...] = ("cpu", "cuda")  # types of devices that it supports
+    dtypes: frozenset[torch.dtype] = frozenset()  # of the parameters that it supports; empty for all
+    # those of these classes that it takes over; others raise an error if they are set
     hyperparameters: frozenset[str] = _BASIC
-    decouples: bool = True
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    form: Form = "torch"
+    decouples: bool = True  # whether its weight decay is decoupled, as AdamW's; else it is added to the gradient
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # for its constructor
+    form: Form = "torch"  # of the states that it saves, as :func:`~lightning_ort.optim.states.form` tells them apart
+    # converts states that were loaded in torch's form, for a class that keeps them otherwise;
+    # :mod:`~lightning_ort.optim.states` has one for each way to count steps, and one for torchao's tensors
     adopt: Callable[[optim.Optimizer], None] | None = None
+    # corrects its state dicts where they are neither in torch's form nor in one that ``form`` tells
     to_save: Callable[[optim.Optimizer, dict[str, Any]], None] | None = None
-    commands: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()  # programs on the PATH with which it compiles its extension
+    # the bytes of the states of a parameter, for ``lightning-ort memory``; ``None`` where nobody has measured them
     state_bytes: Callable[[nn.Parameter], int] | None = adam_bytes
-    embedding_bytes: int | None = None
+    embedding_bytes: int | None = None  # of states for an element of an embedding, if these are not as others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why it cannot be used on a device and how to install it, or ``None``."""

@@ -59,7 +59,6 @@ def replace(
 
 
 def _complete_groups(optimizer: optim.Optimizer) -> None:
-    """Add the entries that the checkpoint's groups, which replace the optimizer's, do not have."""
     for group in optimizer.param_groups:
         for key, value in optimizer.defaults.items():
             group.setdefault(key, value)

@@ -37,9 +37,7 @@ _HARMLESS: list[Any] = [(_Unread, name) for name in CHECKPOINT_CLASSES]
 def load(file: Path, trust: bool = False, device: str = "cpu") -> Any:
     """Read a file written by ``torch.save``; on the device ``"meta"`` without the elements of its tensors.
 
-    Raises:
-        NotTrusted: If it names functions or classes that are not known to be harmless, without ``trust``.
-        ValueError: If it cannot be read.
+    ``NotTrusted`` if it names what is not known to be harmless, without ``trust``; ``ValueError`` if it cannot be read.
     """
     try:
         with safe_globals(_HARMLESS), warnings.catch_warnings():

@@ -60,9 +60,8 @@ class OptimizerSwap:
     ) -> list[OptimizerReport]:
         """Change the optimizers of a module in place, and return what runs each one.
 
-        Raises:
-            ModuleNotFoundError: If a package is missing. The optimizers are as they were.
-            ValueError: If the implementation cannot stand for one of them. All are as they were.
+        With a ``ModuleNotFoundError`` for a missing package, or a ``ValueError`` where the implementation cannot stand
+        for one of them, all are as they were.
         """
         configured = [registry.runs(optimizer) for optimizer in optimizers]
         plans = [self._plan(module, optimizer, device) for optimizer in optimizers]

@@ -10,11 +10,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type, names_its_arguments
+from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.torch_optimizers import unscaled_by_scaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.plugins.precision import Precision
+
 
 MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
 
@@ -153,3 +156,11 @@ class MixedPrecisionMixin(lightning_bases.MixedPrecision):
                 vars(scheduler).pop(name, None)
         self._wrapped_schedulers.clear()
         super().teardown()
+
+
+def choose_precision(plugin: "Precision | None", namespace: LightningNamespace) -> Any:
+    """Return ours for exactly Lightning's ``MixedPrecision``, with the same settings, and other plugins as is."""
+    if type(plugin) is not namespace.submodule("plugins.precision").MixedPrecision:
+        return plugin
+    ours = namespace.classes.ORTMixedPrecision
+    return ours(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[union-attr]

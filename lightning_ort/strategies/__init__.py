@@ -9,8 +9,7 @@
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :mod:`~lightning_ort.strategies.report_delivery`: the report at the end of a run: log, file, the Trainer's loggers
 - :mod:`~lightning_ort.strategies.auto_device`: one device that the Trainer chooses, for ``ort``
-- :mod:`~lightning_ort.strategies.parallel`: what strategies with several processes do, for ``ort_ddp``
+- :mod:`~lightning_ort.strategies.parallel`: several processes, for ``ort_ddp`` and ``ort_zero1_native``
 - :mod:`~lightning_ort.strategies.distributed`: its parts
-- :mod:`~lightning_ort.strategies.shard_optimizers`: split optimizer states, for ``ort_zero1_native``
 - :mod:`~lightning_ort.strategies.deepspeed`: DeepSpeed's ZeRO stage 1, for ``ort_zero1``
 """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ort.compat.torch import tree_map
+from lightning_ort.compat.torch import tree_leaves
 from lightning_ort.compiler.run_part import StepTimeReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.whole_batches import is_made_of_tensors
@@ -63,13 +63,9 @@ def _precision(precision: str, is_ampere: bool) -> Iterator[str]:
 def _attention(module: nn.Module) -> Iterator[str]:
     if not torch.backends.cuda.flash_sdp_enabled():
         yield "flash attention is switched off; torch.backends.cuda.enable_flash_sdp(True)"
-    # as Hugging Face's models name it
-    if getattr(_config_of(module), "_attn_implementation", None) == "eager":
+    config = next((child.config for child in module.modules() if hasattr(child, "config")), None)
+    if getattr(config, "_attn_implementation", None) == "eager":  # as Hugging Face's models name it
         yield 'attention is computed step by step; from_pretrained(..., attn_implementation="sdpa") has flash attention'
-
-
-def _config_of(module: nn.Module) -> Any:
-    return next((child.config for child in module.modules() if hasattr(child, "config")), None)
 
 
 def _optimizers(optimizers: Iterable[Any]) -> Iterator[str]:
@@ -99,9 +95,7 @@ def _sizes(module: nn.Module) -> Iterator[str]:
 
 
 def _data(loaders: Any) -> Iterator[str]:
-    found: list[Any] = []
-    tree_map(found.append, loaders)
-    if any(isinstance(loader, DataLoader) and not loader.pin_memory for loader in found):
+    if any(isinstance(loader, DataLoader) and not loader.pin_memory for loader in tree_leaves(loaders)):
         yield "batches are copied to the GPU while it waits; DataLoader(pin_memory=True)"
 
 
@@ -109,9 +103,7 @@ def advice_on_time(ms: Mapping[str, float], module: "pl.LightningModule | None")
     """Return what the time of a step is made of, with advice; ``None`` if it was not measured."""
     if not ms:
         return None
-    found: list[Any] = []
-    if module is not None:
-        tree_map(found.append, module.trainer.train_dataloader)
+    found = [] if module is None else tree_leaves(module.trainer.train_dataloader)
     loaders = [loader for loader in found if isinstance(loader, DataLoader)]
     workers = max((loader.num_workers for loader in loaders), default=None)
     of_tensors = all(is_made_of_tensors(loader.dataset) for loader in loaders)

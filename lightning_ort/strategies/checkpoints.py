@@ -35,10 +35,8 @@ def save_atomically(checkpoint: dict[str, Any], path: Path, *, flushes: bool = T
 
     The folder is created, and an existing file is replaced. Temporary files of processes that were killed while they
     saved are removed: at once if the process ran on this machine, otherwise after a day. Without ``flushes`` the system
-    chooses when the file gets to the disk, which only a machine that loses power tells from the other.
-
-    Raises:
-        OSError: If the system cannot write the file, such as on a full disk, with the path and what it has written.
+    chooses when the file gets to the disk, which only a machine that loses power tells from the other. An ``OSError``
+    has the path and what was written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
@@ -71,7 +69,6 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk, if the system and the file system can."""
     if not _POSIX:  # Windows cannot open folders
         return
     with suppress(OSError):  # some network file systems cannot, and a file may be removed by now

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_ort._arguments import check_choice
 from lightning_ort.compiler.machine import malloc
 
 HostMemory = Literal["retain", "default"]
@@ -21,8 +22,7 @@ class RetainedMemory:
     """Keeps freed memory in the process while a run on the CPU lasts; with ``"default"`` malloc does as it likes."""
 
     def __init__(self, choice: HostMemory) -> None:
-        if choice not in get_args(HostMemory):
-            raise ValueError(f"host_memory={choice!r}: choose 'retain' or 'default'.")
+        check_choice("host_memory", choice, get_args(HostMemory))
         self.choice = choice
         self.is_retained = False
 

@@ -7,12 +7,12 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :class:`~lightning_ort.strategies.host_memory.RetainedMemory`: freed memory stays in the process
 - :class:`~lightning_ort.strategies.lean.lean.Lean`: the Trainer does in each batch what somebody asked for
 - :class:`~lightning_ort.strategies.dropout_masks.DropoutMasks`: masks of dropout are drawn faster
-- :class:`~lightning_ort.strategies.whole_batches.WholeBatches`: batches of tensors are fetched at once
+- :data:`~lightning_ort.strategies.whole_batches.whole_batches`: batches of tensors are fetched at once
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :class:`~lightning_ort.strategies.step_time.StepTime`: what the time of a training step is made of
 - :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused, and what would save time
-- :mod:`~lightning_ort.precision.choose`: our mixed precision in place of Lightning's
+- :mod:`~lightning_ort.precision.mixed`: our mixed precision in place of Lightning's
 """
 
 import copy
@@ -37,7 +37,8 @@ from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.optim.fused_update import FusedUpdate, may_update, only_own_hooks
 from lightning_ort.optim.registry import OptimName
-from lightning_ort.precision.choose import choose_precision
+from lightning_ort.optim.swap import OptimizerSwap
+from lightning_ort.precision.mixed import choose_precision
 from lightning_ort.strategies.advice import advice_for, advice_on_time
 from lightning_ort.strategies.capture.capture import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
@@ -45,16 +46,10 @@ from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.lean.lean import Lean
-from lightning_ort.strategies.optimizers import (
-    OptimizerSettings,
-    choose_swap,
-    parse_optim,
-    steps_with_closure,
-    swap_optimizers,
-)
+from lightning_ort.strategies.optimizers import SwapOptimizersCallback, choose_swap, steps_with_closure, swap_optimizers
 from lightning_ort.strategies.report_delivery import ReportDelivery
 from lightning_ort.strategies.step_time import StepTime
-from lightning_ort.strategies.whole_batches import WholeBatches
+from lightning_ort.strategies.whole_batches import whole_batches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -92,7 +87,7 @@ class ORTMixin(lightning_bases.Strategy):
     def __init__(
         self,
         config: ORTConfig | dict[str, Any] = _DEFAULT,
-        optim: OptimName | OptimizerSettings = "auto",
+        optim: OptimName | SwapOptimizersCallback = "auto",
         host_memory: HostMemory = "retain",
         **kwargs: Any,
     ) -> None:
@@ -101,10 +96,9 @@ class ORTMixin(lightning_bases.Strategy):
         super().__init__(**kwargs)
         self._environment = read_environment()
         self.ort_config = self._environment.complete(config)
-        self._swap = parse_optim(optim)
+        self._swap = optim.swap if isinstance(optim, SwapOptimizersCallback) else OptimizerSwap(optim)
         self._capture = Capture(self.ort_config)
         self._masks = DropoutMasks()
-        self._batches = WholeBatches()
         self._times = StepTime()
         self._delivery = ReportDelivery(self.ort_config.report)
         self._lean = Lean()
@@ -156,7 +150,7 @@ class ORTMixin(lightning_bases.Strategy):
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
         self._masks.setup(self.root_device, self._capture.cache)
-        self._batches.setup()
+        whole_batches.begin(self)
         self._times.setup()
         self.report.run.trainer_loop = self._lean.setup(trainer, self, self.ort_config.debug.trainer_loop)
 
@@ -166,7 +160,7 @@ class ORTMixin(lightning_bases.Strategy):
         self._update = None
         self._memory.teardown()
         self._masks.teardown()
-        self._batches.teardown()
+        whole_batches.end(self)
         self._times.teardown()
         self.report.run.step_time = advice_on_time(self._times.ms, self.lightning_module)
         self.report.dropout_masks = self._masks.text
@@ -309,7 +303,7 @@ class ORTMixin(lightning_bases.Strategy):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # a copy of the strategy has its own
-        parts = ("_memory", "_masks", "_batches", "_times", "_capture", "_delivery", "_lean")
+        parts = ("_memory", "_masks", "_times", "_capture", "_delivery", "_lean")
         return {**state, "_update": None, **{name: copy.copy(state[name]) for name in parts}}
 
 

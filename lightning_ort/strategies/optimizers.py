@@ -1,13 +1,18 @@
-"""Run the optimizers of a fit with another implementation, under any strategy: :func:`swap_optimizers`."""
+"""Run the optimizers of a fit with another implementation, under any strategy: :class:`SwapOptimizersCallback`."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
 
+from lightning_ort._arguments import names_its_arguments
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import WRAP_CLOSURE
 from lightning_ort.compiler.report import CompileReport
+from lightning_ort.optim import registry
+from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
 from lightning_ort.precision.mixed import MixedPrecisionMixin
@@ -17,28 +22,53 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 
-class OptimizerSettings:
-    """Base of the callback ``ORTOptimizer``, by which the strategies know it without importing callbacks."""
+@names_its_arguments
+class SwapOptimizersCallback(lightning_bases.Callback):
+    """Runs the optimizers that ``configure_optimizers`` returned with another implementation.
 
-    swap: OptimizerSwap
+    As a callback it works under every strategy; the strategies of this package also take it as ``optim=``. It swaps
+    when a fit starts: the optimizers exist then, and the states of a checkpoint are not loaded yet.
 
+    Args:
+        name: The implementation.
+        min_8bit_size: Tensors with fewer elements keep 32-bit states (bitsandbytes).
+        bits: Module name -> 8 or 32: bits of the states of its parameters (bitsandbytes). Embeddings have 32 unless
+            they are named here.
+        options: Further arguments for the implementation's constructor.
 
-def parse_optim(optim: Any) -> OptimizerSwap:
-    """Return the swap that the argument ``optim`` asks for, by a name or by settings."""
-    return optim.swap if isinstance(optim, OptimizerSettings) else OptimizerSwap(optim)
+    Raises:
+        ValueError: If the name is unknown, or a setting has no effect on it.
+
+    Example::
+
+        Trainer(callbacks=ORTOptimizer("adamw_bnb_8bit", bits={"lm_head": 32}))
+    """
+
+    def __init__(
+        self,
+        name: OptimName = "auto",
+        min_8bit_size: int = 4096,
+        bits: dict[str, int] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        registry.check_name(name, "name")
+        self.swap = OptimizerSwap(name, min_8bit_size=min_8bit_size, bits=bits, options=options)
+
+    @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        # ours have used this callback when they set the optimizers up
+        if not isinstance(getattr(trainer.strategy, "report", None), CompileReport):
+            swap_optimizers(self.swap, trainer)
 
 
 def choose_swap(
     swap: OptimizerSwap, callbacks: Iterable[Any], precision_plugin: Any, otherwise: str | None = None
 ) -> OptimizerSwap:
-    """Return the one swap that a strategy, the Trainer's callbacks and its precision plugin ask for together.
+    """Return the one swap that a strategy, callbacks and precision plugin ask for; ``ValueError`` if they contradict.
 
     ``otherwise`` is the name for when none of them asks for one.
-
-    Raises:
-        ValueError: If they contradict each other.
     """
-    chosen = [callback.swap for callback in callbacks if isinstance(callback, OptimizerSettings)]
+    chosen = [callback.swap for callback in callbacks if isinstance(callback, SwapOptimizersCallback)]
     if len(chosen) > 1:
         raise ValueError(f"The Trainer has {len(chosen)} ORTOptimizer callbacks. Pass only one.")
     if chosen and swap.name not in ("auto", chosen[0].name):

@@ -1,10 +1,18 @@
-"""What all strategies with several processes have in common: :class:`ORTParallelMixin`; DDP: :class:`ORTDDPMixin`."""
+"""What all strategies with several processes have in common: :class:`ORTParallelMixin`; DDP: :class:`ORTDDPMixin`.
 
+:class:`ShardOptimizersMixin` splits the states of the optimizers.
+"""
+
+import dataclasses
 import inspect
+import json
+import logging
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,11 +21,17 @@ from typing_extensions import override
 from lightning_ort._arguments import check_choice, check_type
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import hand_over, wrap_start_of_scripts
+from lightning_ort.compat.torch import default_store
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.strategies.distributed import relaunch, watchdog
-from lightning_ort.strategies.distributed.run_store import Agree, open_run_store, share_timings
 from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
 from lightning_ort.strategies.mixin import ORTMixin
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ParallelStrategy
+
+log = logging.getLogger(__name__)
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -55,9 +69,9 @@ class ORTParallelMixin(ORTMixin, lightning_bases.ParallelStrategy):
         self._sigterm.install()
 
     @property
-    def agree(self) -> Agree | None:
+    def agree(self) -> Callable[[str, dict[str, Any]], dict[str, Any]] | None:
         """What makes the processes of a run decide alike."""
-        return share_timings(self._store)
+        return None if self._store is None else partial(agree, self._store)
 
     @override
     def teardown(self) -> None:
@@ -138,3 +152,47 @@ class ORTDDPMixin(ORTParallelMixin):
         for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items():
             if name in given and isinstance(parameter.default, bool):  # the others it checks itself
                 check_type(name, given[name], bool, "True or False", cls.__name__)
+
+
+def open_run_store(strategy: "ParallelStrategy") -> "torch.distributed.Store | None":
+    """Return a part of the process group's store for one run of the Trainer; ``None`` for a single process.
+
+    The process group and its store outlive a run. All processes agree on a new random prefix for each run, so that
+    values of an earlier run, with another model or configuration, are not seen. Call it in all processes.
+    """
+    if strategy.world_size == 1 or not torch.distributed.is_initialized():
+        return None
+    name = strategy.broadcast(uuid.uuid4().hex)
+    store = default_store()
+    return None if store is None else torch.distributed.PrefixStore(f"lightning_ort/{name}", store)
+
+
+def agree(store: "torch.distributed.Store", key: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """Publish the timings of a region or step, or return those that another process has published under the same key.
+
+    Processes that compute the same thing with different kernels drift apart in the last bits. So all use the timings of
+    the first, for which none waits: one that compiles a graph which the others never see does not hang. Only the part
+    that was measured here too is returned: a process must not use timings of something that it does not have, such as
+    an engine that failed in it.
+    """
+    published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))
+    common = {name: published[name] for name in measured if name in published}
+    if common.keys() != measured.keys():
+        log.debug("%s: measured %s here, published is %s", key, measured, published)
+    return common or measured
+
+
+class ShardOptimizersMixin(ORTParallelMixin):
+    """Splits the states of the optimizers, which must be torch's own, when they are set up."""
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        # torch's, whose import takes 0.2 s, which every strategy's start would pay
+        from lightning_ort.optim.sharded import shard
+
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            shard(optimizer)
+        self.optimizers = self.optimizers  # Lightning's wrappers copy the class of what they wrap
+        note = f"states split over {self.world_size} processes"
+        self.report.optimizers = [dataclasses.replace(entry, reason=note) for entry in self.report.optimizers]

@@ -93,7 +93,6 @@ class _Watch:
         return len(self._steps) == _MEASURED or self._tried == _TRIED
 
     def stop(self) -> None:
-        """Undo what was wrapped."""
         for name, wrapped in self._wrapped.items():
             if vars(self._strategy).get(name) is wrapped:
                 del vars(self._strategy)[name]

@@ -1,4 +1,4 @@
-"""Fetch the examples of a batch from tensors at once, with the same values: :class:`WholeBatches`.
+"""Fetch the examples of a batch from tensors at once, with the same values: :data:`whole_batches`.
 
 A DataLoader takes examples one by one and stacks them. Where a data set is made of tensors, and the loader has torch's
 own ``collate_fn`` and no workers, that is one operation per tensor. Only the way from the indices of a batch to the
@@ -34,18 +34,6 @@ _METHODS = {kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for ki
 
 class _OneByOne(Exception):
     """Whether these examples can be taken at once is not known."""
-
-
-class WholeBatches:
-    """Has the DataLoaders of this process fetch whole batches while a run lasts."""
-
-    def setup(self) -> None:
-        """Begin a run."""
-        _fetched_whole.begin(self)
-
-    def teardown(self) -> None:
-        """End it; a second call does nothing."""
-        _fetched_whole.end(self)
 
 
 def is_made_of_tensors(dataset: Any) -> bool:
@@ -93,7 +81,8 @@ def _replaced(dataset: Any, one_by_one: Callable[[Any], Any]) -> Callable[[Any],
     return fetch
 
 
-_fetched_whole: WhileRunning[WholeBatches] = WhileRunning(functools.partial(replace_fetch, _replaced))
+# has the DataLoaders of this process fetch whole batches while runs last
+whole_batches: WhileRunning[Any] = WhileRunning(functools.partial(replace_fetch, _replaced))
 
 
 def _batch(dataset: Any, indices: list[int]) -> Any:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
+import platform
 import tempfile
+import time
 import time as clock
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,15 +13,13 @@ from typing import Any
 
 import torch
 
-from lightning_ort._arguments import check_integer, check_number, passed
-from lightning_ort._busy import is_busy
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch, is_busy
+from lightning_ort.compiler.executors.ort.kernels import DISTRIBUTIONS, installed
 from lightning_ort.tuning.candidate import commented, configured
-from lightning_ort.tuning.machine import machine
+from lightning_ort.tuning.measuring import trial_of
 from lightning_ort.tuning.probe import Facts, start_probe
-from lightning_ort.tuning.project import Project
+from lightning_ort.tuning.project import ProcessRunner, Project
 from lightning_ort.tuning.result import TuneResult
-from lightning_ort.tuning.runner import ProcessRunner
 from lightning_ort.tuning.search import Outcome, Search, too_short
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
@@ -82,7 +82,14 @@ def tune(
         trainer = Trainer(max_epochs=3, **result.trainer_arguments())
     """
     started = clock.monotonic()
-    limits = checked_limits(time, memory, effective_batch, keep_numerics, devices, tolerance)
+    limits = Limits(
+        seconds=time,
+        memory=memory,
+        effective_batch=effective_batch,
+        keep_numerics=keep_numerics,
+        devices=devices,
+        tolerance=tolerance,
+    )
     if module is None and not (config or {}).get("model"):
         raise ValueError("Nothing to train: pass a module, or a configuration that names one.")
     if trainer := next((each for each in (module, datamodule) if hasattr(each, "fit")), None):
@@ -99,32 +106,6 @@ def tune(
             " LightningDataModule or a DataLoader, or give the module a train_dataloader."
         )
     return tune_project(project, limits, started + limits.seconds, listen)
-
-
-def checked_limits(
-    seconds: float,
-    memory: int | None,
-    effective_batch: int | None,
-    keep_numerics: bool,
-    devices: int,
-    tolerance: float = 0.01,
-) -> Limits:
-    """Return the limits, or raise ``ValueError`` or ``TypeError``."""
-    for name, value in (("time", seconds), ("tolerance", tolerance)):
-        check_number(name, value)
-        if value <= 0:
-            raise ValueError(f"{passed(name, value)}: must be above 0.")
-    for name, count in (("memory", memory), ("effective_batch", effective_batch), ("devices", devices)):
-        if count is not None:
-            check_integer(name, count, 1)
-    return Limits(
-        seconds=float(seconds),
-        memory=memory,
-        effective_batch=effective_batch,
-        keep_numerics=keep_numerics,
-        devices=devices,
-        tolerance=float(tolerance),
-    )
 
 
 def tune_project(
@@ -224,11 +205,9 @@ def planned(facts: Facts, limits: Limits, plain: bool) -> list[Trial]:
     made = []
     for stage in [*found, *stages(facts, limits, plain)]:
         for option in stage.options(start):
-            candidate = option.candidate
-            size, accumulate = candidate.batch_size or facts.batch_size, candidate.accumulate or facts.accumulate
-            trial = Trial(candidate, stage.name, option.reason, size, accumulate)
+            trial = trial_of(option, stage.name, facts, limits)
             if facts.memory is not None:
-                trial.predicted_peak = facts.memory.peak(size, candidate.optim)
+                trial.predicted_peak = facts.memory.peak(trial.batch_size, trial.candidate.optim)
             made.append(trial)
     return made
 
@@ -275,3 +254,17 @@ def head_of(project: Project, outcome: Outcome) -> list[str]:
     if project.config is None:
         head.append("For a main.py that calls LightningCLI(); where that names the classes, leave class_path out.")
     return head
+
+
+def machine() -> dict[str, str]:
+    """Return what a measurement depends on: date, processor, threads, versions."""
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    names = ("torch", "lightning", "pytorch-lightning", *DISTRIBUTIONS, "lightning-ort")
+    return found | {name: number for name in names if (number := installed(name))}

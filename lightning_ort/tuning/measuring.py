@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.probe import Facts
-from lightning_ort.tuning.runner import Runner
+from lightning_ort.tuning.project import ProcessRunner
 from lightning_ort.tuning.space import Limits, Option
 from lightning_ort.tuning.trainer_process import Sample, TimeIsUp, VariantFailed
 from lightning_ort.tuning.trials import Trial, in_turns
@@ -20,11 +20,18 @@ _SHARE_AT_THE_END = 0.12  # of the time, for the last rounds
 _SLOWER = 2.0  # than it has been: what a sample may take on a busy machine, before its time is up
 
 
+def trial_of(option: Option, stage: str, facts: Facts, limits: Limits) -> Trial:
+    """Return a trial of a candidate that has not been started."""
+    candidate = option.candidate
+    size, accumulate = candidate.batch_size or facts.batch_size, candidate.accumulate or facts.accumulate
+    return Trial(candidate, stage, option.reason, size, accumulate, candidate.processes(limits.devices))
+
+
 class Measurer:
     """Has candidates train until a deadline of the runner's clock, and notes what they take."""
 
     def __init__(
-        self, facts: Facts, limits: Limits, runner: Runner, deadline: float, tell: Callable[[str], None]
+        self, facts: Facts, limits: Limits, runner: ProcessRunner, deadline: float, tell: Callable[[str], None]
     ) -> None:
         self._facts, self._limits, self._runner = facts, limits, runner
         self._deadline, self._tell = deadline, tell
@@ -38,11 +45,7 @@ class Measurer:
 
     def trial(self, option: Option, stage: str) -> Trial:
         """Add a trial that has not been started."""
-        candidate, facts = option.candidate, self._facts
-        size = candidate.batch_size or facts.batch_size
-        accumulate = candidate.accumulate or facts.accumulate
-        processes = candidate.processes(self._limits.devices)
-        trial = Trial(candidate, stage, option.reason, size, accumulate, processes)
+        trial = trial_of(option, stage, self._facts, self._limits)
         self.trials.append(trial)
         return trial
 

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort._memory import free_bytes
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.compat.dynamo import compile_isolated
 from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
@@ -21,11 +24,13 @@ from lightning_ort.tuning import candidate as candidates
 from lightning_ort.tuning.candidate import MEASURED, Candidate, TuneError, configured
 from lightning_ort.tuning.trainer_process import (
     ENDLESS,
+    Sample,
     TrainerProcess,
     make_sampler,
     namespace_of_class,
     start_method,
     summary_of,
+    uninterrupted,
 )
 
 GIVEN = "GivenLoader"
@@ -139,7 +144,6 @@ def train(
 
 
 def _configured(project: Project, candidate: Candidate, namespace: LightningNamespace) -> dict[str, Any]:
-    """Return the configuration of a trial."""
     made = configured(
         project.base(), candidate, project.batch_argument, namespace, project.devices, project.ort_config
     ).config
@@ -207,7 +211,6 @@ def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
 
 
 def _prepare(module: Any, candidate: Candidate, namespace: LightningNamespace) -> None:
-    """Change what no Trainer's argument changes."""
     if candidate.engine == "compile":
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
         # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
@@ -216,7 +219,6 @@ def _prepare(module: Any, candidate: Candidate, namespace: LightningNamespace) -
 
 
 def _callbacks_of(configure_callbacks: Callable[[], Any], namespace: LightningNamespace) -> list[Any]:
-    """Return the callbacks that a module configures, but for those that a trial drops."""
     found = configure_callbacks()
     found = list(found) if isinstance(found, Sequence) else [found]
     return [one for one in found if not isinstance(one, _dropped(namespace))]
@@ -249,3 +251,39 @@ def built(value: Any) -> Any:
     if isinstance(value, Mapping) and "class_path" in value:
         return _imported(value["class_path"])(**(value.get("init_args") or {}))
     return [built(part) for part in value] if isinstance(value, list) else value
+
+
+class ProcessRunner:
+    """Trains each candidate in a process of its own, which waits while others have their turn."""
+
+    def __init__(self, project: Project, folder: Path) -> None:
+        self._project, self._folder = project, folder
+        self._processes: dict[Candidate, TrainerProcess] = {}
+        self._started = 0
+
+    def clock(self) -> float:
+        """Return the time in seconds."""
+        return time.monotonic()
+
+    def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
+        """Let a candidate train for so many batches; the errors are those of :class:`TrainerProcess`."""
+        if candidate not in self._processes:
+            self._started += 1
+            folder = self._folder / f"{self._started:02d} {candidate}".replace("/", "_")[:100]
+            self._processes[candidate] = start(self._project, candidate, folder)
+        return self._processes[candidate].sample(steps, timeout)
+
+    def stop(self, candidate: Candidate) -> None:
+        """End a candidate's process."""
+        if (process := self._processes.pop(candidate, None)) is not None:
+            process.stop()
+
+    def stop_all(self) -> None:
+        """End all processes."""
+        with uninterrupted():
+            for candidate in list(self._processes):
+                self.stop(candidate)
+
+    def free_memory(self) -> int | None:
+        """Return the free bytes of the GPU, or else of the machine."""
+        return free_bytes(torch.device("cuda") if torch.cuda.is_available() else None)

@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from lightning_ort._text import PlainTable, digits, plain
-from lightning_ort.tuning.losses import sketch
 from lightning_ort.tuning.picture import draw, installed
-from lightning_ort.tuning.trials import nothing_faster
+from lightning_ort.tuning.trials import nothing_faster, sketch
 
 _VERSION = 1
 _COLUMNS = ("ms a sample", "samples/s", "speed-up", "(90 %)", "peak MB", "start s", "pays after", "loss differs")

@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ort.tuning import losses
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.measuring import MIN_ROUNDS, Measurer
 from lightning_ort.tuning.probe import Facts
-from lightning_ort.tuning.runner import Runner
+from lightning_ort.tuning.project import ProcessRunner
 from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, memory_stage, reference, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, uninterrupted
-from lightning_ort.tuning.trials import Trial, fastest, speed
+from lightning_ort.tuning.trials import LEAST, Departure, Trial, departure, fastest, sketch, speed
 
 _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
@@ -49,7 +48,7 @@ class Search:
         facts: Facts,
         limits: Limits,
         plain: bool,
-        runner: Runner,
+        runner: ProcessRunner,
         deadline: float,
         listen: Callable[[str, str], None] = lambda doing, best: None,
     ) -> None:
@@ -83,7 +82,7 @@ class Search:
         self._warm_up_own(own)
         if self._limits.memory is not None and own.peak is None:
             self._measurer.notes.append("--memory was not checked: this system does not tell what a process takes")
-        self._measurer.bar = None if self._must_change(own) else own
+        self._measurer.bar = None if self._violation(own) else own
         start = base(self._facts, self._limits)
         if start != own.candidate:
             self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
@@ -159,7 +158,7 @@ class Search:
             faster = found.low > 1 and found.median >= _LEAST_GAIN
             if not self._fits(trial):
                 self._refuse(trial, self._violation(trial))
-            elif self._best is not before or not (faster or self._must_change(before)):
+            elif self._best is not before or not (faster or self._violation(before)):
                 self._compare(trial)
                 trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
             elif self._learns(trial, self._measurer.reserve()):
@@ -169,11 +168,8 @@ class Search:
             if trial not in (self._best, self._own):
                 self._measurer.stop(trial.candidate)
 
-    def _must_change(self, best: Trial) -> bool:
-        """Whether the best so far is only where the search starts: it does not fit, or has another effective batch."""
-        return bool(self._violation(best))
-
     def _violation(self, trial: Trial) -> str:
+        """Say what is not as asked for; the user's own settings may only be where the search starts."""
         wanted = self._limits.effective_batch
         if not self._fits(trial):
             return f"needs {_gigabytes(trial.peak)}, the limit is {_gigabytes(self._limits.memory)}"
@@ -247,11 +243,11 @@ class Search:
                 return one
         return None
 
-    def _compare(self, trial: Trial) -> losses.Departure | None:
+    def _compare(self, trial: Trial) -> Departure | None:
         reference = self._reference(trial)
         if reference is None or trial is reference:
             return None
-        found = losses.departure(trial.curve, reference.curve)
+        found = departure(trial.curve, reference.curve)
         trial.loss_difference = found.difference if found else None
         return found
 
@@ -260,12 +256,12 @@ class Search:
         if reference is None or trial is reference:
             return True
         for one in (trial, reference):
-            self._measurer.train_on(one, (losses.LEAST - len(one.curve)) * one.accumulate, reserve)
+            self._measurer.train_on(one, (LEAST - len(one.curve)) * one.accumulate, reserve)
         if trial.verdict == "failed":
             return False
         found = self._compare(trial)
         if found is not None and found.exceeds(self._limits.tolerance):
-            curves = f"{losses.sketch(trial.curve)} against {losses.sketch(reference.curve)}"
+            curves = f"{sketch(trial.curve)} against {sketch(reference.curve)}"
             self._refuse(trial, f"its loss departs from float32's by {found.difference:.1%}: {curves}")
             return False
         return True
@@ -290,7 +286,7 @@ class Search:
 
     def _next_best(self) -> Trial:
         """Return the fastest that is not refused: a winner of an earlier stage, or one that lost against a winner."""
-        must_change = self._must_change(self._own)
+        must_change = bool(self._violation(self._own))
         best, highest = self._own, 0.0
         for trial in self._measurer.trials:
             found = speed(trial, self._own)
@@ -315,7 +311,7 @@ class Search:
             self._refuse(best, wrong)
             return False
         found = speed(best, self._own)
-        if self._must_change(self._own) or (found is not None and found.low > 1):
+        if self._violation(self._own) or (found is not None and found.low > 1):
             return True
         times = f"{found.low:.2f} to {found.high:.2f}x of yours in the end: " if found else ""
         self._refuse(best, f"{times}not clearly faster")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_ort._arguments import check_integer, check_number, passed
 from lightning_ort.compiler.engines import label_of, others_on_cpu
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.probe import Facts
@@ -21,7 +22,7 @@ _AHEAD = 8  # batches that a process loads ahead; torch's DataLoader has 2
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the user insists on."""
+    """What the user insists on; ``ValueError`` or ``TypeError`` for what is not allowed."""
 
     seconds: float = 300.0  # for everything
     memory: int | None = None  # bytes of the process, or of the GPU's memory
@@ -29,6 +30,15 @@ class Limits:
     keep_numerics: bool = False  # keep float32 and the algorithm of the optimizer
     devices: int = 1  # processes
     tolerance: float = 0.01  # largest relative difference of the loss
+
+    def __post_init__(self) -> None:
+        for name, value in (("time", self.seconds), ("tolerance", self.tolerance)):
+            check_number(name, value)
+            if value <= 0:
+                raise ValueError(f"{passed(name, value)}: must be above 0.")
+        for name in ("memory", "effective_batch", "devices"):
+            if (count := getattr(self, name)) is not None:
+                check_integer(name, count, 1)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._memory import peak_bytes
+from lightning_ort.compat.torch import tree_leaves
 from lightning_ort.compiler.machine.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.tuning.candidate import TuneError
@@ -118,12 +119,7 @@ class TrainerProcess:
         theirs.close()
 
     def sample(self, steps: int, timeout: float | None = None) -> Sample:
-        """Do this many steps.
-
-        Raises:
-            VariantFailed: If the Trainer fails or ends before.
-            TimeIsUp: If it has not finished after ``timeout`` seconds.
-        """
+        """Do so many steps; ``VariantFailed`` if the Trainer fails or ends, ``TimeIsUp`` after ``timeout`` seconds."""
         answer = self._ask(steps, timeout)
         if not isinstance(answer, Sample):
             raise VariantFailed(f"training ended before another {steps} steps were done")
@@ -264,19 +260,15 @@ class _Sampler:
         self._start = time.perf_counter()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the clock."""
         self._begin()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Go on where it was stopped."""
         self._start += time.perf_counter() - self._validation_start
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
-        """Keep the loss; after the last step send the sample."""
         self._done += 1
         self._all += 1
         self._examples += size_of(self._namespace, batch)
@@ -304,7 +296,7 @@ class _Sampler:
 
 def waiting_batches(trainer: Any) -> int:
     """Return how many batches the processes of the loaders may have ready, and what completes an optimizer's step."""
-    each = [(getattr(one, "num_workers", 0), one) for one in loaders_in(trainer.train_dataloader)]
+    each = [(getattr(one, "num_workers", 0), one) for one in tree_leaves(trainer.train_dataloader)]
     ready = sum(workers * (getattr(one, "prefetch_factor", None) or 2) for workers, one in each)
     return math.ceil(ready / trainer.accumulate_grad_batches) * trainer.accumulate_grad_batches
 
@@ -315,13 +307,6 @@ def size_of(namespace: LightningNamespace, batch: Any) -> int:
         return namespace.submodule("utilities.data").extract_batch_size(batch)
     except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
         return 0
-
-
-def loaders_in(value: Any) -> list[Any]:
-    """Return the loaders of what "train_dataloader" returns: one, or several in mappings and sequences."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [one for part in value for one in loaders_in(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def summary_of(strategy: Any) -> Summary:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_ort import export_training
 from lightning_ort.compat.onnxruntime import import_onnxruntime
 from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.training.batch import Limits
 from lightning_ort.onnx_export.training.models import Settings, convert
 from lightning_ort.onnx_export.training.tracing import trace
 from tests.conversion import harness
@@ -82,7 +83,7 @@ def check_call(name: str, fn: Any, inputs: list[Any], compares: bool = True) -> 
     traced = trace(module, step, fields, {}, name)
     parameters = dict(module.named_parameters())
     state = {key: ("parameter", value) for key, value in parameters.items()}
-    model = convert(traced, name, state, parameters, Settings(None))
+    model = convert(traced, state, parameters, Settings(None), True, (), Limits({}))
     session = import_onnxruntime().InferenceSession(ir.to_proto(model.model).SerializeToString())
     feeds = {f"leaves.{key}": leaf.detach().numpy() for key, leaf in module.leaves.items()}
     feeds |= {key: value.numpy() for key, value in fields.items()}

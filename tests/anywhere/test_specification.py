@@ -26,16 +26,10 @@ def constant(name: str) -> Any:
     return json.loads(text.replace("'", '"'))
 
 
-def test_the_runner_in_python() -> None:
-    assert spec.FORMAT == runner.FORMAT
-    assert runner._KEYS == spec.KEYS
-    assert {name: kind.code for name, kind in spec.DTYPES.items()} == runner.DTYPES
-
-
 def test_the_runner_in_javascript() -> None:
-    assert constant("FORMAT") == spec.FORMAT
-    assert tuple(constant("KEYS")) == spec.KEYS
-    codes = {name: kind.code for name, kind in spec.DTYPES.items() if kind.javascript}
+    assert constant("FORMAT") == runner.FORMAT
+    assert tuple(constant("KEYS")) == runner.KEYS
+    codes = {name: code for name, code in runner.DTYPES.items() if name != "float16"}  # of which it has no arrays
     assert constant("CODES") == codes
     assert constant("ARRAYS").keys() == codes.keys()
 
@@ -54,8 +48,8 @@ def test_a_folder(tmp_path: Path) -> None:
     export_training(Small(), small_batch(), folder, accumulate_grad_batches=2)
     about = json.loads((folder / spec.ABOUT).read_text(encoding="utf-8"))
     models: Mapping[str, Any] = about["models"]
-    assert about["format"] == spec.FORMAT
-    assert {*spec.KEYS, *spec.MORE_KEYS} == about.keys()
+    assert about["format"] == runner.FORMAT
+    assert {*runner.KEYS, *spec.MORE_KEYS} == about.keys()
     assert "training" in models
     assert set(models) <= set(spec.MODELS)
     written = {each.name for each in folder.iterdir()}
@@ -65,7 +59,7 @@ def test_a_folder(tmp_path: Path) -> None:
         for ports, roles in ((model["inputs"], spec.INPUT_ROLES), (model["outputs"], spec.OUTPUT_ROLES)):
             assert all(set(port) == set(spec.PORT_KEYS) for port in ports)
             assert {port["role"] for port in ports} <= set(roles)
-            assert {port["dtype"] for port in ports} <= spec.DTYPES.keys()
+            assert {port["dtype"] for port in ports} <= runner.DTYPES.keys()
     settings = {port["name"]: port["dtype"] for port in models["training"]["inputs"] if port["role"] == "setting"}
     assert settings.items() <= spec.SETTINGS.items()  # this optimizer does not ask for the number of steps
     assert {each["role"] for each in about["state"]} <= set(spec.STATE_ROLES)

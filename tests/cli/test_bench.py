@@ -19,7 +19,7 @@ from torch import nn
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.cli import bench, main
 from lightning_ort.cli.load import load
-from lightning_ort.tuning import compare, project
+from lightning_ort.tuning import project
 from lightning_ort.tuning.candidate import NAMED, Candidate
 from lightning_ort.tuning.picture import draw_bars
 from lightning_ort.tuning.project import Project
@@ -222,9 +222,9 @@ class Scripted:
 
 
 def test_interrupted_run_keeps_the_finished_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compare, "start", Scripted)
+    monkeypatch.setattr(bench, "start", Scripted)
     stock, ort = bench.named(["stock", "ort"])
-    compare.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
+    bench.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
     assert [sample.step_seconds for sample in ort.samples] == [0.05, 0.05]
     found = bench.to_dict(ort, stock)
     assert found["ratios"] == [2, 4]
@@ -245,9 +245,9 @@ def test_what_fails_later_keeps_its_rounds(monkeypatch: pytest.MonkeyPatch, tmp_
         def finish(self) -> Summary:
             return Summary(ort_runs=self.taken)
 
-    monkeypatch.setattr(compare, "start", Fails)
+    monkeypatch.setattr(bench, "start", Fails)
     stock, ort = bench.named(["stock", "ort"])
-    compare.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
+    bench.compare(Project(), [stock, ort], 3, 2, 10, tmp_path)
     assert (len(stock.samples), len(ort.samples)) == (3, 2)
     assert (stock.summary, ort.summary) == (Summary(ort_runs=4), None)
     assert columns_of([stock, ort])["ms a step"] == ["50", "100"]
@@ -357,6 +357,6 @@ def test_compiling_never_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch
         def finish(self) -> Summary:
             return Summary()
 
-    monkeypatch.setattr(compare, "start", Faster)
-    compare.compare(Project(), trials := bench.named(["stock"]), 3, 2, 10, tmp_path)
+    monkeypatch.setattr(bench, "start", Faster)
+    bench.compare(Project(), trials := bench.named(["stock"]), 3, 2, 10, tmp_path)
     assert trials[0].startup == 0

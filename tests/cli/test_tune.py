@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ort
 from lightning_ort import TuneResult
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
 from lightning_ort.tuning import api, measuring, probe, search

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTConfig, ORTStrategy
-from lightning_ort._time_limits import LIMITS
+from lightning_ort._busy import LIMITS
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.strategies.audit import forked_copy, schedule, step_audit

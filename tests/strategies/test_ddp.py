@@ -15,7 +15,7 @@ from processes import START, Recorded, fit
 from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
-from lightning_ort.strategies.distributed.run_store import agree
+from lightning_ort.strategies.parallel import agree
 from lightning_ort.strategies.race.duel import Duel
 
 

@@ -227,7 +227,7 @@ def test_offload(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
         ({"stage": 2}, "stage=2"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 3}}}, "stage=3"),
         ({"deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}, "overlap_comm"),
-        ({"checkpoint": "files"}, "'file' or 'directory'"),
+        ({"checkpoint": "files"}, "choose one of 'file', 'directory'"),
         ({"exclude_frozen_parameters": True}, "checkpoint='directory'"),
         ({"optim": "adamw_fussed"}, "adamw_torch_fused|did you mean"),
     ],

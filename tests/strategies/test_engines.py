@@ -27,7 +27,7 @@ from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.settings import is_amortized, setting_for
+from lightning_ort.strategies.race.run_facts import is_amortized, setting_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Now, Took, Verdict, Way
 from lightning_ort.strategies.race.ways import Ways, challengers
 

@@ -134,7 +134,7 @@ def test_restored_after_an_error(make_trainer):
 @pytest.mark.parametrize("kind", [ORTStrategy, ORTDDPStrategy])
 def test_unknown_choice(kind):
     assert issubclass(kind, ORTMixin)
-    with pytest.raises(ValueError, match="host_memory='keep': choose 'retain' or 'default'"):
+    with pytest.raises(ValueError, match="host_memory='keep': choose one of 'retain', 'default'"):
         kind(host_memory="keep")
 
 

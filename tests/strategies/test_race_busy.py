@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort._time_limits import TimeLimits
+from lightning_ort._busy import TimeLimits
 from lightning_ort.strategies.race.race import FIRST, RARER, RECHECK, SAMPLES, STOP, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Verdict, Waiting, Way
 

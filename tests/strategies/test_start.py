@@ -20,9 +20,9 @@ from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.config import DEFAULT_START, ORTConfig, Start
-from lightning_ort.strategies.race import settings
-from lightning_ort.strategies.race.outlook import Outlook, at_window_start, outlook_of
+from lightning_ort.strategies.race import run_facts
 from lightning_ort.strategies.race.race import FIRST
+from lightning_ort.strategies.race.run_facts import Outlook, at_window_start, outlook_of
 
 STEPS = 40
 
@@ -211,7 +211,7 @@ def test_always_is_now_and_amortized_is_honoured(make_trainer: Callable[..., Any
 def test_the_default_holds_where_regions_are_timed(
     default: str, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(settings, "DEFAULT_START", default)
+    monkeypatch.setattr(run_facts, "DEFAULT_START", default)
     report = fit(Small(), ORTStrategy(), make_trainer).strategy.report
     assert (report.graphs == []) == (default == "amortized")
     # what needs graphs gets them at once

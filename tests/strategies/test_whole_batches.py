@@ -29,19 +29,19 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_ort.strategies.whole_batches import WholeBatches
+from lightning_ort.strategies.whole_batches import whole_batches
 
 ONE_BY_ONE = {TensorDataset.__getitem__.__code__}
 
 
 @contextmanager
 def in_a_run() -> Iterator[None]:
-    batches = WholeBatches()
-    batches.setup()
+    run = object()
+    whole_batches.begin(run)
     try:
         yield
     finally:
-        batches.teardown()
+        whole_batches.end(run)
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ort.tuning.memory import MeasuredStep, MemoryModel, tensors_in
-from lightning_ort.tuning.probe import Facts, start_probe
+from lightning_ort.tuning.probe import Facts, MeasuredStep, MemoryModel, start_probe
 from lightning_ort.tuning.project import Project
 
 
@@ -84,11 +83,6 @@ def test_sparse_gradients_have_a_size() -> None:
     module(torch.tensor([1, 2])).sum().backward()
     step = MemoryModel.of(module, [torch.optim.SparseAdam(module.parameters())], (), 2, 0, (0, 0, 0)).step
     assert step.gradients == 2 * (4 * 4 + 8)  # of two rows: values in float32, places in int64
-
-
-def test_tensors_of_a_nested_batch() -> None:
-    one, two = torch.ones(1), torch.ones(2)
-    assert [tensor.numel() for tensor in tensors_in({"a": one, "b": [two, ("text", one)], "c": None})] == [1, 2, 1]
 
 
 def test_a_step_whose_forward_pass_has_no_known_end_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_ort import ORTTrainingSettings
-from lightning_ort.callbacks.loaders import changed, fixed_batches
-from lightning_ort.callbacks.training_settings import _recomputing, repeated_blocks
+from lightning_ort.callbacks.training_settings import _recomputing, changed, fixed_batches, repeated_blocks
 
 DATA = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
 

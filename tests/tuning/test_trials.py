@@ -6,9 +6,8 @@ import random
 import pytest
 
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.losses import LEAST, Departure, departure, sketch
 from lightning_ort.tuning.picture import pareto_front
-from lightning_ort.tuning.trials import Trial, break_even, fastest, speed
+from lightning_ort.tuning.trials import LEAST, Departure, Trial, break_even, departure, fastest, sketch, speed
 
 
 def trial(rounds: dict[int, float], **more: object) -> Trial:

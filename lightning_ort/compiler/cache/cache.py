@@ -31,8 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from lightning_ort._busy import is_busy
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler.cache import cache_folder
 from lightning_ort.compiler.cache.cache_folder import default_folder

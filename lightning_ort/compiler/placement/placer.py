@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort._busy import is_busy
+from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort._memory import resident_bytes
-from lightning_ort._stopwatch import Stopwatch
 from lightning_ort.compat.torch import OpOverload, generate_boxed_code
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint, node_fingerprint

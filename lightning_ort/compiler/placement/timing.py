@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch
 from lightning_ort.compat.torch import OpOverload, arguments_of, hint_of
 from lightning_ort.compiler.graphs.nodes import int_hint
 from lightning_ort.compiler.regions.region import TORCH, Region, Timing

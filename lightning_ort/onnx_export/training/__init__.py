@@ -3,10 +3,8 @@
 In reading order:
 
 - :mod:`.export`: from a LightningModule and a batch to a folder: :func:`~.export.export_training`
-- :mod:`.batch`: the fields of a batch, by name
-- :mod:`.sizes`: which of its sizes may change
-- :mod:`.traces`: the steps that become models
-- :mod:`.steps`: a step of a LightningModule as a function of tensors, without a Trainer
+- :mod:`.batch`: the fields of a batch, by name, and which of its sizes may change
+- :mod:`.steps`: the steps that become models, each a function of tensors, without a Trainer
 - :mod:`.tracing`: the step and its gradients as one ATen graph
 - :mod:`.graph`: the ONNX graph, of standard operators alone; :mod:`.forms`: operations as such operators
 - :mod:`.optimizers`: the update of the parameters

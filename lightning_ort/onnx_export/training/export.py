@@ -18,12 +18,10 @@ from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
 from lightning_ort.onnx_export.training import optimizers
-from lightning_ort.onnx_export.training.batch import fields_of
+from lightning_ort.onnx_export.training.batch import Limits, chosen_sizes, fields_of, of_distinct_sizes
 from lightning_ort.onnx_export.training.limits import batches_within, limits_of
 from lightning_ort.onnx_export.training.models import Model, Settings, convert
-from lightning_ort.onnx_export.training.sizes import Limits, chosen_sizes, of_distinct_sizes
-from lightning_ort.onnx_export.training.steps import check_module
-from lightning_ort.onnx_export.training.traces import METHODS, traces_of
+from lightning_ort.onnx_export.training.steps import check_module, traces_of
 from lightning_ort.onnx_export.training.tracing import Trace
 from lightning_ort.onnx_export.training.verify import Difference, Task, rounding, verify
 
@@ -223,7 +221,9 @@ def _write(task: Task, traces: Mapping[str, Trace], temporary: Path, folder: Pat
     trained = traces["training"]
     task = replace(task, halved=tuple(name for name in task.halved if name not in trained.written))
     parameters = {name: value for name, value in task.module.named_parameters() if value.requires_grad}
-    state = files.state_of(parameters, _written(task.module, trained), task.settings)
+    known = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
+    written_to = {name: known[name] for name in trained.written if not known[name].requires_grad}
+    state = files.state_of(parameters, written_to, task.settings)
     name = f"{type(task.module).__module__}.{type(task.module).__qualname__}"
     frozen = [key for key, value in task.module.named_parameters() if key not in state]
     more: dict[str, Any] = {"module": name, "frozen": frozen, "float16": None}
@@ -264,12 +264,10 @@ def _write_folder(
     more: Mapping[str, Any],
     returns_gradients: bool = False,
 ) -> dict[str, Model]:
-    name = type(task.module).__name__
     tensors = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
     models = {
         kind: convert(
             found,
-            f"{name}.{METHODS[kind]}",
             state,
             tensors,
             task.settings if kind == "training" else None,
@@ -283,9 +281,3 @@ def _write_folder(
     files.write_models(folder, models)
     files.write_rest(folder, models, state, task.settings, more)
     return models
-
-
-def _written(module: nn.Module, traced: Trace) -> dict[str, Tensor]:
-    """The buffers and frozen parameters that a step writes to."""
-    known = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: known[name] for name in traced.written if not known[name].requires_grad}

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ort.onnx_export.export import versions
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import SUM, Model, Port, Settings
-from lightning_ort.onnx_export.training.specification import ABOUT, FORMAT, FROZEN, NEEDS, RUNNERS, STATE
+from lightning_ort.onnx_export.training.specification import ABOUT, FROZEN, NEEDS, RUNNERS, STATE
 
 INLINE = 1 << 16  # bytes of a frozen tensor up to which it is in the model itself
 # products of this many weights and more are worth a second thread
@@ -86,7 +86,7 @@ def write_rest(
     constants = [value.const_value for value in models["training"].model.graph.initializers.values()]
     weights = sum(array.size for array in arrays.values()) + sum(each.size for each in constants if each is not None)
     about = {
-        "format": FORMAT,
+        "format": runner.FORMAT,
         "needs": NEEDS,
         **more,
         "fields": _fields(models["training"]),

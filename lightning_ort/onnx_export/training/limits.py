@@ -1,14 +1,12 @@
 """For which sizes of a batch a model is right: where what a trace asks about sizes has another answer, it is tried."""
 
 import math
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ort.onnx_export.failure import ExportFailed, is_foreign
-from lightning_ort.onnx_export.training.batch import batch_size, resized
-from lightning_ort.onnx_export.training.sizes import Limits, formula
+from lightning_ort.onnx_export.failure import ExportFailed, frame_of
+from lightning_ort.onnx_export.training.batch import Limits, batch_size, formula, resized
 from lightning_ort.onnx_export.training.tracing import BATCH, Trace
 from lightning_ort.onnx_export.training.verify import Batch, Task, verify
 
@@ -49,7 +47,9 @@ def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
             continue
         others = [sizes for sizes in _others(guard.expr, trace.symbols, sample) if not limits.refused(sizes)]
         if not all(is_right(**sizes) for sizes in others[:2]):
-            limits.add(formula(guard.expr, trace.symbols), _line(guard))
+            frame = frame_of(guard)
+            line = None if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
+            limits.add(formula(guard.expr, trace.symbols), line)
     return limits
 
 
@@ -74,7 +74,6 @@ def batches_within(limits: Limits, trace: Trace) -> list[Batch]:
 
 
 def _sample(trace: Trace) -> dict[str, int]:
-    """The sizes of the sample, by name."""
     found = {}
     for name in trace.symbols.values():
         field, dims = next(iter(trace.dims_of(name).items()))
@@ -109,10 +108,3 @@ def _others(expression: Any, names: Mapping[Any, str], sample: Mapping[str, int]
         for size in sorted({*range(1, _TRIED + 1), *(number for number in numbers if number > _TRIED)}):
             if expression.subs({**rest, symbol: size}) == False:  # noqa: E712  # sympy's
                 yield {names[symbol]: size}
-
-
-def _line(guard: Any) -> str | None:
-    frame = guard.sloc.framework_loc
-    if not isinstance(frame, traceback.FrameSummary) or is_foreign(frame.filename):
-        return None
-    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -1,7 +1,7 @@
 """The models of a folder: from a traced step to an ONNX model with named inputs and outputs."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, fx
 
 from lightning_ort.compat.torch import expression_of
+from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.graphs.nodes import is_random, values_of
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.onnx_export.failure import ExportFailed, line_in
+from lightning_ort.onnx_export.training.batch import Formula, Limits, formula
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
 from lightning_ort.onnx_export.training.optimizers import Clock, Optimizer
-from lightning_ort.onnx_export.training.sizes import Formula, Limits, formula
 from lightning_ort.onnx_export.training.specification import SETTINGS
 from lightning_ort.onnx_export.training.tracing import Trace
 
@@ -52,42 +53,41 @@ class Model:
     """A model and what its inputs and outputs are."""
 
     model: ir.Model
-    fields: list[Port] = field(default_factory=list)  # of the batch, also what nothing reads
-    inputs: list[Port] = field(default_factory=list)
-    outputs: list[Port] = field(default_factory=list)
-    limits: Limits = field(default_factory=lambda: Limits({}))
+    fields: list[Port]  # of the batch, also what nothing reads
+    inputs: list[Port]
+    outputs: list[Port]
+    limits: Limits
 
 
 def convert(
     trace: Trace,
-    what: str,
     state: Mapping[str, tuple[str, Tensor]],
     tensors: Mapping[str, Tensor],
-    settings: Settings | None = None,
-    returns_gradients: bool = False,
-    halved: Collection[str] = (),
-    limits: Limits | None = None,
+    settings: Settings | None,
+    returns_gradients: bool,
+    halved: Collection[str],
+    limits: Limits,
 ) -> Model:
     """Make a model of a traced step.
 
-    ``what`` is its name in messages. ``state`` is what changes from step to step, roles and values by name; other
+    ``state`` is what changes from step to step, roles and values by name; other
     ``tensors`` of the module are constants of the model, those that are ``halved`` in float16. ``settings`` are for a
     model that trains, which may return gradients although it has an optimizer. ``limits`` say for which sizes it is
     right.
 
     Raises :class:`ExportFailed` if an operation cannot be written, with its module and the user's line.
     """
-    writer = _Writer(trace, what)
+    writer = _Writer(trace)
     writer.declare(state, tensors, halved)
     writer.run()
     if settings is not None:
         writer.update(state, settings, returns_gradients or settings.optimizer is None)
-    return writer.finish(limits or Limits({}))
+    return writer.finish(limits)
 
 
 class _Writer:
-    def __init__(self, trace: Trace, what: str) -> None:
-        self.trace, self.what, self.symbols = trace, what, trace.symbols
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.symbols = trace, trace.symbols
         self.ctx = PortableGraph()
         self.inputs: list[Port] = []
         self.outputs: list[tuple[Port, Value]] = []
@@ -95,7 +95,6 @@ class _Writer:
     def declare(
         self, state: Mapping[str, tuple[str, Tensor]], tensors: Mapping[str, Tensor], halved: Collection[str]
     ) -> None:
-        """Make the graph's inputs inputs of the model, or constants."""
         for name, node in self.trace.fields.items():
             # a field may be called like a parameter
             self._input(node, f"batch/{name}" if name in tensors or "/" in name else name, "field", name)
@@ -117,7 +116,6 @@ class _Writer:
         return tuple(formula(expression_of(size), self.symbols) for size in sizes)
 
     def run(self) -> None:
-        """Write the nodes of the graph."""
         graph = self.trace.module
         for node in graph.graph.nodes:
             if node.op == "get_attr":  # a constant that the tracer has made
@@ -146,7 +144,7 @@ class _Writer:
             reason = "this operation has no form in standard operators"
             if is_random(node):
                 reason = "a distribution that a model cannot draw from; make it of torch.rand or torch.randn"
-        text = f"{self.what} cannot be exported: {node.target}{where}: {reason}"
+        text = f"{self.trace.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
         return f"{text}\n  at {line}" if line else text
 
@@ -156,7 +154,6 @@ class _Writer:
     # what makes it a model that trains
 
     def update(self, state: Mapping[str, tuple[str, Tensor]], settings: Settings, returns_gradients: bool) -> None:
-        """Add the new values of parameters, buffers and states."""
         trace, ctx, optimizer = self.trace, self.ctx, settings.optimizer
         # what the step itself leaves in a tensor, and what the optimizer goes on from
         left = {name: ctx.value(node) for name, node in trace.written.items()}
@@ -182,8 +179,8 @@ class _Writer:
             before = left[name] if name in left else ctx.values[trace.state[name]]
             value, new = optimizer.update(ctx, name, before, gradient, states, clock)
             if apply is not None:
-                value = _chosen(apply, value, before)
-                new = {key: _chosen(apply, made, states[key]) for key, made in new.items()}
+                value = where(apply, value, before)
+                new = {key: where(apply, made, states[key]) for key, made in new.items()}
             self._output(f"next/{name}", "parameter", name, like, value)
             for key, made in new.items():
                 self._output(f"next/{key}/{name}", "state", f"{key}/{name}", like, made)
@@ -197,7 +194,7 @@ class _Writer:
         for name, gradient in gradients.items():
             like = parameters[name]
             total = self._state(SUM, name, like) + gradient
-            rest = _chosen(apply, self.ctx.const(0.0, like.dtype), total)
+            rest = where(apply, self.ctx.const(0.0, like.dtype), total)
             self._output(f"next/{SUM}/{name}", "state", f"{SUM}/{name}", like, rest)
             found[name] = total
         return found
@@ -231,7 +228,7 @@ class _Writer:
             nodes=nodes,
             initializers=[value for value in self.ctx.constants_used() if id(value) in used],
             opset_imports={"": OPSET},
-            name=self.what,
+            name=self.trace.what,
         )
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
         names = {value.name for value in inputs}
@@ -249,10 +246,6 @@ def _refuse_narrow(node: fx.Node) -> None:
     values = [value for value in values_of(node) if isinstance(value, Tensor)]
     if narrow := [value.dtype for value in values if value.dtype in (torch.bfloat16, torch.float16)]:
         raise Unsupported(f"{narrow[0]}: a model computes in float32; leave out autocast", ReasonType.DTYPE)
-
-
-def _chosen(condition: Value, x: Value, y: Value) -> Value:
-    return condition.op("Where", x, y)
 
 
 def _clipped(ctx: PortableGraph, gradients: Mapping[str, Value], settings: Settings) -> dict[str, Value]:

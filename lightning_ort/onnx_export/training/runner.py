@@ -40,7 +40,7 @@ finally:
         del sys.modules["onnxruntime.training"]
 
 FORMAT = 2
-_KEYS = ("fields", "files", "models", "state", "optimizer", "accumulate", "threads", "needs")
+KEYS = ("fields", "files", "models", "state", "optimizer", "accumulate", "threads", "needs")
 LARGEST = float(np.finfo(np.float32).max)
 Arrays = dict[str, Any]  # arrays by name
 _CODES = "bool:BOOL uint8:U8 int8:I8 int16:I16 int32:I32 int64:I64 float16:F16 float32:F32 float64:F64"
@@ -388,7 +388,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise TrainingError(
             f"{path} has format {got}; this file reads format {FORMAT}. Take training.py from the folder."
         )
-    if missing := [key for key in _KEYS if key not in about]:
+    if missing := [key for key in KEYS if key not in about]:
         raise TrainingError(f"{path} has no {missing[0]!r}: it is damaged. Export again.")
     names = [*about["files"], *(model["file"] for model in about["models"].values())]
     if outside := [name for name in names if Path(name).name != name or "\\" in name]:

@@ -1,8 +1,9 @@
-"""A step of a LightningModule as a function of tensors: what it logs is returned, and there is no Trainer."""
+"""The steps of a LightningModule that become models: functions of tensors, which return what they log."""
 
 import copy
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,17 @@ from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import tree_map, without_tracing
 from lightning_ort.compat.torchmetrics import value_of_batch
-from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.compiler.running.eager_runs import versions_of
+from lightning_ort.onnx_export.export import modes_kept
+from lightning_ort.onnx_export.failure import ExportFailed, explain
+from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
+from lightning_ort.onnx_export.training.batch import chosen_sizes, of_distinct_sizes, rebuilt
+from lightning_ort.onnx_export.training.tracing import Sizes, Trace, trace
+from lightning_ort.onnx_export.training.values import Restored
 from lightning_ort.strategies.audit.snapshot import containers_in, left_behind, plain_values
 from lightning_ort.strategies.capture.shims import Shims
+
+log = logging.getLogger(__name__)
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
@@ -34,7 +43,7 @@ class StepFailed(ExportFailed):
 def check_module(module: nn.Module) -> None:
     """Raise ``StepFailed`` for what a Trainer would do and a model cannot."""
     name = type(module).__name__
-    if not hasattr(module, "training_step") or _is_lightnings(type(module), "training_step"):
+    if not defines(module, "training_step"):
         raise TypeError(f"{name} has no `training_step`: pass a LightningModule that defines one.")
     if not getattr(module, "automatic_optimization", True):
         raise StepFailed(
@@ -42,18 +51,14 @@ def check_module(module: nn.Module) -> None:
             " exported."
         )
     for hook in _STEP_HOOKS:
-        if not _is_lightnings(type(module), hook):
+        if defines(module, hook):
             raise StepFailed(f"{name} overrides `{hook}`, which would not be part of the model: remove it.")
-
-
-def _is_lightnings(kind: type, method: str) -> bool:
-    found = getattr(kind, method, None)
-    return found is None or found.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def defines(module: nn.Module, method: str) -> bool:
     """Whether a user's class has a method of its own."""
-    return not _is_lightnings(type(module), method)
+    found = getattr(type(module), method, None)
+    return found is not None and found.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 
 class Step:
@@ -81,7 +86,8 @@ class Step:
         shims.install()
         try:
             batch = self._hook("on_after_batch_transfer", batch, 0)
-            if trains and _is_minus_one(self._hook("on_train_batch_start", batch, number)):
+            answer = self._hook("on_train_batch_start", batch, number) if trains else None
+            if type(answer) is int and answer == -1:
                 raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
             function = getattr(self.module, self.name)
             result = function(*(batch, number, 0)[: _count_of_parameters(function)])
@@ -145,8 +151,7 @@ class Step:
 
         def log_dict(values: Any, *_: Any, **__: Any) -> None:
             for name, value in values.items() if isinstance(values, Mapping) else ():
-                self._given[name] = value
-                _note(logged, name, value, copies)
+                log(name, value)
 
         shims.add(self.module, "log", log)
         shims.add(self.module, "log_dict", log_dict)
@@ -166,10 +171,6 @@ class Step:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _is_minus_one(value: Any) -> bool:
-    return type(value) is int and value == -1
 
 
 def _count_of_parameters(function: Callable[..., Any]) -> int:
@@ -289,3 +290,113 @@ def many_steps(module: nn.Module) -> Iterator[None]:
                 vars(child)[name] = value + (value - then) * _MANY
             elif type(value) is type(then) and type(value) in (list, tuple) and value is not then:
                 vars(child)[name] = value + value[len(then) :] * _MANY
+
+
+def traces_of(
+    module: nn.Module,
+    batch: Any,
+    fields: Mapping[str, Tensor],
+    sizes: Sizes,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: int = 1,
+    means: bool = False,
+) -> dict[str, Trace]:
+    """Trace the steps that a module, as it is to be trained, has, by the model; ``means``: for what dropout draws."""
+    name = type(module).__name__
+
+    def step(method: str) -> Trace:
+        run = Step(module, method, optimizer, accumulate)
+
+        def call(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            loss, logged = run(rebuilt(batch, values))
+            others = {f"logged/{key}": value for key, value in logged.items()}
+            if loss is None:
+                return others
+            return {"loss": loss, **others} if method == "training_step" else {"logged/loss": loss, **others}
+
+        what = f"{name}.{method}"
+        trains = method == "training_step"
+        with attributes_kept(module, what if trains else None):
+            found = trace(module, call, fields, sizes, what, gradients=trains, means=means)
+        if trains:
+            found.end = lambda values: run.end(rebuilt(batch, values))
+        return found
+
+    found = {"training": step("training_step")}
+    if defines(module, "on_train_batch_end"):
+        _refuse_late_writes(Step(module, "training_step", optimizer, accumulate), rebuilt(batch, fields))
+    with modes_kept(module):
+        module.eval()
+        if defines(module, "validation_step"):
+            found["evaluation"] = step("validation_step")
+        if (bound := _forward_arguments(module, batch)) is not None:
+            found["prediction"] = _forward_trace(module, bound, means)
+    return found
+
+
+def _refuse_late_writes(step: Step, batch: Any) -> None:
+    """Raise :class:`StepFailed` if ``on_train_batch_end`` writes to a tensor of the module."""
+    module = step.module
+    what = f"{type(module).__name__}.on_train_batch_end"
+
+    def tensors() -> dict[str, Tensor]:
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    with attributes_kept(module), Restored(module, gradients=True), torch.random.fork_rng([]):
+        try:
+            step(batch)
+            before = {name: (one, versions_of([one]), one.detach().clone()) for name, one in tensors().items()}
+            step.end(batch)
+        except ExportFailed:
+            raise
+        except Exception as error:  # the user's code
+            raise ExportFailed(f"{what} cannot be run: {explain(error)}") from error
+        now = tensors()
+        written = [
+            name
+            for name, (one, versions, value) in before.items()
+            if now.get(name) is not one or versions_of([one]) != versions or not torch.equal(one, value)
+        ]
+    if written:
+        raise StepFailed(
+            f"{what} writes to {', '.join(written)} after the update, which a model does not: do it in"
+            " `training_step` or `on_before_zero_grad`."
+        )
+
+
+def _forward_arguments(module: nn.Module, batch: Any) -> inspect.BoundArguments | None:
+    """Return arguments for ``forward``: the module's example, or what of the batch fits."""
+    if not defines(module, "forward") or type(module).forward is nn.Module.forward:
+        return None
+    sample = getattr(module, "example_input_array", None)
+    if sample is None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        needed = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+        if isinstance(batch, Mapping):
+            known = {parameter.name for parameter in parameters}
+            sample = {key: value for key, value in batch.items() if key in known}
+        else:
+            parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            sample = parts[: max(len(needed), 1)]
+    try:
+        bound = bind_sample(module, sample)
+        with torch.no_grad():
+            named_outputs(module(*bound.args, **bound.kwargs), named_inputs(bound))
+    except Exception as error:  # the user's code, with a guess
+        log.info("%s.forward is not exported: %s", type(module).__name__, str(error).partition("\n")[0])
+        return None
+    return bound
+
+
+def _forward_trace(module: nn.Module, bound: inspect.BoundArguments, means: bool) -> Trace:
+    fields = of_distinct_sizes(named_inputs(bound))
+    names = list(fields)
+
+    def call(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        given = iter([values[name] for name in names])
+        arguments = mapped(bound, lambda _: next(given))
+        return named_outputs(module(*arguments.args, **arguments.kwargs), names)[1]
+
+    what = f"{type(module).__name__}.forward"
+    with attributes_kept(module):
+        return trace(module, call, fields, chosen_sizes(fields, None), what, gradients=False, means=means)

@@ -1,18 +1,28 @@
 """A step as one graph of ATen ops: what eager does in it, forward and backward, hooks and writes included."""
 
 import contextlib
+import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_ort.compat.step_trace import fake_fields, functional, note_module, recorded, symbols_of
+from lightning_ort.compat.step_trace import (
+    fake_fields,
+    functional,
+    layers_with_dropout,
+    note_module,
+    recorded,
+    symbols_of,
+)
 from lightning_ort.compat.torch import expression_of, python_kernels, without_checkpoints, without_validation
 from lightning_ort.compiler.executors.ort.conversion.registry import PARTS, PARTS_ABOVE_AUTOGRAD
 from lightning_ort.compiler.graphs.nodes import is_random
@@ -20,9 +30,10 @@ from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms.random import drawn
+from lightning_ort.onnx_export.training.forms.sequences import recur
 from lightning_ort.onnx_export.training.graph import written_whole
-from lightning_ort.onnx_export.training.layers import traceable
 from lightning_ort.onnx_export.training.values import Values
+from lightning_ort.strategies.capture.shims import Shims
 
 aten = torch.ops.aten
 
@@ -121,12 +132,15 @@ def trace(
         names[:] = [list(part) for part in parts]
         return tuple(value for part in parts for value in part.values())
 
+    # ops whose gradient is that of their parts: torch takes some apart at these keys, whatever the table says (2.13)
+    keys = ("CompositeImplicitAutograd", "Autograd")
+    in_parts = {(op, key): kernel for op, kernel in PARTS_ABOVE_AUTOGRAD.items() for key in keys}
     table = {**decompositions(written_whole(), layouts=False), **PARTS, **drawn(means)}
     try:
         with _quiet(), as_traced(), torch.set_grad_enabled(gradients), _refusing_other_draws(what):
-            with values, _in_parts(), traceable(module), _noting_modules(module):
+            with values, python_kernels(in_parts), traceable(module), _noting_modules(module):
                 graph = recorded(run, mode, fakes, lambda file: not is_foreign(file), values.number_of)
-            inputs = _inputs_instead_of_attributes(graph, values.names())
+            inputs = _inputs_instead_of_attributes(graph, values.names)
             graph = functional(graph, mode, [*inputs.values(), *fakes], table)
     except ExportFailed:
         raise
@@ -136,7 +150,7 @@ def trace(
         raise ExportFailed(f"{what} cannot be exported: {explain(error)}") from error
     placeholders = graph.graph.find_nodes(op="placeholder")
     found = Trace(what, function, fields, gradients, graph, guards=list(mode.shape_env.guards))
-    known = values.names()
+    known = values.names
     for node, value in zip(placeholders, inputs.values(), strict=False):
         if id(value) in known:
             found.state[known[id(value)]] = node
@@ -148,15 +162,6 @@ def trace(
     _name_outputs(found, names, what)
     values.check(set(found.written))
     return found
-
-
-def _in_parts() -> contextlib.AbstractContextManager[None]:
-    """Within the block ops whose gradient is that of their parts are traced in parts.
-
-    Torch takes some of them apart at these keys too, whatever the table of decompositions says (2.13).
-    """
-    keys = ("CompositeImplicitAutograd", "Autograd")
-    return python_kernels({(op, key): kernel for op, kernel in PARTS_ABOVE_AUTOGRAD.items() for key in keys})
 
 
 def _inputs_instead_of_attributes(graph: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, Tensor]:
@@ -291,3 +296,39 @@ def _quiet() -> Any:
     ):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
         yield
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@contextmanager
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Within the block such layers of a module do the same in another way."""
+    shims = Shims()
+    shims.add(*layers_with_dropout())
+    for child in module.modules():
+        if isinstance(child, _BATCH_NORMS) and child.momentum is None and child.track_running_stats:
+            shims.add(child, "forward", functools.partial(_cumulative_average, child))
+        if isinstance(child, nn.RNNBase):
+            shims.add(child, "forward", functools.partial(_recurrent, child, child.forward))
+    shims.install()
+    try:
+        yield
+    finally:
+        shims.remove()
+
+
+def _cumulative_average(norm: Any, x: Tensor) -> Tensor:
+    """A batch norm whose statistics are the mean of all batches."""
+    if not norm.training:
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+    norm.num_batches_tracked.add_(1)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    with torch.no_grad():
+        for kept, value in ((norm.running_mean, x.mean(dims)), (norm.running_var, x.var(dims))):
+            kept.copy_(kept + (value - kept) / norm.num_batches_tracked)
+    return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _recurrent(layer: nn.RNNBase, forward: Any, x: Any, hidden: Any = None) -> Any:
+    return recur(layer, x, hidden) if isinstance(x, nn.utils.rnn.PackedSequence) else forward(x, hidden)

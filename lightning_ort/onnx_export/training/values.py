@@ -75,14 +75,10 @@ class Values(TorchFunctionMode):
         self.module = module
         # the same tensor may have several names, of which the first counts
         self._tensors = {name: tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self.names: Mapping[int, str] = {id(tensor): name for name, tensor in self._tensors.items()}
         self._read: set[str] = set()
         self._replaced: dict[str, Tensor] = {}  # whose ``data`` was assigned
         self.checks: dict[str, Tensor] = {}  # what has to be true, or the step raises, by what it is called
-
-    def names(self) -> Mapping[int, str]:
-        """The names of parameters and buffers by ``id``."""
-        return self._names
 
     @override
     def __enter__(self) -> "Values":
@@ -126,11 +122,11 @@ class Values(TorchFunctionMode):
         return wanted
 
     def _note_read(self, tensor: Tensor) -> None:
-        if id(tensor) in self._names:
-            self._read.add(self._names[id(tensor)])
+        if id(tensor) in self.names:
+            self._read.add(self.names[id(tensor)])
 
     def _replace(self, tensor: Tensor, value: Tensor) -> None:
-        name = self._names.get(id(tensor), "a tensor")
+        name = self.names.get(id(tensor), "a tensor")
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise ExportFailed(
                 f"{name} is given data of {value.dtype}{list(value.shape)}; it is {tensor.dtype}{list(tensor.shape)}."
@@ -144,7 +140,7 @@ class Values(TorchFunctionMode):
         paths = {id(child): path for path, child in self.module.named_modules()}
         for child, table, key, old, now in self._before.replaced():
             name = f"{paths[id(child)]}.{key}".lstrip(".")
-            found[self._names.get(id(old), name)] = _checked(name, old, now, table is tables_of(child)[1])
+            found[self.names.get(id(old), name)] = _checked(name, old, now, table is tables_of(child)[1])
         return found
 
     def gradients(self) -> dict[str, Tensor]:

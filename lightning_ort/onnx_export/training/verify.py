@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
+from lightning_ort.onnx_export.export import modes_kept
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.forms.random import Recorded
@@ -208,7 +209,6 @@ class _Comparison:
         self.step, self.tolerance = step, tolerance
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run a model."""
         try:
             return function()
         except Exception as error:  # onnxruntime's own classes
@@ -233,7 +233,6 @@ class _Comparison:
         return largest
 
     def state(self, got: Numbers, expected: Numbers, before: Numbers) -> float:
-        """Compare what the update leaves."""
         largest = 0.0
         for name, value in expected.items():
             if name in got and value.is_floating_point():
@@ -293,11 +292,12 @@ def _share(x: Tensor, y: Tensor) -> float:
 @contextmanager
 def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
     """Within the block a module trains or is evaluated, with some parameters rounded to float16."""
-    module, modes = task.module, [(child, child.training) for child in task.module.modules()]
+    module = task.module
     with ExitStack() as stack:
         for context in (
             Restored(module),
             attributes_kept(module),
+            modes_kept(module),
             as_traced(checkpoints=not trace.draws),
             torch.random.fork_rng([]),
         ):
@@ -308,10 +308,6 @@ def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
             for name, parameter in module.named_parameters():
                 if name in task.halved:
                     parameter.copy_(parameter.half())
-        try:
-            if kind != "training":
-                module.eval()
-            yield
-        finally:
-            for child, training in modes:
-                child.training = training
+        if kind != "training":
+            module.eval()
+        yield

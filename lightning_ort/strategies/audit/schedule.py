@@ -5,7 +5,7 @@ Nothing here knows of torch, clocks or files.
 
 import random
 
-from lightning_ort._time_limits import LIMITS
+from lightning_ort._busy import LIMITS
 
 LONGEST_GAP = 1000  # steps
 SHARE, SHARE_OF_COMPILING = 0.003, 0.03  # of a run's time, and of that of compiling, that its audits may take

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ort._busy import slowdown
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch, slowdown
 from lightning_ort.compat.in_double import InDouble
 from lightning_ort.compat.lightning import backward_of_step
 from lightning_ort.compat.torch import without_collectives
@@ -40,8 +39,7 @@ from lightning_ort.strategies.audit.snapshot import (
 )
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.shims import StepShims, given_iterator
-from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.run_facts import RunFacts
+from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts
 
 MAX_SHOWN = 3  # differences in a message
 MAX_UNKNOWN = 3  # audits in a row that find nothing out, until there are no more
@@ -356,7 +354,6 @@ class _Audit:
         return self._own
 
     def after_step(self, output: Any) -> None:
-        """Look at what the step returned, logged and left behind."""
         if self._monitor.saw_compile:
             compiling = time.perf_counter() - self._step_begun
             self._begun, self._limit = self._begun + compiling, self._limit + compiling
@@ -406,7 +403,6 @@ class _Audit:
         return max((found[name] for name in found if name.startswith(("output", GRADIENT))), default=0.0)
 
     def describe(self, found: Findings) -> str:
-        """Say what is wrong."""
         trainer = self._run.module.trainer
         batch = f"batch {trainer.fit_loop.batch_idx} of " if self._name == TRAINING else ""
         numbers = sorted(found.relative, key=lambda name: (name.startswith(GRADIENT), -found.relative[name]))
@@ -420,7 +416,6 @@ class _Audit:
         )
 
     def close(self) -> None:
-        """End the copy."""
         self._copy.close()
         self.processor_seconds = self._copy.processor_seconds
         self.seconds = time.perf_counter() - self._begun

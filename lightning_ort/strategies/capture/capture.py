@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compiler.cache.cache import Cache
+from lightning_ort.compiler.engines import ENGINES
+from lightning_ort.compiler.machine import recorder
+from lightning_ort.compiler.machine.recorder import Recorder
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
-from lightning_ort.strategies.capture.recording import recorder_of
 from lightning_ort.strategies.capture.step import CapturedStep
-from lightning_ort.strategies.race.settings import is_amortized, setting_for
+from lightning_ort.strategies.race.run_facts import is_amortized, setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
     from lightning_ort.optim.recorded_update import RecordedUpdate
+
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NO_CONTEXT = nullcontext()
@@ -56,7 +59,7 @@ class Capture:
 
     def setup(self, strategy: "Strategy") -> None:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""
-        recorder = recorder_of(strategy) if self.config.debug.record_step else None
+        recorder = _recorder_of(strategy) if self.config.debug.record_step else None
         if self.config.engine == "torch":
             self.report.notes = [FallbackReport("all steps", Reason(ReasonType.CAPTURE_OFF, "engine='torch'"))]
             return
@@ -141,3 +144,17 @@ class Capture:
     def __getstate__(self) -> dict[str, Any]:
         # sessions and compiled code belong to a process; the next setup makes new ones
         return {**vars(Capture(self.config)), "_report": self.report}
+
+
+def _recorder_of(strategy: "Strategy") -> Recorder:
+    """Return what records on a strategy's device; ``ValueError`` if nothing can be recorded there."""
+    device, given = strategy.root_device, "DebugSettings(record_step=True)"
+    if (found := recorder.recorder_for(device)) is None:
+        raise ValueError(f"{given} records CUDA graphs, which {device} has not. Train on a GPU, or leave it out.")
+    if strategy.model is not strategy.lightning_module or getattr(strategy, "world_size", 1) > 1:
+        raise ValueError(f"{given} is for one process: {type(strategy).__name__} takes part in backward passes.")
+    if strategy.precision_plugin.precision == "16-mixed":
+        raise ValueError(f"{given}: 16-mixed scales the loss by a number that varies. Use 'bf16-mixed'.")
+    if obstacle := ENGINES["inductor"].obstacle(device.type == "cuda"):
+        raise ValueError(f"{given} needs inductor: {obstacle}.")
+    return found

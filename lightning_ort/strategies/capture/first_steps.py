@@ -10,8 +10,8 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.fallbacks import SECOND_GRADIENT
 from lightning_ort.strategies.capture.shims import given_iterator
 from lightning_ort.strategies.race.failures import OWN_GRADIENT
-from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import FIRST
+from lightning_ort.strategies.race.run_facts import TRAINING
 from lightning_ort.strategies.race.terms import Way
 from lightning_ort.strategies.race.view import STAYS
 

@@ -28,8 +28,7 @@ from lightning_ort.strategies.capture.direct_gradients import (
 from lightning_ort.strategies.capture.dynamo_monitor import DynamoMonitor
 from lightning_ort.strategies.capture.room import Room
 from lightning_ort.strategies.capture.shims import ModuleShims, StepShims, callable_children, compiled_by_user
-from lightning_ort.strategies.race.outlook import TRAINING
-from lightning_ort.strategies.race.run_facts import RunFacts
+from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -34,7 +34,7 @@ from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
 from lightning_ort.strategies.audit.snapshot import is_one, items_of
 from lightning_ort.strategies.lean.log import is_lean
-from lightning_ort.strategies.race.outlook import TRAINING
+from lightning_ort.strategies.race.run_facts import TRAINING
 
 _HELPERS = (
     "all_gather",

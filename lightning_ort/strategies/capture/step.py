@@ -45,10 +45,8 @@ from lightning_ort.strategies.capture.settled import SettledCall
 from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 from lightning_ort.strategies.capture.step_failures import StepFailures
 from lightning_ort.strategies.race import failures
-from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import NO_LIMIT, Race
-from lightning_ort.strategies.race.run_facts import is_announced
-from lightning_ort.strategies.race.settings import share_for
+from lightning_ort.strategies.race.run_facts import TRAINING, is_announced, share_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.turn import Turn
 from lightning_ort.strategies.race.view import RaceView
@@ -372,8 +370,8 @@ class CapturedStep(AbstractContextManager[None]):
             self._compiled.release([way])
             return
         recompiling = self._compiled.recompiling(race.steps + self._turn.steps, bool(outcome.recompiles))
-        situation = failures.Situation(module.config.debug.capture == "auto", *recompiling, module.closure_seen)
-        if (failure := failures.after_compiling(way, outcome, situation)) is not None:
+        facts = (module.config.debug.capture == "auto", *recompiling, module.closure_seen)
+        if (failure := failures.after_compiling(way, outcome, *facts)) is not None:
             self._fail(way, failure)
 
     def _close_call(self, error: BaseException) -> None:

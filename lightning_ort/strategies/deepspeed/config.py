@@ -85,11 +85,6 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def offloads(config: dict[str, Any]) -> bool:
-    """Return whether the optimizer's states are on another device than the parameters."""
-    return config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
-
-
 def precision_conflict(config: dict[str, Any], precision: str) -> str | None:
     """Compare the configuration with the Trainer's precision, such as ``"bf16-mixed"``."""
     for key, names in _PRECISIONS.items():
@@ -101,23 +96,15 @@ def precision_conflict(config: dict[str, Any], precision: str) -> str | None:
 def trainer_conflict(config: dict[str, Any], trainer: Any, batch_size: int | None, world_size: int) -> str | None:
     """Compare the configuration with the Trainer's arguments and the training data, if its batch size is known."""
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    accumulation = config.get("gradient_accumulation_steps", accumulate)
-    if accumulation != accumulate:
-        return _contradiction(f"gradient_accumulation_steps={accumulation}", f"accumulate_grad_batches={accumulate}")
-    clipping = config.get("gradient_clipping", clip)
-    if clip is not None and clipping != clip:
-        return _contradiction(f"gradient_clipping={clipping}", f"gradient_clip_val={clip}")
-    if batch_size is None:
-        return None
-    micro = config.get("train_micro_batch_size_per_gpu", batch_size)
-    if micro != batch_size:
-        return _contradiction(f"train_micro_batch_size_per_gpu={micro}", f"batches of {batch_size} samples")
-    total = config.get("train_batch_size")
-    if total is not None and total != batch_size * accumulate * world_size:
-        return _contradiction(
-            f"train_batch_size={total}",
-            f"{batch_size} samples per batch x {accumulate} accumulated batches x {world_size} processes",
-        )
+    each = f"{batch_size} samples per batch x {accumulate} accumulated batches x {world_size} processes"
+    for key, wanted, text in (
+        ("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={accumulate}"),
+        ("gradient_clipping", clip, f"gradient_clip_val={clip}"),
+        ("train_micro_batch_size_per_gpu", batch_size, f"batches of {batch_size} samples"),
+        ("train_batch_size", batch_size and batch_size * accumulate * world_size, each),
+    ):
+        if wanted is not None and config.get(key) not in (None, wanted):
+            return _contradiction(f"{key}={config[key]}", text)
     return None
 
 

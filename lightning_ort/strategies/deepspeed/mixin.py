@@ -92,8 +92,7 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
         if not _DEEPSPEED:  # before Lightning's own check, which names another command
             install = "pip install 'lightning-ort[zero]'"
             raise self.namespace.misconfiguration(f"{absence(_DEEPSPEED)} Install it with `{install}`")
-        if checkpoint not in get_args(CheckpointForm):
-            raise ValueError(f"checkpoint={checkpoint!r}: choose 'file' or 'directory'.")
+        check_choice("checkpoint", checkpoint, get_args(CheckpointForm))
         check_choice("start_method", start_method, get_args(StartMethod))
         check_choice("offload_optimizer", offload_optimizer, (True, False))
         check_choice("overlap_comm", overlap_comm, (True, False))
@@ -232,7 +231,8 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
         start(model)
         self._states = DeepSpeedStates(self.optimizers[0], groups)
-        where = ", on the CPU" if settings.offloads(self.config) else ""
+        offload = self.config["zero_optimization"].get("offload_optimizer", {})
+        where = ", on the CPU" if offload.get("device", "none") != "none" else ""
         note = f"states split over {self.world_size} processes by DeepSpeed{where}"
         self.report.optimizers = [
             dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))

@@ -236,11 +236,8 @@ def _state_dict(
 def read_directory(directory: Path, trust: bool = False) -> dict[str, Any]:
     """Read a checkpoint directory that DeepSpeed wrote under ZeRO stage 1 or 2 as a plain Lightning checkpoint.
 
-    It has float32 weights, and the optimizer's states in torch's form, on the CPU.
-
-    Raises:
-        NotTrusted: If a file names functions or classes that are not known to be harmless, without ``trust``.
-        ValueError: If it is not such a directory, or parts of it are missing or damaged.
+    It has float32 weights, and the optimizer's states in torch's form, on the CPU. The errors are those of
+    :func:`~lightning_ort.optim.shard_files.load`.
     """
     folder = deepspeed.checkpoint_folder(directory)
     model_files, files = deepspeed.checkpoint_files(folder)
@@ -288,7 +285,6 @@ def _places(shards: _Shards, shapes: _Shapes, index: int, numbers: Sequence[int]
 
 
 def _optimizer_state(shards: _Shards, names: Sequence[Sequence[str]], shapes: _Shapes) -> dict[str, Any]:
-    """Return the optimizer's state dict in torch's form."""
     bases = [deepspeed.saved_optimizer(shard) for shard in shards]
     places, sizes = [], []
     for index, (group, numbers) in enumerate(zip(names, _numbers(names), strict=True)):

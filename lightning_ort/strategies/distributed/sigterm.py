@@ -220,7 +220,6 @@ class _Listener(threading.Thread):
         self._passed_on = True
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped = True
         if self._wakes and threading.current_thread() is threading.main_thread():
             _wakeups.discard(self._write)

@@ -3,8 +3,7 @@
 import statistics
 from collections.abc import Iterable
 
-from lightning_ort._busy import is_busy, slowdown
-from lightning_ort._time_limits import LIMITS
+from lightning_ort._busy import LIMITS, is_busy, slowdown
 from lightning_ort.strategies.race.terms import Took, Way
 
 CLEAR, LEAST, MOST = 2, 6, 18  # samples of each way in a duel: far apart, usual, close

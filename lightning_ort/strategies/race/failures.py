@@ -37,47 +37,43 @@ class Cause:
     error: BaseException | None = None  # what our compiler raised, which is an error under ``fallback="raise"``
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What else decides."""
+def after_compiling(
+    way: Way, outcome: "Outcome", children: bool, in_a_row: int, in_all: int, closure: bool
+) -> Failure | None:
+    """Return why a way cannot go on after a step in which something was compiled, if it cannot.
 
-    children: bool  # whether child modules may be captured instead
-    in_a_row: int = 0  # how many steps in a row have compiled again, with this one
-    in_all: int = 0  # how many since the way began
-    closure: bool = False  # whether an optimizer was given a closure
-
-
-def after_compiling(way: Way, outcome: "Outcome", situation: Situation) -> Failure | None:
-    """Return why a way cannot go on after a step in which something was compiled, if it cannot."""
+    ``children``: whether child modules may be captured instead; ``in_a_row`` and ``in_all``, how many steps have
+    compiled again, with this one, and since the way began; ``closure``: whether an optimizer was given one.
+    """
     if isinstance(outcome.error, Unsound):
         return for_eager_alone(Reason(ReasonType.PYTHON_STATE, plain_reason(str(outcome.error))))
     if ENGINES[way.engine].backend is not None:
         return _of_torch_compile(way, outcome)
-    instead = Way(way.engine, "modules") if situation.children or way.part == "modules" else None
+    instead = Way(way.engine, "modules") if children or way.part == "modules" else None
     cause = dynamo.backend_error(outcome.error)
     if outcome.error is not None:
         return _failure(plain_reason(str(cause or outcome.error)), instead, ReasonType.CAPTURE_FAILED, cause)
     if outcome.limit is not None:
         return _failure(outcome.limit, instead, ReasonType.RECOMPILING)
     if way.part == "modules":
-        if situation.in_all > MAX_RECOMPILING_STEPS_IN_ALL and situation.children:
-            return _choice(f"{situation.in_all} steps compiled child modules again", None, ReasonType.RECOMPILING)
+        if in_all > MAX_RECOMPILING_STEPS_IN_ALL and children:
+            return _choice(f"{in_all} steps compiled child modules again", None, ReasonType.RECOMPILING)
         return None
     if outcome.calls_autograd_grad:
         return for_eager_alone(Reason(ReasonType.SECOND_GRADIENT, OWN_GRADIENT))
     if outcome.skipped is not None:
         return _failure(plain_reason(outcome.skipped), instead, ReasonType.CAPTURE_FAILED)
-    if situation.closure:
+    if closure:
         instead = Way(way.engine, "modules")
         return _choice("an optimizer runs a closure, which no graph can hold", instead, ReasonType.CAPTURE_FAILED)
     if instead is None:
         return None
     if outcome.skipped_rest is not None:
         return _choice(f"of a part: {plain_reason(outcome.skipped_rest)}", instead, ReasonType.CAPTURE_FAILED)
-    if situation.in_a_row > MAX_RECOMPILING_STEPS:
-        return _choice(f"{situation.in_a_row} steps in a row compiled again", instead, ReasonType.RECOMPILING)
-    if situation.in_all > MAX_RECOMPILING_STEPS_IN_ALL:
-        return _choice(f"{situation.in_all} steps compiled again", instead, ReasonType.RECOMPILING)
+    if in_a_row > MAX_RECOMPILING_STEPS:
+        return _choice(f"{in_a_row} steps in a row compiled again", instead, ReasonType.RECOMPILING)
+    if in_all > MAX_RECOMPILING_STEPS_IN_ALL:
+        return _choice(f"{in_all} steps compiled again", instead, ReasonType.RECOMPILING)
     return None
 
 

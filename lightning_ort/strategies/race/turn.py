@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ort._stopwatch import Stopwatch
+from lightning_ort._busy import Stopwatch
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Took, Way
 

@@ -15,9 +15,8 @@ from lightning_ort._text import duration, plain
 from lightning_ort.compiler.engines import ENGINES, step_label
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.run_part import CAPTURED, StepReport
-from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.run_facts import RunFacts, is_announced
+from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts, is_announced
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way
 
 _GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"

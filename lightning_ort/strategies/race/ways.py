@@ -16,9 +16,8 @@ from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.cache.fingerprint import digest, program
 from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
 from lightning_ort.strategies.audit.snapshot import snapshot, tensors_in
-from lightning_ort.strategies.race.outlook import TRAINING
 from lightning_ort.strategies.race.race import STOP
-from lightning_ort.strategies.race.run_facts import RunFacts
+from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Verdict, Way
 
 PER_LAYER = 10  # operations, where no step with gradients was seen
@@ -157,12 +156,10 @@ def _milliseconds(events: list[Event]) -> dict[str, float]:
 
 
 def _describe(module: nn.Module) -> str:
-    """Return a text that is equal for modules of the same structure."""
     classes = [f"{name} {type(child).__module__}.{type(child).__qualname__}" for name, child in module.named_modules()]
     tensors = [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in module.named_parameters()]
     return "\n".join(classes + tensors)
 
 
 def _sizes(batch: Any) -> str:
-    """Return a text that is equal for batches of the same sizes."""
     return ", ".join(f"{place} {one.dtype}{tuple(one.shape)}{one.device.type}" for place, one in tensors_in(batch))

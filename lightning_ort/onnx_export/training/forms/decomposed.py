@@ -31,12 +31,32 @@ def convolution_backward(
     """Gradients of a convolution as convolutions."""
     spatial = x.dim() - 2
     stride, padding, dilation = (each(numbers, spatial) for numbers in (stride, padding, dilation))
+    none, kernel = [0] * spatial, weight.shape[2:]
     of_x = of_weight = of_bias = None
-    if output_mask[0]:
-        of_x = _input_gradient(grad, x, weight, stride, padding, dilation, transposed, groups)
-    if output_mask[1]:
+    if output_mask[0] and transposed:
+        of_x = aten.convolution(grad, weight, None, stride, padding, dilation, False, none, groups)
+    elif output_mask[0]:
+        # what no window reached at the end is not in the result: add as much as there may be, and cut
+        sizes = zip(x.shape[2:], grad.shape[2:], stride, padding, dilation, kernel, strict=True)
+        rest = [
+            size - ((out - 1) * step - 2 * pad + stretch * (width - 1) + 1)
+            for size, out, step, pad, stretch, width in sizes
+        ]
+        is_known = all(isinstance(size, int) for size in rest)
+        more = rest if is_known else [step - 1 for step in stride]
+        of_x = aten.convolution(grad, weight, None, stride, padding, dilation, True, more, groups)
+        of_x = of_x if is_known else _cut(of_x, x.shape[2:])
+    if output_mask[1]:  # a convolution of the input by the gradient, where images take the place of channels
         source, result = (grad, x) if transposed else (x, grad)
-        of_weight = _weight_gradient(source, result, weight.shape[2:], stride, padding, dilation, groups)
+        if groups > 1:
+            images, channels, *lengths = source.shape
+            parts = source.reshape(images, groups, channels // groups, *lengths).transpose(0, 2)
+            swapped = parts.reshape(channels // groups, groups * images, *lengths)
+        else:
+            swapped = source.transpose(0, 1)
+        filters = result.transpose(0, 1)
+        found = aten.convolution(swapped, filters, None, dilation, padding, stride, False, none, groups)
+        of_weight = _cut(found, kernel).transpose(0, 1)
     if output_mask[2]:
         of_bias = grad.sum([dim for dim in range(grad.dim()) if dim != 1])
     return of_x, of_weight, of_bias
@@ -47,60 +67,11 @@ def each(numbers: Sequence[int], spatial: int) -> list[int]:
     return list(numbers) * spatial if len(numbers) == 1 else list(numbers)
 
 
-def _input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    groups: int,
-) -> Tensor:
-    none = [0] * len(stride)
-    if transposed:
-        return aten.convolution(grad, weight, None, stride, padding, dilation, False, none, groups)
-    # what no window reached at the end is not in the result: add as much as there may be, and cut
-    rest = [
-        size - ((out - 1) * step - 2 * pad + stretch * (width - 1) + 1)
-        for size, out, step, pad, stretch, width in zip(
-            x.shape[2:], grad.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True
-        )
-    ]
-    is_known = all(isinstance(size, int) for size in rest)
-    more = rest if is_known else [step - 1 for step in stride]
-    result = aten.convolution(grad, weight, None, stride, padding, dilation, True, more, groups)
-    return result if is_known else _cut(result, x.shape[2:])
-
-
 def _cut(x: Tensor, sizes: Sequence[int]) -> Tensor:
     for dim, size in enumerate(sizes, 2):
         if not isinstance(size, int) or x.shape[dim] != size:
             x = aten.slice.Tensor(x, dim, 0, size)
     return x
-
-
-def _weight_gradient(
-    x: Tensor,
-    grad: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """A convolution of the input by the gradient, where images take the place of channels."""
-    images, channels, *sizes = x.shape
-    order = range(2, x.dim())
-    if groups == 1:
-        swapped = x.permute(1, 0, *order)
-    else:
-        parts = x.reshape(images, groups, channels // groups, *sizes)
-        swapped = parts.permute(2, 1, 0, *range(3, parts.dim())).reshape(channels // groups, groups * images, *sizes)
-    filters = grad.permute(1, 0, *order)
-    none = [0] * len(sizes)
-    found = aten.convolution(swapped, filters, None, dilation, padding, stride, False, none, groups)
-    return _cut(found, kernel).permute(1, 0, *order)
 
 
 # others, whose backward ops have no form

@@ -32,11 +32,6 @@ def drawn(means: bool) -> dict[OpOverload, Callable[..., Any]]:
     return {**_DRAWN, **_MEANS} if means else dict(_DRAWN)
 
 
-def is_drop(op: Any) -> bool:
-    """Whether ``means`` replaces an operation."""
-    return op in _MEANS
-
-
 class Recorded(TorchDispatchMode):
     """Within the block torch draws by the functions of a trace; entering returns a list of the numbers, as it grows."""
 
