@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ort_settings import config_of
-from torch import nn
+from torch import fx, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.regions.region import TorchRegion
+from lightning_ort.compiler.regions.region import RegionModule, TorchRegion
 
 CHANNELS = 16
 TRANSPOSED = {
@@ -135,6 +135,18 @@ def test_a_custom_op_with_a_wrong_fake_kernel_is_left_to_eager(rows):
     (fallback,) = backend.report.fallbacks
     text = f"wrong_dtype.default gave torch.float64 [{rows}, 4], and torch.float32 [{rows}, 4] when traced"
     assert text in str(fallback.reason)
+
+
+def test_a_result_of_a_narrower_dtype_is_converted_in_each_run():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    square = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
+    square.meta["val"] = torch.empty(3)  # of a fake kernel
+    graph.output((square,))
+    module = RegionModule(graph, "region")
+    for _ in range(2):
+        (found,) = module.forward(torch.ones(3, dtype=torch.bfloat16))
+        assert found.dtype is torch.float32
 
 
 def test_dropout_of_nothing():
