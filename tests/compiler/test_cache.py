@@ -23,7 +23,7 @@ from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint
 from lightning_ort.compiler.executors.ort import kept_models, session, support
 from lightning_ort.compiler.placement import timing
-from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Timing
 
 MS = {"ort": 1.0, "torch": 2.0}
@@ -353,6 +353,18 @@ def test_impossible_answers_are_asked_for_again(kept, tmp_path, item):
         content = json.loads(path.read_text())["content"]
         write_json(path, [item] * len(content))
     check_same(ORTBackend(options), module, x, expected)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(ReasonType.DTYPE, 1), (ReasonType.SESSION_FAILED, 2)])
+def test_what_failed_is_asked_for_again(tmp_path, kind, asked):
+    module = fx.GraphModule(nn.Module(), traced(torch.neg, torch.ones(2)))
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    answers = []
+    for _ in range(2):
+        cache = Cache(ORTConfig(cache_dir=str(tmp_path)))
+        found = cache.refusals(module, ("ort",), lambda: answers.append(kind) or {node: Reason(kind, "why")})
+        assert found == {node: Reason(kind, "why")}
+    assert len(answers) == asked
 
 
 def hostile(model: onnx.ModelProto, kind: str, secret: Path) -> None:
