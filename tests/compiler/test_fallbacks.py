@@ -3,12 +3,13 @@
 import copy
 import itertools
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ort_settings import config_of
-from torch import nn
+from torch import fx, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compat.torch import GraphFacts
@@ -17,6 +18,7 @@ from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running import fallbacks
+from lightning_ort.compiler.running.guarded_region import GuardedRegion
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
 
 
@@ -93,6 +95,23 @@ def test_a_compiled_graph_that_runs_out_of_memory_changes_no_number(after):
     assert train(module, call, steps=after + 3)[0] == train(stock, stock, steps=after + 3)[0]
     assert len(failures) == 1
     assert next(runs) == after + 1
+
+
+def test_a_region_that_runs_out_of_memory_is_freed_before_torch_runs():
+    class Session:
+        def __call__(self, *args):
+            raise torch.OutOfMemoryError("injected")
+
+    session = Session()
+    alive = weakref.ref(session)
+    module = SimpleNamespace(forward=lambda *args: [alive() is None], graph=fx.Graph())
+    report, reasons = SimpleNamespace(), []
+    region = GuardedRegion(
+        SimpleNamespace(name="one", module=module, inputs=[]), session, report, reasons.append, check=False
+    )
+    del session
+    assert region(torch.ones(1)) == [True]
+    assert [reason.type for reason in reasons] == [ReasonType.RUN_FAILED]
 
 
 def test_a_region_that_torch_cannot_time_stays_on_onnxruntime(monkeypatch, caplog):
