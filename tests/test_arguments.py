@@ -168,7 +168,7 @@ def strategy_cases(strategy: Callable[..., Any]) -> list[Case]:
         (strategy, {"optim": "adamw_torch_fuse"}, ValueError, ("optim='adamw_torch_fuse'", "'adamw_torch_fused'?")),
         (strategy, {"optim": "xyzzy"}, ValueError, ("optim='xyzzy'", names.replace("'", ""))),
         *[
-            (strategy, {"host_memory": value}, ValueError, (f"host_memory={value!r}", "'retain' or 'default'"))
+            (strategy, {"host_memory": value}, ValueError, (f"host_memory={value!r}", "'retain', 'default'"))
             for value in ("keep", None, 1, [])
         ],
         *[(strategy, {"config": value}, TypeError, (f"config={value!r}", "an ORTConfig")) for value in ("always", 3)],
