@@ -415,6 +415,10 @@ def is_array(variable: Any) -> bool:
     return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
 
 
+_RICHCOMPARE = "richcompare_impl"  # torch 2.13
+if not hasattr(variables.UserMethodVariable, _RICHCOMPARE):
+    _RICHCOMPARE = "tp_richcompare_impl"  # torch 2.14
+
 LEFT_OUT = [
     Replacement(InstructionTranslatorBase, "run", _run, 178041),
     Replacement(
@@ -431,8 +435,8 @@ LEFT_OUT = [
     Replacement(
         variables.UserDefinedClassVariable, "call_function", _construct, 184820
     ),  # #196467: a tensor of a size; #128533: `__del__`
-    Replacement(variables.UserDefinedObjectVariable, "richcompare_impl", _compare, None),
-    Replacement(variables.UserMethodVariable, "richcompare_impl", _compare, None),
+    Replacement(variables.UserDefinedObjectVariable, _RICHCOMPARE, _compare, None),
+    Replacement(variables.UserMethodVariable, _RICHCOMPARE, _compare, None),
     Replacement(variables.base.VariableTracker, "hash_impl", _hash, None),
     Replacement(variables.ConstDictVariable, "call_method", _methods("popitem"), 184803),
     Replacement(variables.SetVariable, "call_method", _methods("pop"), 153150),
