@@ -28,7 +28,7 @@ from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.search import Outcome
 from lightning_ort.tuning.space import Stage, TuneError
-from lightning_ort.tuning.trials import Trial
+from lightning_ort.tuning.trials import Speed, Trial
 
 MODULES = Path(__file__).parent / "bench_modules.py"
 SECONDS = 200.0  # of a search that ends long before
@@ -72,7 +72,7 @@ def everything_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Stage(engines.name, lambda best: [one for one in engines.options(best) if one.candidate.is_ours][:1])]
 
     monkeypatch.setattr(search, "stages", one)
-    monkeypatch.setattr(search.Search, "_must_change", lambda self, trial: True)
+    monkeypatch.setattr(search, "speed", lambda trial, other: Speed(2.0, 2.0, 2.0, 1) if trial.rounds else None)
     monkeypatch.setattr(search, "_FINAL_ROUNDS", 1)
     monkeypatch.setattr(search, "_MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "_SLOWER", 0.1)

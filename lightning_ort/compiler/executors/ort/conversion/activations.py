@@ -194,7 +194,7 @@ def _clip(value: Value, high: float) -> Value:
 
 
 unary("hardsigmoid", _hardsigmoid)
-unary("hardswish", lambda x: x * (_clip(x + 3, 6) / 6 if x.dtype is torch.float64 else _hardsigmoid(x)))
+unary("hardswish", lambda x: x * _clip(x + 3, 6) / 6 if x.dtype is torch.float64 else x * _hardsigmoid(x))
 
 
 @converts(aten.hardsigmoid_backward.default)
