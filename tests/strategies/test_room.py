@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_ort.strategies.capture import room
-from lightning_ort.strategies.capture.room import GAP, QUIET, Room
+from lightning_ort.strategies.capture.room import QUIET, Room
 
 
 @pytest.fixture
@@ -60,26 +60,6 @@ def test_a_process_that_has_grown_gives_back_ever_more_rarely(
     one.give_back(100, True)  # such as another way
     one.give_back(101, False)
     assert len(given) == 11
-
-
-@pytest.mark.parametrize("growth", [0, 4])
-def test_a_process_that_goes_on_to_grow_gives_back_every_few_steps(
-    monkeypatch: pytest.MonkeyPatch, given: list[int | None], growth: int
-) -> None:
-    one, size = room_of(monkeypatch)
-    one.see_unchanged()
-    monkeypatch.setattr(room, "give_back_memory", lambda: size.__setitem__(0, 1100))  # and steps leave holes again
-    one.give_back(0, True)
-    asked, most, quiet = 0, 0, 0
-    for step in range(1, 200):
-        size[0] += growth
-        most = max(most, size[0])
-        if quiet:
-            quiet -= 1
-        else:
-            quiet, asked = one.give_back(step, False), asked + 1
-    assert most <= 1100 + GAP * growth
-    assert asked == (30 if growth else 11)
 
 
 def test_a_process_that_has_not_grown_gives_back_once(monkeypatch: pytest.MonkeyPatch, given: list[int | None]) -> None:

@@ -15,7 +15,6 @@ FREE, FREE_SHARE = 256 << 20, 0.25
 # so many times what the unchanged step needs, and free memory is given back that malloc keeps in holes of its heap
 LARGE = 1.05
 FIRST = 4  # steps after ways have changed, before each of which it is: turns of a duel are alike
-GROWING, GAP = 1.02, 8  # so many times the least since ways have changed, and so many steps pass until the next time
 QUIET = 64  # steps in which nobody asks, at most: the report is that much behind
 
 
@@ -28,7 +27,6 @@ class Room:
         self._unchanged = 0.0  # bytes of the process on a CPU, before anything was compiled
         self._next, self._gap = math.inf, 1  # the step before which memory is given back, and steps to the one after it
         self._changed = 0  # the step before which ways have changed
-        self._least = math.inf  # bytes of the process, the least between two steps since ways have changed
 
     def see_unchanged(self) -> None:
         """Note between two steps what the unchanged step takes, as long as nothing else has run."""
@@ -42,24 +40,20 @@ class Room:
         """Give free memory back before this step, if ways have changed or the process has grown much since.
 
         Steps that run for the first time, and those that take turns, leave holes in the heap between small blocks: a
-        transformer's steps had 127 MB in use and 290 resident; without the holes of the first ones, 185. Settled steps
-        go on to leave some, 4 MB each in a transformer of five layers. Each time costs about a tenth of a step, for
-        pages that are touched anew, so it is done every eighth step at most, and ever more rarely where nothing grows.
+        transformer's steps had 127 MB in use and 290 resident; without the holes of the first ones, 185. Each time
+        costs about a tenth of such a step, for pages that are touched anew, and more than a whole small one, so it is
+        done ever more rarely.
 
         Returns:
             For how many steps it need not be called.
 
         """
         if has_changed:
-            self._next, self._gap, self._changed, self._least = step, 1, step, math.inf
+            self._next, self._gap, self._changed = step, 1, step
         if step >= self._next:
-            used = self.used() if self._run.device.type == "cpu" else 0.0
-            if has_changed or used > LARGE * self._unchanged:
+            if has_changed or (self._run.device.type == "cpu" and self.used() > LARGE * self._unchanged):
                 give_back_memory()
-            gap = min(GAP, self._gap) if used > GROWING * self._least else self._gap
-            self._next, self._gap = step + gap, 2 * gap if step >= self._changed + FIRST else 1
-            if not has_changed:  # else it is what the ways before have left
-                self._least = min(self._least, used)
+            self._next, self._gap = step + self._gap, 2 * self._gap if step >= self._changed + FIRST else 1
         return QUIET if self._next == math.inf else int(self._next - step) - 1
 
     def used(self) -> float:
