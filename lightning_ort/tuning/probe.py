@@ -81,7 +81,7 @@ class MemoryModel:
         :meth:`MeasuredStep.stop` returned.
         """
         forward, forward_peak, later = levels
-        gradients = sum(map(_bytes_of, (p.grad for p in module.parameters() if p.grad is not None)))
+        gradients = gradient_bytes(module)
         parameters = sum(p.nbytes for p in module.parameters())
         other = sum(each.nbytes for each in (*module.buffers(), *filter(torch.is_tensor, tree_leaves(batch))))
         states = states_of(optimizers)
@@ -92,8 +92,12 @@ class MemoryModel:
         return cls(StepMemory(parameters, gradients, states, forward, other, peak), batch_size, known)
 
 
+def gradient_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's gradients, sparse ones among them."""
+    return sum(_bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
+
+
 def _bytes_of(gradient: Tensor) -> int:
-    """Return the bytes of a gradient, also of a sparse one."""
     if gradient.layout is not torch.sparse_coo:
         return gradient.nbytes
     gradient = gradient.coalesce()
@@ -246,7 +250,7 @@ class _Probe:
         self._start = time.perf_counter()
         if self._steps == _MEASURED:
             # Lightning zeroes gradients after the forward pass: those of the step before are there until then
-            self._gradients = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None)
+            self._gradients = gradient_bytes(pl_module)
             self._measuring = MeasuredStep(trainer.strategy.root_device)
             self._measuring.start()
 

@@ -46,6 +46,17 @@ class Recurrent(Wide):
         return DataLoader(TensorDataset(torch.randn(512, 24, 16)), batch_size=self.batch)
 
 
+class Sparse(Wide):
+    """Its gradients have no place for rows that were not looked up."""
+
+    def __init__(self) -> None:
+        super().__init__("SparseAdam")
+        self.net = nn.Embedding(100, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net((batch[0] > 0).long()).square().sum()
+
+
 def probe(folder: Path, module: type[LightningModule] = Wide, **args: Any) -> Facts:
     return start_probe(Project(module=module, args=args, accelerator="cpu"), folder).finish()
 
@@ -78,7 +89,9 @@ def test_facts(tmp_path: Path) -> None:
     assert facts.bfloat16 > 0
 
 
-def test_sparse_gradients_have_a_size() -> None:
+def test_sparse_gradients_have_a_size(tmp_path: Path) -> None:
+    step = probe(tmp_path, Sparse).memory.step
+    assert 0 < step.gradients < step.parameters
     module = nn.Embedding(100, 4, sparse=True)
     module(torch.tensor([1, 2])).sum().backward()
     step = MemoryModel.of(module, [torch.optim.SparseAdam(module.parameters())], (), 2, 0, (0, 0, 0)).step
