@@ -26,6 +26,7 @@ class OptimizerReport:
 
 
 CAPTURED = "the captured step in PyTorch"
+_WHILE_BUSY = "; timed while other programs used the machine"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class StepReport:
     @property
     def while_busy(self) -> str:
         """Says that other programs used the machine; empty if none did."""
-        return "; timed while other programs used the machine" if any(map(is_busy, self.slowdown.values())) else ""
+        return _WHILE_BUSY * any(map(is_busy, self.slowdown.values()))
 
 
 STEP_PARTS = ("loader", "Trainer", "step", "optimizer")
@@ -78,16 +79,23 @@ class StepTimeReport:
     Args:
         ms: Mean time of each of :data:`STEP_PARTS` in a few steps, in ms: the DataLoader; the training step with its
             backward pass; the optimizer's step with clipping and hooks; all else.
-        advice: What would help.
+        advice: What would help; nothing while the machine was busy.
+        slowdown: How many times as long other programs made these steps take.
     """
 
     ms: dict[str, float]
     advice: str = ""
+    slowdown: float = 1.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs used the machine, which makes some parts longer than others."""
+        return is_busy(self.slowdown)
 
     def __str__(self) -> str:
         total = sum(self.ms.values())
         shares = ", ".join(f"{part} {ms / total:.0%}" for part, ms in self.ms.items())
-        return f"{duration(total)}: {shares}" + (f"; {self.advice}" if self.advice else "")
+        return f"{duration(total)}: {shares}" + _WHILE_BUSY * self.is_busy + (f"; {self.advice}" if self.advice else "")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 For the report. What pays most comes first. Each piece of advice says what to do; nothing is changed.
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -99,15 +100,15 @@ def _data(loaders: Any) -> Iterator[str]:
         yield "batches are copied to the GPU while it waits; DataLoader(pin_memory=True)"
 
 
-def advice_on_time(ms: Mapping[str, float], module: "pl.LightningModule | None") -> StepTimeReport | None:
-    """Return what the time of a step is made of, with advice; ``None`` if it was not measured."""
-    if not ms:
-        return None
+def advice_on_time(time: StepTimeReport | None, module: "pl.LightningModule | None") -> StepTimeReport | None:
+    """Return what the time of a step is made of, with advice that holds on an idle machine too."""
+    if time is None or time.is_busy:
+        return time
     found = [] if module is None else tree_leaves(module.trainer.train_dataloader)
     loaders = [loader for loader in found if isinstance(loader, DataLoader)]
     workers = max((loader.num_workers for loader in loaders), default=None)
     of_tensors = all(is_made_of_tensors(loader.dataset) for loader in loaders)
-    return StepTimeReport(dict(ms), what_would_help(ms, workers, of_tensors, os.cpu_count() or 1))
+    return dataclasses.replace(time, advice=what_would_help(time.ms, workers, of_tensors, os.cpu_count() or 1))
 
 
 def what_would_help(ms: Mapping[str, float], workers: int | None, of_tensors: bool, processors: int) -> str:

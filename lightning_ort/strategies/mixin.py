@@ -162,7 +162,7 @@ class ORTMixin(lightning_bases.Strategy):
         self._masks.teardown()
         whole_batches.end(self)
         self._times.teardown()
-        self.report.run.step_time = advice_on_time(self._times.ms, self.lightning_module)
+        self.report.run.step_time = advice_on_time(self._times.found, self.lightning_module)
         self.report.dropout_masks = self._masks.text
         self._capture.teardown()
         self._delivery.teardown(self.report)

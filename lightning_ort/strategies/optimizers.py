@@ -120,6 +120,6 @@ def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:
     report = getattr(strategy, "report", None)
     if isinstance(report, CompileReport):
         report.optimizers = reports
-    for entry in reports:
+    for entry in dict.fromkeys(reports):
         if entry.runs_as != entry.configured:
             rank_zero_info("lightning-ort: %s", entry)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_ort._busy import Stopwatch
 from lightning_ort.compat.lightning import train_fetcher
-from lightning_ort.compiler.run_part import STEP_PARTS
+from lightning_ort.compiler.run_part import STEP_PARTS, StepTimeReport
 from lightning_ort.strategies.lean.log import LeanLog, is_lean
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _LARGEST = 1.5  # of the median: a step that takes longer has done something els
 
 
 class StepTime:
-    """Watches a few steps of a fit, ever more rarely; what it found last is in :attr:`ms`.
+    """Watches a few steps of a fit, ever more rarely; what it found last is in :attr:`found`.
 
     While it watches, the strategy's methods and what the Trainer fetches batches from are wrapped. In all other steps
     it costs what :attr:`steps` and :attr:`next_look` do: the strategy counts the one, and calls :meth:`look` when it
@@ -29,7 +30,7 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
+        self.found: StepTimeReport | None = None
         self.steps = 0
         self.next_look = _FIRST
         self._watch: _Watch | None = None
@@ -37,7 +38,7 @@ class StepTime:
     def setup(self) -> None:
         """Begin a run."""
         self.teardown()
-        self.ms, self.steps, self.next_look = {}, 0, _FIRST
+        self.found, self.steps, self.next_look = None, 0, _FIRST
 
     def look(self, trainer: "pl.Trainer") -> None:
         """Begin to watch, or go on; at the end the Trainer's next steps are as they were."""
@@ -45,7 +46,7 @@ class StepTime:
             if train_fetcher(trainer) is not None:  # else somebody runs a step, and no fit
                 self._watch = _Watch(trainer)
         elif self._watch.next_step():
-            self.ms = self._watch.ms or self.ms
+            self.found = self._watch.found or self.found
             self.teardown()
             self.next_look = _RARER * self.steps
 
@@ -77,7 +78,7 @@ class _Watch:
         if self._log is not None:
             self._log.timed = self._timed(TRAINER, self._untimed_log)
         self._iterator = self._timed_iterator()
-        self._since = self._now()
+        self._since, self._stopwatch = self._now(), Stopwatch()
 
     def next_step(self) -> bool:
         """Note that a step begins; return whether it is the last one to watch."""
@@ -111,12 +112,15 @@ class _Watch:
             self._log.timed = timed
 
     @property
-    def ms(self) -> dict[str, float]:
-        """Mean time of each part in a step of the optimizer, in ms; nothing if too few were measured."""
+    def found(self) -> StepTimeReport | None:
+        """Mean time of each part in a step of the optimizer; ``None`` if too few were measured."""
         totals = [sum(parts.values()) for parts in self._steps]
         limit = _LARGEST * sorted(totals)[len(totals) // 2] if len(totals) == _MEASURED else 0.0
         usual = [parts for parts, total in zip(self._steps, totals, strict=True) if total <= limit]
-        return {part: 1e3 * sum(parts[part] for parts in usual) / len(usual) for part in STEP_PARTS} if usual else {}
+        if not usual:
+            return None
+        ms = {part: 1e3 * sum(parts[part] for parts in usual) / len(usual) for part in STEP_PARTS}
+        return StepTimeReport(ms, slowdown=self._stopwatch.slowdown)
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -1,4 +1,4 @@
-"""Where graphs end early: notes with place, reason and count, each place once and not without end."""
+"""Where graphs end early: notes with place, reason and count, each place once."""
 
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report import CompileReport, FallbackReport
@@ -21,15 +21,15 @@ def test_one_note_for_each_place() -> None:
     ]
 
 
-def test_no_more_than_some_places() -> None:
+def test_the_text_has_one_line_for_a_step() -> None:
     report, notes = CompileReport(), GraphBreakNotes("training_step")
-    for line in range(10):
+    for line in range(12):
         notes.add(report, [(f"train.py:{line}", "why")])
-    assert len(report.notes) == 10
-    notes.add(report, [("train.py:100", "why")])
-    assert report.notes[-1].reason.text == "and in 1 more place"
-    notes.add(report, [("train.py:101", "why"), ("train.py:0", "why")])
-    assert len(report.notes) == 11
-    assert report.notes[0].reason.text == "train.py:0: why (2 times)"
-    assert report.notes[-1].reason.text == "and in 2 more places"
+    notes.add(report, [("train.py:0", "why")])
+    GraphBreakNotes("validation_step").add(report, [("train.py:50", "why")])
+    assert len(report.notes) == 13
+    assert [line for line in report.to_text().splitlines() if line.startswith("note")] == [
+        "note: training_step: graph ends early: train.py:0: why (2 times); and 11 more (report.notes)",
+        "note: validation_step: graph ends early: train.py:50: why",
+    ]
     assert CompileReport.from_dict(report.to_dict()).notes == report.notes

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_ort import CompileReport
+from lightning_ort._busy import Stopwatch
+from lightning_ort.compiler.run_part import StepTimeReport
 from lightning_ort.strategies.advice import advice_on_time, what_would_help
 
 MS = {"loader": 4.0, "Trainer": 3.0, "step": 5.0, "optimizer": 2.0}  # what each takes at least
@@ -92,11 +94,16 @@ def test_each_part_has_its_time(make_trainer: Callable[..., Any]) -> None:
     assert not Watches.is_changed(trainer)
 
 
-def test_steps_of_several_batches_in_short_epochs(make_trainer: Callable[..., Any]) -> None:
+def test_steps_of_several_batches_in_short_epochs(
+    make_trainer: Callable[..., Any], limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(slowdown=1.25)
+    monkeypatch.setattr(Stopwatch, "slowdown", 3.0)  # of a busy machine
     trainer, _ = fit(make_trainer, limit_train_batches=12, accumulate_grad_batches=3, max_steps=24)
-    found = trainer.strategy.report.run.step_time.ms
-    assert all(found[part] >= least for part, least in MS.items())
-    assert found["step"] >= 3 * MS["step"]
+    found = trainer.strategy.report.run.step_time
+    assert all(found.ms[part] >= least for part, least in MS.items())
+    assert found.ms["step"] >= 3 * MS["step"]
+    assert str(found).endswith("; timed while other programs used the machine")
 
 
 def test_short_fits_and_short_epochs_are_not_measured(make_trainer: Callable[..., Any]) -> None:
@@ -144,14 +151,20 @@ def test_what_would_help(ms: Any, workers: Any, of_tensors: bool, processors: in
     assert bool(advice) == bool(found)
 
 
-def test_the_loaders_of_a_run_are_looked_at(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loaders_of_a_run_are_looked_at(
+    make_trainer: Callable[..., Any], limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ms = {"loader": 5.0, "Trainer": 1.0, "step": 1.0, "optimizer": 1.0}
     module = Small()
     for data, advice in ((Reads(), "worker"), (TensorDataset(torch.ones(4, 8), torch.zeros(4).long()), "batches")):
         trainer = make_trainer(max_steps=1, limit_val_batches=0)
         trainer.fit(module, DataLoader(data, batch_size=2))
-        found = advice_on_time(ms, module)
+        found = advice_on_time(StepTimeReport(ms), module)
         assert found is not None
         assert advice in found.advice
-    assert advice_on_time({}, module) is None
+        assert "while other programs" not in str(found)
+    assert advice_on_time(None, module) is None
+    limits(slowdown=1.25)
+    busy = StepTimeReport(ms, slowdown=2.0)
+    assert advice_on_time(busy, module) == busy

@@ -4,14 +4,15 @@ import dataclasses
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ort._busy import differ
 from lightning_ort._text import plain, rendered
-from lightning_ort.compiler.report.data import GraphReport, RegionReport, ReportData, figure, in_use
+from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, ReportData, figure, in_use
 
 _OVERLOAD = re.compile(r"^aten\.(\w+)\.\w+$")
 
@@ -184,12 +185,29 @@ def render_text(report: ReportData, width: int) -> str:
     notes = [note for note in report.notes if (note.reason.text or note.reason.type.value) not in verdict]
     below = [
         *(f"fallback: {fallback}" for fallback in report.fallbacks),
-        *(f"optimizer {index}: {optimizer}" for index, optimizer in enumerate(report.optimizers)),
+        *(f"{about}: {optimizer}" for optimizer, about in optimizers_by_text(report).items()),
         *(f"{name}: {text}" for name, text in view.facts.items()),
-        *(f"note: {note}" for note in notes),
+        *(f"note: {note}" for note in one_note_of_breaks(notes)),
     ]
     table = _table(view, width) if report.graphs else []
     return rendered(*above, *table, *below, width=width)
+
+
+def optimizers_by_text(report: ReportData) -> dict[str, str]:
+    """Return what is said of optimizers, each with those it is said of, such as ``optimizers 0, 1``."""
+    found: dict[str, list[str]] = {}
+    for index, optimizer in enumerate(report.optimizers):
+        found.setdefault(str(optimizer), []).append(str(index))
+    return {text: f"optimizer{'s' * (len(each) > 1)} {', '.join(each)}" for text, each in found.items()}
+
+
+def one_note_of_breaks(notes: Iterable[FallbackReport]) -> list[str]:
+    """Return notes as text, those on where graphs of one step end early as one: a manual step has a dozen."""
+    found: dict[object, list[FallbackReport]] = {}
+    for note in notes:
+        key = note.where if note.reason.type is ReasonType.GRAPH_BREAK else note
+        found.setdefault(key, []).append(note)
+    return [str(each[0]) + f"; and {len(each) - 1} more (report.notes)" * (len(each) > 1) for each in found.values()]
 
 
 def _table(view: ReportView, width: int) -> list[str]:

@@ -7,11 +7,9 @@ from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.data import FallbackReport
 from lightning_ort.compiler.report.report import CompileReport
 
-MAX_PLACES = 10  # of each step; a package with many is to be looked at place by place
-
 
 class GraphBreakNotes:
-    """Counts the graph breaks of one step by place and reason, and keeps one note for each of the first places."""
+    """Counts the graph breaks of one step by place and reason, and keeps a note for each."""
 
     def __init__(self, step: str) -> None:
         self._step = step
@@ -30,11 +28,8 @@ class GraphBreakNotes:
         report.notes = [note for note in report.notes if note not in old] + self._notes()
 
     def _notes(self) -> list[FallbackReport]:
-        entries = list(self._counts.items())
         texts = [
             (f"{place}: " if place else "") + why + (f" ({count} times)" if count > 1 else "")
-            for (place, why), count in entries[:MAX_PLACES]
+            for (place, why), count in self._counts.items()
         ]
-        if (more := len(entries) - MAX_PLACES) > 0:
-            texts.append(f"and in {more} more {'place' if more == 1 else 'places'}")
         return [FallbackReport(self._step, Reason(ReasonType.GRAPH_BREAK, text)) for text in texts]
