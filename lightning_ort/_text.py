@@ -52,7 +52,7 @@ def show(table: RenderableType, *lines: str) -> None:
     """Print a table and lines; a narrow terminal wraps the table's lines, where rich would cut off numbers."""
     out = console()
     out.width = max(out.width, Measurement.get(out, out.options.update(width=1000), table).maximum)
-    out.print(table, *map(plain, lines))
+    out.print(table, *map(plain, lines), sep="\n")
 
 
 class PlainTable(Table):

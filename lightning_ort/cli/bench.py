@@ -19,12 +19,21 @@ from lightning_ort._text import PlainTable, console, digits, plain, say, show
 from lightning_ort.cli.arguments import Extend, add_mapping, add_project, elements
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
-from lightning_ort.tuning.api import busy, machine
+from lightning_ort.tuning.api import machine
 from lightning_ort.tuning.candidate import NAMED, Candidate, TuneError
 from lightning_ort.tuning.picture import draw_bars, installed
 from lightning_ort.tuning.project import Project, start
 from lightning_ort.tuning.trainer_process import TrainerProcess, VariantFailed
-from lightning_ort.tuning.trials import Trial, break_even, in_turns, ratios, times
+from lightning_ort.tuning.trials import (
+    Trial,
+    break_even,
+    in_turns,
+    not_measured,
+    ratios,
+    times,
+    while_busy,
+    without_losses,
+)
 
 VARIANTS = ("stock", "stock+fused", "compile+fused", "ort", "stock+fused@bf16-mixed", "ort@bf16-mixed")  # page one
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
@@ -97,7 +106,7 @@ def bench(given: Namespace) -> None:
         found = {"machine": machine(), "settings": asked, "rows": [to_dict(trial, trials[0]) for trial in trials]}
         (output / "bench.json").write_text(json.dumps(found, indent=2, default=str))
     show(to_table(trials, title), _EXPLANATION, _footnote())
-    for text in (*problems(trials), *busy()):
+    for text in (*problems(trials), *while_busy(trials)):
         say(text)
     if output is not None:
         draw_bars(trials, title, _footnote(), output / "bench.png")
@@ -191,7 +200,8 @@ def _difference(trial: Trial, baseline: Trial) -> float | None:
 
 def problems(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield what a reader of the table might overlook."""
-    yield from (f"{trial.name}: failed{' later' if trial.rounds else ''}: {trial.why}" for trial in trials if trial.why)
+    failed = [(trial.name, "failed later" if trial.rounds else "failed", trial.why) for trial in trials if trial.why]
+    yield from (*not_measured(failed), *without_losses(trials))
     for trial in trials[1:]:
         difference = _difference(trial, trials[0])
         if difference is not None and not difference < _LARGE:

@@ -34,6 +34,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _TO_WRITE, _LEAST_TO_WRITE = 0.3, 1.0  # of the time until the search starts; seconds
 _A_TRIAL = 15.0  # seconds that a candidate takes at least, in the plan
+_EXPLANATION = (
+    "-> what was chosen; speed-up: over yours, in brackets a 90 % interval; start s: until it has compiled; pays after:"
+    " steps until a longer start is won back; loss differs: from that in float32 at the end, - if that was not compared"
+)
 _STARTS = 4.0  # times what the module's own start takes: compiling
 
 
@@ -90,8 +94,8 @@ def tune(given: Namespace) -> None:
         sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
     except KeyboardInterrupt:
         sys.exit("lightning-ort tune: interrupted before anything was measured.")
-    show(result.table())
-    for note in result.notes:
+    show(result.table(), _EXPLANATION)
+    for note in (*result.not_measured, *result.notes):
         say(note)
     if result.chosen == 0:
         say(result.nothing_faster)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort.compiler.executors.ort.kernels import DISTRIBUTIONS, installed
 from lightning_ort.tuning.candidate import commented, configured
 from lightning_ort.tuning.measuring import trial_of
@@ -23,12 +22,11 @@ from lightning_ort.tuning.result import TuneResult
 from lightning_ort.tuning.search import Outcome, Search, too_short
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
-from lightning_ort.tuning.trials import Trial, nothing_faster, speed
+from lightning_ort.tuning.trials import Trial, nothing_faster, speed, while_busy
 
 __all__ = ["TuneError", "TuneResult", "tune"]
 
 Listener = Callable[[str, str], None]
-_LOOK = 0.2  # seconds
 
 
 def tune(
@@ -112,7 +110,6 @@ def tune_project(
     project: Project, limits: Limits, deadline: float, listen: Listener = lambda doing, best: None
 ) -> TuneResult:
     """Do what :func:`tune` does with arguments that are checked, until a time of ``time.monotonic``."""
-    notes = busy()
     importlib.import_module(project.namespace.package)  # which processes inherit
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
@@ -120,22 +117,9 @@ def tune_project(
         runner = ProcessRunner(project, folder)
         stack.callback(runner.stop_all)
         outcome = Search(facts, limits, is_plain(project), runner, deadline, listen).run()
-    outcome.notes[:0] = notes
+    outcome.notes += while_busy(outcome.trials)
     outcome.notes += notes_on(project, outcome, facts.given_loader)
     return result_of(project, limits, facts, outcome)
-
-
-def busy() -> list[str]:
-    """Return a note if other programs use the machine, as seen by work on all threads."""
-    watch, matrix = Stopwatch(), torch.ones(256, 256)
-    while watch.read()[0] < _LOOK:
-        matrix @ matrix
-    if not is_busy(slowed := watch.slowdown):
-        return []
-    return [
-        f"the machine is busy (work took {slowed:.1f} times as long): what is fastest, the number of threads above all,"
-        " may be another when it is not"
-    ]
 
 
 def devices_of(project: Project) -> str | None:
@@ -251,6 +235,7 @@ def head_of(project: Project, outcome: Outcome) -> list[str]:
         times = f"{found.median:.2f} times as fast as before{on} ({found.low:.2f} to {found.high:.2f})"
         head.append(f"{times} on this machine:")
         head.append(", ".join(f"{name} {value}" for name, value in machine().items()))
+        head += while_busy(outcome.trials)
     if project.config is None:
         head.append("For a main.py that calls LightningCLI(); where that names the classes, leave class_path out.")
     return head

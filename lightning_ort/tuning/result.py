@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from lightning_ort._text import PlainTable, digits, plain
 from lightning_ort.tuning.picture import draw, installed
-from lightning_ort.tuning.trials import nothing_faster, sketch
+from lightning_ort.tuning.trials import not_measured, nothing_faster, sketch
 
 _VERSION = 1
 _COLUMNS = ("ms a sample", "samples/s", "speed-up", "(90 %)", "peak MB", "start s", "pays after", "loss differs")
@@ -98,7 +98,7 @@ class TuneResult:
         mark = "->" if place == self.chosen else ""
         seconds, peak, found = trial["seconds_per_example"], trial["peak_bytes"], trial["speed"]
         if seconds is None:
-            return [mark, trial["candidate"], f"{trial['verdict']}: {trial['why']}"]
+            return [mark, trial["candidate"], trial["verdict"]]
         steps, differs = trial["break_even_steps"], trial["loss_difference"]
         return [
             mark,
@@ -113,6 +113,15 @@ class TuneResult:
             "-" if differs is None else f"{differs:.1e}",
         ]
 
+    @property
+    def not_measured(self) -> list[str]:
+        """Why candidates have no figures, or were refused in spite of them."""
+        return not_measured(
+            (trial["candidate"], trial["verdict"], trial["why"])
+            for trial in self.trials
+            if trial["seconds_per_example"] is None or trial["verdict"] == "refused"
+        )
+
     def _memory_table(self) -> PlainTable:
         parts = ("parameters", "gradients", "states", "activations", "peak")
         table = PlainTable("MB of a step, float32", title="memory of the tensors with your own settings")
@@ -120,7 +129,7 @@ class TuneResult:
             table.add_column(part, justify="right")
         for name, found in self.memory.items():
             if found is not None:
-                table.add_row(name, *(f"{found[part] / 1e6:,.1f}" for part in parts))
+                table.add_row(name, *(digits(found[part] / 1e6) for part in parts))
         return table
 
     def explanation(self) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ort._busy import Stopwatch
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._memory import peak_bytes
 from lightning_ort.compat.torch import tree_leaves
@@ -49,6 +50,7 @@ class Sample:
     examples: int = 0  # in the timed batches; 0 if nobody can tell
     settled: bool = True  # whether the strategy has done all the compiling and trying that it does at the start
     untimed: int = 0  # batches before the clock was started: what processes had loaded while this one waited
+    slowdown: float = 1.0  # how many times as long other programs made it take
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class _Sampler:
 
     def _start_clock(self) -> None:
         self._examples = 0
-        self._start = time.perf_counter()
+        self._start, self._stopwatch = time.perf_counter(), Stopwatch()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin()
@@ -287,7 +289,8 @@ class _Sampler:
         losses = [loss.item() for loss in self._losses]
         settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
         if trainer.is_global_zero:
-            self._connection.send(Sample(seconds, losses, peak_bytes(device), self._examples, settled, self._untimed))
+            counts, slowed = (self._examples, settled, self._untimed), self._stopwatch.slowdown
+            self._connection.send(Sample(seconds, losses, peak_bytes(device), *counts, slowed))
             self._steps = self._connection.recv()
         self._steps = trainer.strategy.broadcast(self._steps)
         trainer.should_stop = self._steps == 0

@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_ort._busy import is_busy
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.trainer_process import Sample, Summary
 
@@ -155,6 +156,34 @@ def nothing_faster(measured: bool) -> str:
     if measured:
         return "Nothing was clearly faster than what you have."
     return "Nothing but what you have was measured: there was no time, or nothing else could run; --time allows more."
+
+
+def while_busy(trials: Sequence[Trial]) -> list[str]:
+    """Return a note if other programs used the machine while these were timed."""
+    slowed = [sample.slowdown for trial in trials for sample in trial.samples]
+    if not slowed or not is_busy(middle := statistics.median(slowed)):
+        return []
+    return [
+        f"other programs used the machine (steps took {middle:.1f} times as long): what is fastest, the number of"
+        " threads above all, may be another when it is idle"
+    ]
+
+
+def without_losses(trials: Sequence[Trial]) -> list[str]:
+    """Return a note if nothing tells whether these learn alike."""
+    names = [trial.name or str(trial.candidate) for trial in trials if trial.samples and not trial.losses]
+    return [f"loss differs: not known, since training_step returns no loss ({', '.join(names)})"] if names else []
+
+
+def not_measured(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for each verdict and reason why something was not measured; a table's cells are too narrow.
+
+    ``found``: name, verdict and reason of each.
+    """
+    names: dict[str, list[str]] = {}
+    for name, verdict, why in found:
+        names.setdefault(f"{verdict}: {why}", []).append(name)
+    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
 
 
 LEAST = 16  # steps of the optimizer, before a curve tells anything

@@ -102,7 +102,8 @@ def test_memory(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
 def test_bench(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(project: Project, trials: list[Trial], *args: Any) -> None:
         args[-1](HOSTILE)  # what it is doing
-        trials[0].count(1, Sample(1.0, [1.0], None))
+        trials[0].note(sample := Sample(1.0, [1.0], None))
+        trials[0].count(1, sample)
         for one in trials:
             one.why = HOSTILE
         trials[0].name = HOSTILE

@@ -2,12 +2,26 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.picture import pareto_front
-from lightning_ort.tuning.trials import LEAST, Departure, Trial, break_even, departure, fastest, sketch, speed
+from lightning_ort.tuning.trainer_process import Sample
+from lightning_ort.tuning.trials import (
+    LEAST,
+    Departure,
+    Trial,
+    break_even,
+    departure,
+    fastest,
+    not_measured,
+    sketch,
+    speed,
+    while_busy,
+    without_losses,
+)
 
 
 def trial(rounds: dict[int, float], **more: object) -> Trial:
@@ -43,6 +57,25 @@ def test_break_even() -> None:
 def test_fastest_first() -> None:
     own, slow, fast = trial({1: 1.0, 2: 1.0}), trial({1: 2.0, 2: 2.0}), trial({1: 0.5, 2: 0.5})
     assert fastest([slow, fast], own) == [fast, slow]
+
+
+@pytest.mark.parametrize(("slowed", "notes"), [((1.0, 1.2, 9.0), 0), ((1.0, 2.0, 3.0), 1), ((), 0)])
+def test_a_busy_machine_is_named(slowed: tuple[float, ...], notes: int, limits: Callable[..., None]) -> None:
+    limits(slowdown=1.25)
+    found = while_busy([trial({}, samples=[Sample(1.0, [], None, slowdown=each) for each in slowed])])
+    assert len(found) == notes
+    assert all("(steps took 2.0 times as long)" in note for note in found)
+
+
+def test_trials_without_losses_are_named() -> None:
+    silent, other = (trial({}, samples=[Sample(1.0, [], None)], name=name) for name in ("silent", "other"))
+    (note,) = without_losses([silent, trial({}, name="not started"), other, trial({}, samples=[1], losses=[1.0])])
+    assert note.endswith("(silent, other)")
+
+
+def test_what_was_not_measured_has_a_line_for_each_reason() -> None:
+    found = [("one", "failed", "no compiler"), ("two", "skipped", "no time"), ("three", "failed", "no compiler")]
+    assert not_measured(found) == ["one, three: failed: no compiler", "two: skipped: no time"]
 
 
 def test_curve_of_accumulated_batches() -> None:
