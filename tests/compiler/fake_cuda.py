@@ -33,18 +33,15 @@ _BFLOAT16 = (
     " ReduceMax ReduceMin ReduceProd ConvTranspose MaxPool GlobalAveragePool Pad CumSum Range TopK ArgMax ArgMin Clip"
     " Resize DequantizeLinear EyeLike Einsum"
 )
-# by opset and the dtype of a node's inputs: operators without a CUDA kernel
-MISSING: dict[tuple[int, int], set[str]] = {
-    (18, TensorProto.FLOAT): {*_NEVER.split()},
-    (18, TensorProto.FLOAT16): {*_NEVER.split(), "IsInf", "Range", "DequantizeLinear", "EyeLike"},
-    (18, TensorProto.BFLOAT16): {
+# by the dtype of a node's inputs: operators of opset 18 without a CUDA kernel
+MISSING: dict[int, set[str]] = {
+    TensorProto.FLOAT: {*_NEVER.split()},
+    TensorProto.FLOAT16: {*_NEVER.split(), "IsInf", "Range", "DequantizeLinear", "EyeLike"},
+    TensorProto.BFLOAT16: {
         *_NEVER.split(),
         *_BFLOAT16.split(),
         *("Cos", "Sin", "Softplus", "HardSigmoid", "IsInf", "Conv", "AveragePool"),
     },
-    (22, TensorProto.FLOAT): {*_NEVER.split(), "Elu", "MaxPool", "EyeLike"},
-    (22, TensorProto.FLOAT16): {*_NEVER.split(), "Elu", "MaxPool", "EyeLike", "Range"},
-    (22, TensorProto.BFLOAT16): {*_NEVER.split(), *_BFLOAT16.split(), "ReduceL2"},
 }
 SCATTERED = (TensorProto.FLOAT, TensorProto.FLOAT16)  # what ScatterND reduces
 
@@ -79,7 +76,6 @@ class FakeCuda:
         patch(torch.cuda, "current_stream", lambda device=None: self.current)
         patch(torch.cuda, "device", lambda device: Current(self, torch.device(device).index or 0))
         patch(kernels, "binds_bfloat16", lambda: True)
-        patch(kernels, "_reads_opset", lambda number: number <= 22)
         patch(kernels, "_load_errors", {})
         patch(kernels, "_has_training_kernel", lambda op, providers, device: False)
 
@@ -128,11 +124,10 @@ class Session:
         graph = onnx.shape_inference.infer_shapes(self.model).graph
         types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info)}
         types |= {constant.name: constant.data_type for constant in graph.initializer}
-        (opset,) = (entry.version for entry in self.model.opset_import if entry.domain == "")
         return [
             node.op_type
             for node in graph.node
-            if any(node.op_type in MISSING.get((opset, types.get(name, 0)), ()) for name in node.input)
+            if any(node.op_type in MISSING.get(types.get(name, 0), ()) for name in node.input)
             # it loads in any dtype, and fails when it runs
             or (node.op_type == "ScatterND" and node.attribute and types[node.input[0]] not in SCATTERED)
         ]

@@ -21,7 +21,7 @@ NO_KERNEL = {
     f"aten.{name}.default"
     for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2")
 }
-OF_BFLOAT16 = {"aten.convolution.default", "aten.max_pool2d_with_indices.default"}  # transposed ones
+OF_BFLOAT16 = {f"aten.{name}.default" for name in ("convolution", "max_pool2d_with_indices", "max_pool3d_with_indices")}
 
 
 def compiled(op: Op, dtype: torch.dtype) -> CudaBackend | None:

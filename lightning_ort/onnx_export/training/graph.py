@@ -95,10 +95,6 @@ class PortableGraph(GraphBuilder):
         raise Unsupported(f"{op_type}, which is not an operator of ONNX", ReasonType.NO_KERNEL)
 
     @override
-    def need_opset(self, number: int, what: str) -> None:
-        raise Unsupported(f"{what}, of opset {number}: models for everywhere have {OPSET}", ReasonType.NO_KERNEL)
-
-    @override
     def sum_at(
         self, x: Value, places: Sequence[Value], updates: Value, rank: int, summands: Sequence[Any], what: str
     ) -> Value:

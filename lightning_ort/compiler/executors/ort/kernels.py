@@ -30,9 +30,6 @@ DISTRIBUTIONS = tuple(f"onnxruntime{build}" for build in _BUILDS)
 MINIMUM = Version("1.19")
 INSTALL = "pip install onnxruntime-training-cpu (Python up to 3.12; or onnxruntime, onnxruntime-gpu)"
 
-# of ONNX, the newest first: 22 has convolutions of bfloat16, 18 is what onnxruntime 1.19 has all kernels for
-OPSETS = (22, 18)
-
 # contributed gradient operators: the shapes of their float32 inputs, number of outputs, attributes
 _MATRIX = (2, 2)
 TRAINING_OPS: dict[str, tuple[tuple[tuple[int, ...], ...], int, dict[str, Any]]] = {
@@ -203,11 +200,6 @@ class Kernels:
             raise KeyError(f"{op_type} is not among TRAINING_OPS")
         return not self._standard and _has_training_kernel(op_type, self.providers, self.device)
 
-    @property
-    def opset(self) -> int:
-        """The newest of ``OPSETS`` that the installed onnxruntime reads."""
-        return next(number for number in OPSETS if number == OPSETS[-1] or _reads_opset(number))
-
     def bfloat16_missing(self) -> str | None:
         """Return why no tensor of bfloat16 can be handed to a session, or ``None``."""
         import onnxruntime
@@ -232,7 +224,6 @@ class Kernels:
         graph = model.graph
         key = (
             self.providers,
-            graph.opset_imports[""],
             tuple(map(_described, graph)),
             tuple((value.dtype, value.shape.rank() if value.shape else None) for value in graph.inputs),
         )
@@ -260,15 +251,9 @@ def _load_error(model: "ir.Model", providers: tuple[str, ...], device: torch.dev
     return None
 
 
-@functools.cache
-def _reads_opset(number: int) -> bool:
-    return _load_error(_of_one_node("Identity", [(1,)], number), (CPU,), torch.device("cpu")) is None
-
-
 def _of_one_node(
     op_type: str,
     shapes: Sequence[tuple[int, ...]],
-    opset: int = OPSETS[-1],
     domain: str = "",
     num_outputs: int = 1,
     attributes: dict[str, Any] | None = None,
@@ -281,14 +266,14 @@ def _of_one_node(
     for index, output in enumerate(node.outputs):
         output.name, output.type = f"o{index}", float32
     node.outputs[0].shape = inputs[0].shape
-    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": opset, "com.microsoft": 1}, name=op_type)
+    graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 18, "com.microsoft": 1}, name=op_type)
     return ir.Model(graph, ir_version=10)
 
 
 @functools.cache
 def _has_training_kernel(op_type: str, providers: tuple[str, ...], device: torch.device) -> bool:
     shapes, num_outputs, attributes = TRAINING_OPS[op_type]
-    model = _of_one_node(op_type, shapes, OPSETS[-1], "com.microsoft", num_outputs, attributes)
+    model = _of_one_node(op_type, shapes, "com.microsoft", num_outputs, attributes)
     error = _load_error(model, providers, device)
     log.debug("training kernel %s: %s", op_type, error or "found")
     return error is None

@@ -36,8 +36,6 @@ _IN_FLOAT32: dict[torch.dtype, set[str]] = {
     torch.float16: {"IsInf", "LogSoftmax"},  # the latter for its sum
     torch.bfloat16: {*_BFLOAT16.split()},
 }
-# from opset 22 on, in any dtype
-_ENDED = {"Elu", "EyeLike", "MaxPool"}
 # what ScatterND can add up, or reduce otherwise; it loads in any dtype, and fails when it runs
 _SCATTERED = (torch.float32, torch.float16)
 
@@ -51,8 +49,7 @@ def _dtype_without_kernel(op_type: str, dtypes: Sequence[torch.dtype], reduction
     return next((dtype for dtype in dtypes if op_type in _IN_FLOAT32.get(dtype, ())), None)
 
 
-# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too. A model has a newer opset only for
-# what needs it, because some kernels end before: that of MaxPool with indices at opset 21 (CUDA, onnxruntime 1.31)
+# opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too, and lack some kernels of newer opsets
 OPSET = 18
 IR_VERSION = 10
 # of those that ScatterND adds: its cost model starts a second thread at 210,000 (1.19)
@@ -173,7 +170,6 @@ class GraphBuilder:
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._casts: dict[tuple[ir.Value, torch.dtype], Value] = {}
         self._count = 0
-        self._opset = OPSET
 
     @property
     def on_cpu(self) -> bool:
@@ -252,21 +248,12 @@ class GraphBuilder:
             results,
             nodes=live(self.nodes, results),
             initializers=[constant.ir for constant in self._constants.values()],
-            opset_imports={"": self._opset, MICROSOFT: 1},
+            opset_imports={"": OPSET, MICROSOFT: 1},
             name=name,
         )
-        if self._opset > OPSET and (ended := _ENDED & {node.op_type for node in graph}):
-            text = f"{', '.join(sorted(ended))} beside what needs opset {self._opset}"
-            raise Unsupported(text, ReasonType.NO_KERNEL)
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="lightning_ort")
 
     # what converters call
-
-    def need_opset(self, number: int, what: str) -> None:
-        """Have the model's opset be at least ``number``, or raise :class:`Unsupported`."""
-        if self.kernels.opset < number:
-            raise Unsupported(f"{what}, which this onnxruntime has not: it is of opset {number}", ReasonType.NO_KERNEL)
-        self._opset = max(self._opset, number)
 
     def op(
         self,

@@ -143,9 +143,7 @@ def convolution(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, *
     if rank_of(x) != spatial + 2 or spatial < 1:
         raise Unsupported("a convolution without batch dimension")
     if dtype_of(node) is torch.bfloat16:
-        if transposed:
-            raise Unsupported("a transposed convolution of bfloat16", ReasonType.NO_KERNEL)
-        ctx.need_opset(22, "a convolution of bfloat16")
+        raise Unsupported("a convolution of bfloat16, which needs opset 22", ReasonType.NO_KERNEL)
     attributes: dict[str, Any] = {
         "kernel_shape": static_sizes(shape_of(weight)[2:], "a kernel"),
         "strides": per_dimension(stride, spatial, "a stride"),
@@ -265,10 +263,6 @@ def max_pool_with_indices(
     ]
     if any(pad >= width for pad, width in zip(after, window.kernel, strict=True)):
         raise Unsupported("max pooling that is padded by a whole window")
-    if dtype_of(x) is torch.bfloat16:  # it would keep the convolutions around it, of opset 22, out of its model
-        raise Unsupported(
-            "max pooling of bfloat16: it has no kernel with indices from opset 22 on", ReasonType.NO_KERNEL
-        )
     # onnxruntime 1.19 ignores a NaN, and returns a wrong value and a negative index for a window of -inf. So let it
     # find where the maximum is among numbers that it handles, and read the values there.
     value = ctx.value(x)

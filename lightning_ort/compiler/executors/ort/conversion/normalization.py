@@ -1,104 +1,28 @@
 """Layer, group, batch and other norms, and their gradients."""
 
-import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnx import TensorProto, helper
 from torch import fx
 
-from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
 from lightning_ort.compat.torch import arguments_of
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (
-    DTYPES,
     Dims,
     dtype_of,
-    element_type,
     rank_of,
     shape_of,
-    static,
     static_sizes,
     work_dtype,
 )
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce, reduce_shaped
 from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
-from lightning_ort.compiler.executors.ort.kernels import Kernels, new_session, session_options
-from lightning_ort.compiler.executors.ort.providers import CUDA
-
-log = logging.getLogger(__name__)
-
-# whether a GPU's kernel of LayerNormalization is as exact as torch's
-
-_ROWS, _COLUMNS, _EPSILON = 32, 256, 1e-5
-# relative to the largest result, of which a few hundred numbers are summed and rounded once
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-def _gpu_is_exact(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether a layer normalization may be the kernel of a GPU, which has to show that."""
-    return kernels.providers[0] == CUDA and is_exact(dtype, kernels.device)
-
-
-@functools.cache
-def is_exact(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether it is right where a mean is up to 1000 standard deviations; that of onnxruntime's CPU is not."""
-    try:
-        with torch.no_grad():
-            return all(_is_exact_for(mean, dtype, device) for mean in (0.0, 100.0, 1000.0))
-    except Exception:  # onnxruntime's own exceptions derive from Exception directly
-        log.debug("LayerNormalization could not be tried", exc_info=True)
-        return False
-
-
-def _is_exact_for(mean: float, dtype: torch.dtype, device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(_ROWS, _COLUMNS, generator=generator) + mean).to(dtype)
-    weight, bias = (torch.randn(_COLUMNS, generator=generator).to(dtype) for _ in range(2))
-    expected = torch.native_layer_norm(x.double(), [_COLUMNS], weight.double(), bias.double(), _EPSILON)
-    results = _run(*(each.to(device) for each in (x, weight, bias)))
-    tolerances = (_TOLERANCE[dtype], *[_TOLERANCE[torch.float32]] * 2)
-    return all(
-        float((got.cpu().double() - want).abs().max()) <= tolerance * float(want.abs().max())
-        for got, want, tolerance in zip(results, expected, tolerances, strict=True)
-    )
-
-
-def _run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-    x, device = inputs[0], inputs[0].device
-    shapes = (x.shape, (_ROWS, 1), (_ROWS, 1))
-    outputs = [
-        torch.empty(shape, dtype=dtype, device=device)
-        for shape, dtype in zip(shapes, (x.dtype, torch.float32, torch.float32), strict=True)
-    ]
-    built = new_session(_model(x.dtype), session_options(1), (CUDA,), device)
-    binding, memory = new_binding(built), memory_of(device)
-    for names, tensors, bind in (("xwb", inputs, binding.bind_input), ("ymr", outputs, binding.bind_output)):
-        for name, tensor in zip(names, tensors, strict=True):
-            bind(name, memory, element_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
-    torch.cuda.synchronize(device)
-    run_function(built)(binding, None)  # it waits for its own stream
-    return outputs
-
-
-def _model(dtype: torch.dtype) -> bytes:
-    kind, info = int(DTYPES[dtype]), helper.make_tensor_value_info
-    node = helper.make_node("LayerNormalization", [*"xwb"], [*"ymr"], axis=-1, epsilon=_EPSILON, stash_type=1)
-    shapes = {"x": [_ROWS, _COLUMNS], "w": [_COLUMNS], "b": [_COLUMNS], "y": [_ROWS, _COLUMNS]}
-    inputs = [info(name, kind, shapes[name]) for name in "xwb"]
-    outputs = [info("y", kind, shapes["y"]), *(info(name, TensorProto.FLOAT, [_ROWS, 1]) for name in "mr")]
-    graph = helper.make_graph([node], "layer_norm", inputs, outputs)
-    opsets = [helper.make_opsetid("", 18)]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
-
 
 aten = torch.ops.aten
 
-_LAYER_NORMS = (torch.float32, torch.float16, torch.bfloat16)  # what LayerNormalization has CUDA kernels for
 Gradients = tuple[Value | None, ...]
 MaybeNode = fx.Node | None
 
@@ -136,14 +60,9 @@ def _standardize(shape: Sequence[Any], value: Value, axes: Dims, eps: float) -> 
 @converts(aten.native_layer_norm.default, variants=(EXPANDED,))
 def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
-    # not LayerNormalization on a CPU: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance. Where the mean is 100
+    # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance on a CPU. Where the mean is 100
     # standard deviations that is 5 % wrong, at 1000 it is NaN; and it is no faster (0.55, 0.50 ms, 1024 x 256 float32)
     normalized_shape, weight, bias, eps = args
-    scales = _affine_of_kernel(ctx, x, weight, bias, normalized_shape)
-    if scales is not None and _gpu_is_exact(ctx.kernels, dtype_of(x)):
-        options = {"axis": -len(normalized_shape), "epsilon": eps, "stash_type": 1, "outputs": 3}
-        result, *statistics = ctx.op("LayerNormalization", x, *scales, **options)
-        return _as_traced(node, result, *(Value(ctx, value.ir, torch.float32) for value in statistics))
     value, axes = ctx.value(x, work_dtype(x)), list(range(-len(normalized_shape), 0))
     result, mean, rstd = _standardize(shape_of(x), value, axes, eps)
     if weight is not None:
@@ -151,18 +70,6 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     if bias is not None:
         result = result + bias
     return _as_traced(node, result, mean, rstd)
-
-
-def _affine_of_kernel(
-    ctx: GraphBuilder, x: fx.Node, weight: MaybeNode, bias: MaybeNode, normalized_shape: Sequence[Any]
-) -> list[Any] | None:
-    """Weight and bias as LayerNormalization takes them, in the dtype of the input; ``None`` where it does not."""
-    dtype, given = dtype_of(x), [each for each in (weight, bias) if each is not None]
-    if ctx.on_cpu or dtype not in _LAYER_NORMS or any(dtype_of(each) is not dtype for each in given):
-        return None
-    if weight is not None:
-        return [weight, bias]
-    return [ctx.const(1, dtype).expand(normalized_shape), bias] if static(normalized_shape) else None
 
 
 @converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
