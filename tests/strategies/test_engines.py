@@ -139,6 +139,7 @@ def test_what_cannot_compile_for_a_gpu_is_not_tried(monkeypatch: pytest.MonkeyPa
 
 def test_what_ways_are_expected_to_cost() -> None:
     known = Ways(module_on(), "training_step", None)
+    assert not known.expect(ORT).earlier
     assert known.expect(ORT).cost == engines.COST + 100 * engines.COST_PER_OPERATION
     assert known.expect(Way("inductor")).cost == engines.INDUCTOR_COST + 100 * engines.INDUCTOR_COST_PER_OPERATION
     # a hundred graphs: what ONNX Runtime took says more
@@ -206,6 +207,7 @@ def test_a_run_tells_later_ones_what_it_found() -> None:
     # what the same program has measured may cost a half of that, unless the user says how much
     module.races["training_step"] = Race([], 0.05, lambda way: Expected(0.0))
     expected = Ways(module, "training_step", None).expect(ORT)
+    assert expected.earlier
     assert expected.measured
     assert (expected.saves, expected.stake) == (0.5, engines.STAKE_IF_KNOWN)
     kept["ort"], own = dataclasses.replace(kept["ort"], program="another"), kept["ort"]

@@ -82,6 +82,7 @@ def test_a_short_run_compiles_nothing() -> None:
     waiting = race.events[-1].why
     assert isinstance(waiting, Waiting)
     assert waiting.cost == 4.0 > waiting.allowed > 0
+    assert waiting.by_budget
 
 
 def test_a_long_run_starts_at_the_first_decision_and_keeps_the_faster() -> None:
@@ -115,6 +116,7 @@ def test_what_saves_little_may_cost_little() -> None:
     for cost, starts in ((0.9, True), (1.1, False)):
         race = make(cost=cost, saves=0.01)
         assert ("ort" in drive(race, {"unchanged": 0.1, "ort": 0.09}, 20, 1003)) is starts
+    assert not any(event.why.by_budget for event in race.events)
 
 
 def test_no_start_within_a_window_of_accumulated_gradients() -> None:

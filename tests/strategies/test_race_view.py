@@ -153,12 +153,14 @@ def test_a_note_of_what_was_not_tried_says_how_busy_the_machine_is() -> None:
     module, notes = module_with(None), []
     module.record_choice = lambda where, kind, text, announced=False: notes.append((kind, text))
     race = Race([INDUCTOR], 0.05, lambda way: None)  # type: ignore[arg-type,return-value]
-    race.events += [Event(ORT, "starts", 3), Event(INDUCTOR, "waits", 4, Waiting(15.1, 0.0, 2.8))]
+    waiting = Waiting(15.1, 0.0, 2.8, earlier=True, by_budget=False)
+    race.events += [Event(ORT, "starts", 3), Event(INDUCTOR, "waits", 4, waiting)]
     RaceView(module, "training_step").end_run(race)
     ((kind, text),) = notes
     assert kind is ReasonType.NOT_TRIED
     assert text.count("(") == text.count(")") == 1
-    assert "15.1 s" in text
+    assert "15.1 s to compile, by an earlier run" in text
+    assert "compile_budget" not in text
     assert "2.8 times as slow" in text
 
 

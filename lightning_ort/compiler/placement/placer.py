@@ -265,7 +265,9 @@ class RegionBuilder:
             self._placer.cache.store(self._entry_name, Entry(artifact, kept))
         own, in_torch = times.ms.get(self._executor.name), times.ms.get(TORCH)
         if own is not None and in_torch is not None and in_torch < own:
-            text = f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch"
+            text = (
+                f"{own:.3f} ms on {self._executor.title}, {in_torch:.3f} ms in torch" + ", in an earlier run" * cached
+            )
             raise RegionRejected(ReasonType.SLOWER, text, times)
         providers = self._executor.onnx_providers(self._region)
         report = RegionReport.of(

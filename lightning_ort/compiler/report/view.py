@@ -239,4 +239,6 @@ def _row(cells: Sequence[str], widths: Sequence[int], width: int) -> str:
 
 def _what(entry: EqualRegions) -> str:
     ops = ", ".join(named_ops(entry.first.ops, _MOST_OPS, "x"))
-    return ops if entry.first.reason is None else f"{entry.first.reason} ({ops})"
+    if entry.first.reason is not None:
+        return f"{entry.first.reason} ({ops})"
+    return ops + "; timed in an earlier run" * (entry.first.cached and bool(entry.first.ms))

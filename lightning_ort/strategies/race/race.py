@@ -241,15 +241,23 @@ class Race:
         found, or else the estimate of its engine. All are working seconds. What has started stops by ``_allowed``, the
         same share of the whole run.
         """
-        gained = self._saving / self.usual if self.usual > 0 else 0.0
-        share = self._share_of(expected, gained)
+        share = self._share_of(expected, self._gained)
         if share <= 0:
             return 0.0
         return math.inf if self.share == NO_LIMIT else max(0.0, share * self._ahead - self.charged)
 
     def _share_of(self, expected: Expected, gained: float = 0.0) -> float:
-        share = expected.stake * (expected.saves - gained)
+        share = self._stake_in(expected, gained)
         return share if expected.measured else min(self.share, share)
+
+    @staticmethod
+    def _stake_in(expected: Expected, gained: float) -> float:
+        return expected.stake * (expected.saves - gained)
+
+    @property
+    def _gained(self) -> float:
+        """The share of the unchanged step that the champion saves."""
+        return self._saving / self.usual if self.usual > 0 else 0.0
 
     def _consider(self, now: Now) -> None:
         for way in [*self._challengers]:
@@ -267,7 +275,9 @@ class Race:
                 else:
                     self.champion = way
                 return
-            self._note(way, "waits", why or expected.why or Waiting(expected.cost, allowed, self.slowdown))
+            by_budget = not expected.measured and self._stake_in(expected, self._gained) >= self.share
+            waiting = Waiting(expected.cost, allowed, self.slowdown, expected.earlier, by_budget)
+            self._note(way, "waits", why or expected.why or waiting)
 
     def _settle(self, duel: Duel, memory: float) -> None:
         """Keep the faster way; all processes go by the times of the one that was done first."""

@@ -71,6 +71,7 @@ class Expected:
     why: str = ""  # where that is from, for people; may be empty
     stake: float = 1.0  # the share of what it saves that it may cost at most
     measured: bool = False  # whether that was measured, by the same program, so that no other share limits it
+    earlier: bool = False  # whether an earlier run on this machine has found what it costs
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Waiting:
     cost: float
     allowed: float
     slowdown: float = 1.0  # of the machine now
+    earlier: bool = False  # whether the cost is from an earlier run on this machine
+    by_budget: bool = True  # whether ``compile_budget`` is what limits it, and not what the way saves
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,10 @@ def seconds_text(seconds: float) -> str:
 def _why_waiting(event: Event, advises: bool = True) -> str:
     if not isinstance(event.why, Waiting):
         return str(event.why)
-    text = f"about {seconds_text(event.why.cost)} to compile, compile_budget allows {seconds_text(event.why.allowed)}"
-    return f"{text}{_busy(event.why)}" + "; ORTConfig(start='now') compiles at once" * advises
+    why, origin = event.why, ", by an earlier run" * event.why.earlier
+    limit = "compile_budget allows" if why.by_budget else "it is worth at most"
+    text = f"about {seconds_text(why.cost)} to compile{origin}; {limit} {seconds_text(why.allowed)}{_busy(why)}"
+    return text + "; ORTConfig(start='now') compiles at once" * advises
 
 
 def _busy(why: Waiting) -> str:

@@ -78,9 +78,9 @@ class Ways:
             measured = known.program == self._program and self._module.config.compile_budget is None
             stake = engines.STAKE_IF_KNOWN if measured or facts.on_gpu else 1.0
         if not known.finished:  # it takes more than that
-            return Expected(max(STOP * known.cold, cost), saves, why, stake)
+            return Expected(max(STOP * known.cold, cost), saves, why, stake, earlier=True)
         cost = engine.warm() * known.cold if known.warm is None else known.warm
-        return Expected(cost, saves, why, stake, measured)
+        return Expected(cost, saves, why, stake, measured, earlier=True)
 
     def _facts(self, way: Way) -> StepFacts:
         module, name = self._module, self._name
