@@ -99,6 +99,17 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(case: str, original: Path)
     assert training.step(changed(category=BATCH["category"].astype("i4")))["loss"] > 0
 
 
+def test_inputs_may_be_passed_one_by_one(original: Path) -> None:
+    training = runner.Training.load(original)
+    inputs = BATCH["numbers"], BATCH["category"]
+    for name, value in training.predict(*inputs).items():
+        np.testing.assert_array_equal(value, training.predict(inputs)[name])
+    for wrong in ((), (*inputs, BATCH["target"])):
+        with pytest.raises(ValueError, match=f"the batch has {len(wrong)} fields; expected are numbers: float32"):
+            training.predict(*wrong)
+    assert training.evaluate(*BATCH.values()) == training.evaluate(BATCH)
+
+
 def test_learning_rates_are_checked(original: Path) -> None:
     training = runner.Training.load(original)
     assert [group["learning_rate"] for group in training.about["optimizer"]["groups"]] == [0.03, 0.01, 0.03]

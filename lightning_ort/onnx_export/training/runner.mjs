@@ -76,11 +76,12 @@ export class Training {
    * @param lr the learning rate: a number, one for each parameter group, or none for those of the export
    * @param update whether to update the parameters now, where the model adds up gradients of several batches
    */
-  async step(batch, { lr, update } = {}) {
+  async step(batch, options = {}) {
+    const { lr, update: now } = checked(options, 'lr', 'update');
     const { optimizer, accumulate } = this.about;
     if (!optimizer && lr !== undefined) throw new RangeError('lr: this model has no optimizer; it returns gradients');
     const rates = optimizer ? this.#rates(lr) : [];
-    if (update === undefined || accumulate === 1) update = this.#pending + 1 >= accumulate;
+    const update = now === undefined || accumulate === 1 ? this.#pending + 1 >= accumulate : now;
     const settings = {
       'optimizer/learning_rate': new this.ort.Tensor('float32', Float32Array.from(rates), [rates.length]),
       'optimizer/step': new this.ort.Tensor('int64', BigInt64Array.of(BigInt(this.updates + 1)), []),
@@ -109,7 +110,8 @@ export class Training {
    * @param lr as in `step`, or a function of the number of updates so far
    * @param progress called after each step with its number and results; if it returns false, the training ends
    */
-  async fit(batches, { lr, progress } = {}) {
+  async fit(batches, options = {}) {
+    const { lr, progress } = checked(options, 'lr', 'progress');
     let total = 0, count = 0;
     for await (const batch of batches) {
       const results = await this.step(batch, { lr: typeof lr === 'function' ? lr(this.updates) : lr });
@@ -121,14 +123,14 @@ export class Training {
   }
 
   /** Return what the module's validation step logs for a batch. */
-  async evaluate(batch) {
-    const results = await this.#run('evaluation', batch, {});
+  async evaluate(...batch) {
+    const results = await this.#run('evaluation', batch.length === 1 ? batch[0] : batch, {});
     return Object.fromEntries(this.about.models.evaluation.outputs.filter(({ role }) => role !== 'check').map(({ name, key }) => [key, Number(results[name].data[0])]));
   }
 
   /** Return the results of the module's forward, by name, as tensors. */
-  async predict(batch) {
-    return this.#run('prediction', batch, {});
+  async predict(...inputs) {
+    return this.#run('prediction', inputs.length === 1 ? inputs[0] : inputs, {});
   }
 
   /** The parameters, buffers and optimizer states, by name, as tensors; on a GPU, those that the next step replaces. */
@@ -291,6 +293,13 @@ export class Training {
     if (count !== data.length) throw new RangeError(`${what} has ${data.length} numbers for the shape [${dims}]`);
     return new this.ort.Tensor(dtype, data, dims);
   }
+}
+
+/** Return options, or say which ones there are. */
+function checked(options, ...known) {
+  const wrong = options === null || typeof options !== 'object' ? [options] : Object.keys(options).filter((name) => !known.includes(name));
+  if (wrong.length) throw new TypeError(`${wrong[0]}: pass options as { ${known.join(', ')} }`);
+  return options;
 }
 
 /** Return a number, or say why it is none of a dtype. */

@@ -156,17 +156,17 @@ class Training:
                 break
         return sum(losses) / len(losses) if losses else math.nan
 
-    def evaluate(self, batch: Any) -> dict[str, float]:
+    def evaluate(self, *batch: Any) -> dict[str, float]:
         """Return what the module's validation step logs for a batch."""
-        return self.run("evaluation", batch)
+        return self.run("evaluation", *batch)
 
-    def predict(self, batch: Any) -> Arrays:
+    def predict(self, *inputs: Any) -> Arrays:
         """Return the results of the module's forward, by name; the inputs are a dict of arrays or in order."""
-        return self.run("prediction", batch)
+        return self.run("prediction", *inputs)
 
-    def run(self, name: str, batch: Any) -> Arrays:
-        """Run the model "evaluation" or "prediction"."""
-        feeds = self._checked(batch, name)
+    def run(self, name: str, *batch: Any) -> Arrays:
+        """Run the model "evaluation" or "prediction" on a batch, or on its fields one by one."""
+        feeds = self._checked(batch[0] if len(batch) == 1 else batch, name)
         session = self._session(name)
         for each in self._model(name)["inputs"]:
             if each["role"] not in ("field", "random"):

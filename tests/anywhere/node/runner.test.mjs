@@ -66,6 +66,10 @@ for (const name of ['web', 'node']) {
     ]) {
       await assert.rejects(training.step(wrong), (error) => message.test(error.message) || assert.fail(error.message));
     }
+    await assert.rejects(training.predict(images, labels), /has 2 fields; expected are/);
+    await assert.rejects(training.evaluate(images), /has the fields data, dims; expected are batch_0/);
+    await assert.rejects(training.step(batch(6), 1e-3), /0.001: pass options as { lr, update }/);
+    await assert.rejects(training.fit([batch(6)], { learningRate: 1 }), /learningRate: pass options as { lr, progress }/);
     await assert.rejects(training.step(batch(6), { lr: NaN }), /must be a number of float32/);
     await assert.rejects(training.step(batch(6), { lr: 1e39 }), /must be a number of float32/);
     await assert.rejects(training.step(batch(6), { lr: [1, 2] }), /pass a number, or 1 of them/);
