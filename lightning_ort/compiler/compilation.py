@@ -77,7 +77,7 @@ class Compilation:
         alone = self._request.agree is None
         facts = source is not None, self._request.by_hand
         name = self._cache.graphs_name(gm, inputs, *facts) if alone else None
-        if name is not None and (kept := self._cache.load_graphs(name)) is not None:
+        if name is not None and (kept := self._cache.read(name, list[GraphReport])) is not None:
             self._report_kept(kept)
             return gm.forward  # as below, without tracing it first, which takes as long as all the rest
         watch = Stopwatch()
@@ -92,7 +92,7 @@ class Compilation:
         if all(region.executor == TORCH for graph in self._graphs for region in graph.regions):
             told = len(report.fallbacks) + len(report.notes) > messages
             if name is not None and not told and not is_busy(watch.slowdown):
-                self._cache.store_graphs(name, self._graphs)
+                self._cache.write(name, self._graphs)
             return gm.forward  # no executor runs a part of it: eager is faster than AOTAutograd's wrapper
         self._keep(source, name, inputs)
         return self._guarded(captured.writes.hide(run), source)

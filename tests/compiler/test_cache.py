@@ -303,23 +303,6 @@ def test_files_under_another_name_count_as_absent(tmp_path):
             path.write_bytes(content)
 
 
-IMPOSSIBLE = [("threads", value) for value in (0, -1, 2000, 2**70, 1.0, True, None, "1", [1])]
-IMPOSSIBLE += [
-    (key, value) for key in ("ms/ort", "ms/torch") for value in (0.0, -1.0, math.nan, math.inf, "1", [], True, 1, None)
-]
-IMPOSSIBLE += [("more", 1), ("ms", None), ("ms", [1.0])]
-
-
-def test_impossible_timings_count_as_absent(kept, tmp_path):
-    for key, value in IMPOSSIBLE:
-        for path in tmp_path.glob("region-*.json"):
-            content = path.read_text()
-            change(path, key, value)
-            assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is None, (key, value)
-            path.write_text(content)
-            assert Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem) is not None
-
-
 @pytest.mark.parametrize(("key", "value"), [("threads", 2000), ("threads", 7)])
 def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypatch, key, value):
     options, module, x, expected = kept
@@ -333,26 +316,6 @@ def test_a_session_has_the_threads_that_would_be_tried(kept, tmp_path, monkeypat
     monkeypatch.setattr(session, "build", lambda *args: [made.append((args[3], args[5])), build(*args)][1])
     check_same(ORTBackend(options), module, x, expected)
     assert set(made) == {(1, None)}
-
-
-@pytest.mark.parametrize("times", [{}, {"fast": 1.0}, {"torch": 0.0}, {"torch": "1"}, [], {"torch": math.nan}])
-def test_impossible_times_of_forms_are_measured_again(tmp_path, times):
-    kept = Cache(ORTConfig(cache_dir=str(tmp_path)))
-    measured = {"torch": 1.0, "expanded": 2.0}
-    name = kept.name("an op", (), "op")
-    kept._write_json(name, times)
-    assert kept.times("an op", (), ("torch", "expanded"), lambda: measured) == measured
-    again = Cache(ORTConfig(cache_dir=str(tmp_path)))
-    assert again.times("an op", (), ("torch", "expanded"), lambda: pytest.fail("measured again")) == measured
-
-
-@pytest.mark.parametrize("item", [[], ["DTYPE"], ["NONSENSE", ""], ["DTYPE", 1], "ab", {}, 1, ["DTYPE", "", ""], True])
-def test_impossible_answers_are_asked_for_again(kept, tmp_path, item):
-    options, module, x, expected = kept
-    for path in tmp_path.glob("graph-*.json"):
-        content = json.loads(path.read_text())["content"]
-        write_json(path, [item] * len(content))
-    check_same(ORTBackend(options), module, x, expected)
 
 
 @pytest.mark.parametrize(("kind", "asked"), [(ReasonType.DTYPE, 1), (ReasonType.SESSION_FAILED, 2)])

@@ -61,10 +61,10 @@ class Cache:
     def name(self, *parts: Any) -> str:
         return str(parts[0].partition("\n")[0])
 
-    def load_startup(self, name: str) -> Startup | None:
+    def read(self, name: str, kind: type) -> Startup | None:
         return self.kept.get(name)
 
-    def store_startup(self, name: str, found: Startup) -> None:
+    def write(self, name: str, found: Startup) -> None:
         self.kept[name] = found
 
 

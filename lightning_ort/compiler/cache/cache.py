@@ -13,9 +13,9 @@ of onnxruntime and torch, and the sources of the compiler; the executor and its 
 depends (:meth:`~lightning_ort.config.ORTConfig.key`); for all but the nodes of a graph the processor, the GPUs with
 their driver and TF32, and torch's thread count.
 
-Each file contains a second SHA-256, of its name and its content. A file that cannot be read, is damaged, renamed or
-copied from another, or has values out of range, counts as absent. Files appear only when they are complete
-(:mod:`.cache_folder`), so several processes may share a folder, and any of them may be killed.
+Each file contains a second SHA-256, of its name and its content: what is read is what the same sources have written. A
+file that cannot be read, is damaged, renamed or copied from another counts as absent. Files appear only when they are
+complete (:mod:`.cache_folder`), so several processes may share a folder, and any of them may be killed.
 """
 
 import dataclasses
@@ -23,8 +23,7 @@ import functools
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,11 +42,10 @@ from lightning_ort.compiler.cache.fingerprint import (
     processor,
     software,
 )
-from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.regions.region import Timing
-from lightning_ort.compiler.report.data import GraphReport
 from lightning_ort.compiler.report.plain_types import from_plain, to_plain
-from lightning_ort.config import MAX_THREADS, ORTConfig
+from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
@@ -100,31 +98,27 @@ class Cache:
         options = self._config.key("graphs")
         name = f"graph-{digest(fingerprint(gm.graph), *software(), *executor_key, *options)}"
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-        kept = self._read(name, lambda items: [_to_reason(item) for item in _exactly(list, items)])
-        if kept is not None and len(kept) == len(nodes):
+        kept = self.read(name, list[Reason | None])
+        if kept is not None:
             return dict(zip(nodes, kept, strict=True))
         answers = check()
         reasons = [answers[node] for node in nodes]
         if not any(reason is not None and reason.type.is_failure for reason in reasons):  # it may work the next time
-            self._write_json(name, [reason and [reason.type.name, reason.text] for reason in reasons])
+            self.write(name, reasons)
         return answers
 
     def times(
-        self,
-        fingerprint: str,
-        executor_key: tuple[str, ...],
-        variants: Collection[str],
-        measure: Callable[[], dict[str, float]],
+        self, fingerprint: str, executor_key: tuple[str, ...], measure: Callable[[], dict[str, float]]
     ) -> dict[str, float]:
         """Return the ms of an op's variants, from the cache or ``measure``; those of a busy machine are not kept."""
         name = self.name(fingerprint, executor_key, "op")
         if name not in self._op_times:
-            times = self._read(name, lambda kept: _to_times(kept, variants))
-            if not times:
+            times = self.read(name, dict[str, float])
+            if times is None:
                 watch = Stopwatch()
                 times = measure()
                 if times and not is_busy(watch.slowdown):
-                    self._write_json(name, times)
+                    self.write(name, times)
             self._op_times[name] = times
         return self._op_times[name]
 
@@ -136,7 +130,7 @@ class Cache:
 
     def load(self, name: str) -> Entry | None:
         """Return a region's entry, or ``None``."""
-        timing = self._read(name, _to_timing)
+        timing = self.read(name, Timing)
         if timing is None:
             return None
         content = self._read_bytes(f"{name}.onnx")
@@ -147,7 +141,7 @@ class Cache:
         """Write a region's entry."""
         # each file is valid with any version of the other: the process may be killed in between
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
-        self._write_json(name, dataclasses.asdict(entry.timing))
+        self.write(name, entry.timing)
 
     def load_library(self, name: str) -> Path | None:
         """Return the file of a shared library, or ``None``."""
@@ -171,14 +165,6 @@ class Cache:
             return None
         return self.name(text, (*config.key("graphs"), str(facts)), "graphs")
 
-    def load_graphs(self, name: str) -> list[GraphReport] | None:
-        """Return the reports of a captured graph of which torch runs everything, and of its gradient, or ``None``."""
-        return self._read(name, lambda kept: from_plain(list[GraphReport], kept))
-
-    def store_graphs(self, name: str, graphs: Sequence[GraphReport]) -> None:
-        """Write that torch runs all of these."""
-        self._write_json(name, to_plain(list(graphs)))
-
     def load_step(self, name: str, restore: Callable[[Any], None]) -> bool:
         """Have what is kept of a captured graph that is a step restored; return whether there was anything.
 
@@ -193,15 +179,16 @@ class Cache:
 
     def store_step(self, name: str, plain: Any) -> None:
         """Write what is kept of a step."""
-        self._write_json(_of_step(name), plain)
+        self.write(_of_step(name), plain)
 
-    def load_startup(self, name: str) -> Startup | None:
-        """Return what is known of a step's start; :meth:`name` with the kind ``"start"`` makes its name."""
-        return self._read(name, _to_startup)
+    def read(self, name: str, kind: Any) -> Any:
+        """Return the value of a type that was written under a name, or ``None``."""
+        return self._read(name, functools.partial(from_plain, kind))
 
-    def store_startup(self, name: str, startup: Startup) -> None:
-        """Write what is known of a step's start."""
-        self._write_json(name, dataclasses.asdict(startup))
+    def write(self, name: str, value: Any) -> None:
+        """Write a value, such as a dataclass or a list of them; :meth:`name` and others make names."""
+        content = to_plain(value)
+        self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
 
     def _read_bytes(self, name: str) -> bytes:
         return b"" if self._folder is None else cache_folder.read(self._folder / name)
@@ -220,9 +207,6 @@ class Cache:
             log.debug("cache entry %s is unreadable: %s", name, error)
             return None
 
-    def _write_json(self, name: str, content: Any) -> None:
-        self._write(f"{name}.json", json.dumps({"sha256": _checksum(name, content), "content": content}).encode())
-
     def _write(self, name: str, content: bytes) -> None:
         if self._folder is None:
             return
@@ -235,40 +219,6 @@ class Cache:
 
 def _of_step(name: str) -> str:
     return f"step-{name.partition('-')[2]}"
-
-
-def _to_reason(item: Any) -> Reason | None:
-    if item is None:
-        return None
-    kind, text = _exactly(list, item)
-    return Reason(ReasonType[kind], _exactly(str, text))
-
-
-def _to_timing(kept: Any) -> Timing:
-    timing = from_plain(Timing, kept)
-    _to_times(kept["ms"])
-    if dataclasses.asdict(timing) != kept or not 1 <= timing.threads <= MAX_THREADS:
-        raise ValueError(f"{kept!r} is not a timing")
-    return timing
-
-
-def _to_startup(kept: Any) -> Startup:
-    startup = from_plain(Startup, kept)
-    _to_times({"cold": startup.cold, **({} if startup.warm is None else {"warm": startup.warm}), **startup.ms})
-    return startup
-
-
-def _to_times(kept: Any, names: Collection[str] | None = None) -> dict[str, float]:
-    for name, ms in _exactly(dict, kept).items():
-        if not (math.isfinite(_exactly(float, ms)) and ms > 0 and (names is None or name in names)):
-            raise ValueError(f"{name!r}: {ms} ms")
-    return kept
-
-
-def _exactly(kind: type[_Content], value: Any) -> _Content:
-    if type(value) is not kind:  # isinstance(True, int) is true, too
-        raise TypeError(f"{value!r} is not a {kind.__name__}")
-    return value
 
 
 def _checksum(name: str, content: Any) -> str:

@@ -56,7 +56,7 @@ class OpAutotuner:
             finalize_region(region, gm, views, candidates)
             text = fingerprint(region.module.graph)
             time = functools.partial(self._time, region, variants)
-            cached = self.cache.times(text, self.executor.cache_key, (*variants, TORCH), time)
+            cached = self.cache.times(text, self.executor.cache_key, time)
             times = self.agree(f"op {text}", cached)
             own_times = {variant: times[variant] for variant in variants if variant in times}
             if not own_times:  # no variant works, or memory is too scarce: the region's build will report why

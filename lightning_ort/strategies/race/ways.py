@@ -136,10 +136,10 @@ class Ways:
                 found = dataclasses.replace(found, ms=ms, program=self._program) if ms else found
             else:
                 found = Startup(seconds, None, ms, finished, program=self._program)
-            self._module.backend.cache.store_startup(file, found)
+            self._module.backend.cache.write(file, found)
 
     def _load(self, file: str) -> Startup | None:
-        known = self._module.backend.cache.load_startup(file)
+        known: Startup | None = self._module.backend.cache.read(file, Startup)
         return None if known is not None and known.refused and known.program != self._program else known
 
 
