@@ -1,6 +1,6 @@
 """The strategies by name: :data:`STRATEGIES`, from which they are registered, named, explained and tuned.
 
-A new one is an entry here, a class in ``lightning.py`` and ``pytorch_lightning.py``, and its name in ``__init__.py``.
+A new one is an entry here, a class in ``lightning.py``, and its name in ``__init__.py``.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""All classes for ``lightning.pytorch``; :mod:`lightning_ort.pytorch_lightning` has those for ``pytorch_lightning``.
+"""All classes for ``lightning.pytorch``; :mod:`lightning_ort.pytorch_lightning` makes those for ``pytorch_lightning``.
 
 A class here only joins one of our mixins, which does the work in both namespaces, with the class of Lightning's that it
 extends. Each strategy takes the arguments ``config``, ``optim`` and ``host_memory``, see

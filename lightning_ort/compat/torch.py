@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import get_decompositions
+from torch._decomp.decompositions import upsample_compute_output_size as interpolated_size  # torch 2.13
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
@@ -24,10 +25,12 @@ from torch._prims_common import (
     is_contiguous_or_false,  # `x.is_contiguous()` that is False where symbolic sizes leave it open, torch 2.13
     suggest_memory_format,  # the memory format of an eager result that follows its input, torch 2.13
 )
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors  # while tracing, torch 2.13
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_tracing  # of other tensors' ops, torch 2.13
+from torch.utils._pytree import tree_leaves, tree_map  # torch 2.13
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
@@ -37,7 +40,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_ort.compat.lightning_sources import digest_of
 
-__all__ = ["OpOverload", "TorchDispatchMode", "is_contiguous_or_false", "suggest_memory_format"]
+__all__ = ["OpOverload", "TorchDispatchMode", "interpolated_size", "is_contiguous_or_false", "suggest_memory_format"]
+__all__ += ["tree_leaves", "tree_map", "without_fake_tensors", "without_tracing"]
 
 # Ops
 
@@ -65,11 +69,6 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def decomposition_of(op: OpOverload) -> Callable[..., Any]:
     """Return torch's own decomposition of an op, which need not be to core ATen ops (torch 2.13)."""
     return get_decompositions([op])[op]
-
-
-def interpolated_size(size: Sequence[Any], output_size: Any, factors: Sequence[float] | None) -> Sequence[Any]:
-    """Return the size of an interpolated tensor's dimensions, of which one of the two is given (torch 2.13)."""
-    return torch._decomp.decompositions.upsample_compute_output_size(size, output_size, factors)
 
 
 @contextmanager
@@ -190,26 +189,6 @@ def storage_of(node: Any) -> int | None:
 def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy many tensors, on a GPU with one kernel where they are alike (torch 2.13)."""
     return torch._foreach_mul(list(tensors), 1.0)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to each leaf of nested containers (torch 2.13)."""
-    return _pytree.tree_map(function, tree)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers (torch 2.13)."""
-    return _pytree.tree_leaves(tree)
-
-
-def without_fake_tensors() -> AbstractContextManager[Any]:
-    """Within the block, new tensors are real ones although a graph is being traced (torch 2.13)."""
-    return unset_fake_temporarily()
-
-
-def without_tracing() -> AbstractContextManager[Any]:
-    """Within the block, ops on tensors that are not traced leave no trace (torch 2.13)."""
-    return _disable_current_modes()
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch
+from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch, tree_map
 from lightning_ort.strategies.while_running import WhileRunning
 
 _INTEGERS = {int}
@@ -153,18 +153,11 @@ def _of_concatenated(dataset: ConcatDataset[Any], indices: list[int]) -> Any:
     if len(parts) == 1:
         return parts[0]
     order = [place for found in places.values() for place in found]
-    return _merged(parts, _positions(sorted(range(len(order)), key=order.__getitem__)))
+    back = _positions(sorted(range(len(order)), key=order.__getitem__))
 
+    def merged(*same: Tensor) -> Tensor:
+        if len({part.dtype for part in same}) > 1:
+            raise _OneByOne
+        return torch.cat(same).index_select(0, back.to(same[0].device))
 
-def _merged(parts: list[Any], index: Tensor) -> Any:
-    """Return parts of a batch as one, in another order."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        if len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) == 1:
-            return torch.cat(parts).index_select(0, index.to(first.device))
-    elif isinstance(first, list):
-        if {len(part) for part in parts if type(part) is list} == {len(first)}:
-            return [_merged(list(same), index) for same in zip(*parts, strict=True)]
-    elif all(type(part) is dict and part.keys() == first.keys() for part in parts):
-        return {name: _merged([part[name] for part in parts], index) for name in first}
-    raise _OneByOne
+    return tree_map(merged, *parts)

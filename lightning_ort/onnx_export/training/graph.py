@@ -29,6 +29,9 @@ def written_whole() -> frozenset[OpOverload]:
 class PortableGraph(GraphBuilder):
     """A :class:`GraphBuilder` that emits standard operators only, and computes sizes itself."""
 
+    has_contributed = False
+    dequantizes = False  # onnxruntime-web reads bytes wrongly on WebGPU (1.30)
+
     def __init__(self) -> None:
         super().__init__(Kernels("standard", (CPU,)))
         self.draws: list[tuple[str, Sequence[Any]]] = []  # kinds and sizes of random numbers, in the order of the graph
@@ -79,16 +82,6 @@ class PortableGraph(GraphBuilder):
             super().convert(node)
         else:
             self.values[node] = written(self, node, *node.args, **node.kwargs)
-
-    @property
-    @override
-    def has_contributed(self) -> bool:
-        return False
-
-    @property
-    @override
-    def dequantizes(self) -> bool:
-        return False  # onnxruntime-web reads bytes wrongly on WebGPU (1.30)
 
     @override
     def ms(self, op_type: str, *inputs: Any, **options: Any) -> Any:

@@ -162,6 +162,9 @@ def variants_of(node: fx.Node, kernels: Kernels) -> tuple[str, ...]:
 class GraphBuilder:
     """Collects the ONNX nodes of one region, for the kernels of the installed onnxruntime."""
 
+    has_contributed = True  # whether it may have ONNX Runtime's contributed operators, as :meth:`ms` emits them
+    dequantizes = True  # whether ``DequantizeLinear`` may make floats of bytes
+
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.inputs: list[ir.Value] = []
@@ -178,16 +181,6 @@ class GraphBuilder:
         They run what providers before them have no kernel for, unless one of these is asked alone.
         """
         return not any(provider_of(name).asked_alone for name in self.kernels.providers)
-
-    @property
-    def has_contributed(self) -> bool:
-        """Whether it may have ONNX Runtime's contributed operators, as :meth:`ms` emits them."""
-        return True
-
-    @property
-    def dequantizes(self) -> bool:
-        """Whether ``DequantizeLinear`` may make floats of bytes."""
-        return True
 
     # what a region is made of
 
