@@ -453,7 +453,10 @@ def narrow(self: Any, hidden: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "operation": (inverted, r"aten\.linalg_inv_ex\.default[\s\S]*in inverted: return torch\.linalg\.inv"),
-    "counter": (counted, r"changes Small\.calls, which a model cannot hold: register it as a buffer"),
+    "counter": (
+        counted,
+        r"changes self\.calls, which a model cannot hold: keep it in a tensor that is registered as a buffer",
+    ),
     "branch": (branching, r"depends on the values[\s\S]*in branching: return hidden if"),
     "global step": (lambda self, hidden: hidden * self.global_step, r"reads trainer\.global_step"),
     "epoch": (lambda self, hidden: hidden * self.current_epoch, r"reads trainer\.current_epoch"),
@@ -483,34 +486,29 @@ class Numbered(Small):
     last = 500
 
 
-class Counting(Small):
-    """Counts in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = {"steps": 0}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen["steps"] += 1
-        return super().training_step(batch, batch_idx) * (2 if self.seen["steps"] > 500 else 1)
-
-
 class Listing(Small):
-    """Keeps what it has seen: in its step in an object, after it in attributes."""
+    """Keeps what it has seen, and does something else when that has become much."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = SimpleNamespace(losses=[])
-        self.count, self.sizes = 0, (1,)
+        self.seen = SimpleNamespace(losses=[], sizes={})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.seen.losses.append(loss.detach())
-        return loss * (2 if min(len(self.seen.losses), self.count, len(self.sizes)) > 500 else 1)
+        return loss * (2 if min(len(self.seen.losses), len(self.seen.sizes)) > 500 else 1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.sizes[len(self.seen.sizes)] = len(batch)
+
+
+class Ended(Small):
+    """Counts after the update."""
+
+    count = 0
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.count += 1
-        self.sizes = (*self.sizes, len(batch))
 
 
 def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
@@ -523,14 +521,14 @@ def test_what_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
     listing = Listing()
     cases = [
         (Numbered(), "the number of the batch"),
-        (Counting(), r"changes self\.seen\['steps'\]"),
+        (Ended(), r"changes self\.count"),
         (listing, "on state that is in no buffer"),
         (module, "hooks"),
     ]
     for one, message in cases:
         with pytest.raises(ExportFailed, match=message):
             export_training(one, small_batch(), tmp_path / "exported")
-    assert (listing.seen.losses, listing.count, listing.sizes) == ([], 0, (1,))
+    assert (listing.seen.losses, listing.seen.sizes) == ([], {})
     logging = Numbered()
     logging.last = 10**9
     export_training(logging, small_batch(), tmp_path / "exported")

@@ -4,8 +4,7 @@ import copy
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,22 +17,19 @@ from lightning_ort.compat.torch import tree_map, without_tracing
 from lightning_ort.compat.torchmetrics import value_of_batch
 from lightning_ort.compiler.running.eager_runs import versions_of
 from lightning_ort.onnx_export.export import modes_kept
-from lightning_ort.onnx_export.failure import ExportFailed, explain
+from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
 from lightning_ort.onnx_export.training.batch import chosen_sizes, of_distinct_sizes, rebuilt
+from lightning_ort.onnx_export.training.state import check_repeats, python_kept
 from lightning_ort.onnx_export.training.tracing import Sizes, Trace, trace
-from lightning_ort.onnx_export.training.values import Restored
-from lightning_ort.strategies.audit.snapshot import containers_in, left_behind, plain_values
 from lightning_ort.strategies.capture.shims import Shims
 
 log = logging.getLogger(__name__)
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
-_NUMBERS = (bool, int, float, str)
 # numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
 _TRACED, _COMPARED = 0, (1, 2, 3, 5, 1_000_003)
-_MANY = 10_007  # steps after which a list is looked at again
 
 
 class StepFailed(ExportFailed):
@@ -69,12 +65,17 @@ class Step:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, optimizer: torch.optim.Optimizer | None = None, accumulate: int = 1
+        self,
+        module: nn.Module,
+        name: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        accumulate: int = 1,
+        number: int = _TRACED,
     ) -> None:
         self.module, self.name = module, name
         self._optimizer, self._accumulate = optimizer, accumulate
         self._outputs: dict[str, Any] = {}  # what Lightning passes on of a training step
-        self._numbers = itertools.chain((_TRACED,), itertools.cycle(_COMPARED))
+        self._numbers = itertools.chain((number,), itertools.cycle(_COMPARED))
 
     def __call__(self, batch: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run it, with the backward pass of its loss if it is a ``training_step``, and the hooks around it."""
@@ -232,66 +233,6 @@ class _NoTrainer:
         raise StepFailed(f"{self._step} reads trainer.{name}, which would be a constant of the model.")
 
 
-@contextmanager
-def attributes_kept(module: nn.Module, step: str | None = None) -> Iterator[None]:
-    """Undo what a step does to plain attributes, and to what is in them; refuse it if it counts in them.
-
-    Without ``step``, what to call it in the error, nothing is refused.
-    """
-    before = [(child, dict(vars(child))) for child in module.modules()]
-    roots = left_behind(module, None)
-    containers = [(value, copy.copy(value)) for value in containers_in(roots)]
-    counted = {} if step is None else plain_values(roots)
-    changed: list[str] = []
-    try:
-        yield
-    finally:
-        now_counted = {} if step is None else plain_values(left_behind(module, None))
-        for child, values in before:
-            now = vars(child)
-            for name in {*now, *values}:
-                if now.get(name, None) is not values.get(name, None):
-                    if name.startswith("_") and isinstance(now.get(name), bool):
-                        continue  # that something has been installed, as in transformers
-                    if isinstance(now.get(name), _NUMBERS) or isinstance(values.get(name), _NUMBERS):
-                        changed.append(f"{type(child).__name__}.{name}")
-                    if name in values:
-                        now[name] = values[name]
-                    else:
-                        del now[name]
-        for value, items in containers:
-            if _identities(value) != _identities(items):
-                value.clear()
-                (value.update if isinstance(value, (dict, set)) else value.extend)(items)
-    # also in what attributes and global variables hold
-    changed = changed or [name for name, value in counted.items() if now_counted.get(name, value) != value]
-    if changed and step is not None:
-        raise StepFailed(
-            f"{step} changes {', '.join(sorted(changed))}, which a model cannot hold: register it as a buffer."
-        )
-
-
-def _identities(container: Any) -> list[int]:
-    return [*map(id, (*container, *(container.values() if type(container) is dict else ())))]
-
-
-@contextmanager
-def many_steps(module: nn.Module) -> Iterator[None]:
-    """After the block lists that have grown in it are as long, and counters as high, as after many steps."""
-    lengths = [(one, len(one)) for one in containers_in(left_behind(module, None)) if hasattr(one, "extend")]
-    before = {child: dict(vars(child)) for child in module.modules()}
-    yield
-    for one, length in lengths:
-        one.extend([*one][length:] * _MANY)
-    for child, values in before.items():
-        for name, value in vars(child).items():
-            then: Any = values.get(name)
-            if type(value) is type(then) is int:
-                vars(child)[name] = value + (value - then) * _MANY
-            elif type(value) is type(then) and type(value) in (list, tuple) and value is not then:
-                vars(child)[name] = value + value[len(then) :] * _MANY
-
-
 def traces_of(
     module: nn.Module,
     batch: Any,
@@ -314,17 +255,22 @@ def traces_of(
                 return others
             return {"loss": loss, **others} if method == "training_step" else {"logged/loss": loss, **others}
 
+        def again(number: int) -> dict[str, Tensor]:
+            one = Step(module, method, optimizer, accumulate, number)
+            loss, logged = one(rebuilt(batch, fields))
+            _end(one, rebuilt(batch, fields))
+            return {"loss": loss, **logged}  # type: ignore[dict-item]  # a training step has one
+
         what = f"{name}.{method}"
         trains = method == "training_step"
-        with attributes_kept(module, what if trains else None):
+        with python_kept(module):
             found = trace(module, call, fields, sizes, what, gradients=trains, means=means)
         if trains:
             found.end = lambda values: run.end(rebuilt(batch, values))
+            check_repeats(again, module, what)
         return found
 
     found = {"training": step("training_step")}
-    if defines(module, "on_train_batch_end"):
-        _refuse_late_writes(Step(module, "training_step", optimizer, accumulate), rebuilt(batch, fields))
     with modes_kept(module):
         module.eval()
         if defines(module, "validation_step"):
@@ -334,33 +280,27 @@ def traces_of(
     return found
 
 
-def _refuse_late_writes(step: Step, batch: Any) -> None:
-    """Raise :class:`StepFailed` if ``on_train_batch_end`` writes to a tensor of the module."""
+def _end(step: Step, batch: Any) -> None:
+    """Call ``on_train_batch_end``; raise :class:`StepFailed` if it writes to a tensor of the module."""
     module = step.module
-    what = f"{type(module).__name__}.on_train_batch_end"
+    if not defines(module, "on_train_batch_end"):
+        return
 
     def tensors() -> dict[str, Tensor]:
         return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
-    with attributes_kept(module), Restored(module, gradients=True), torch.random.fork_rng([]):
-        try:
-            step(batch)
-            before = {name: (one, versions_of([one]), one.detach().clone()) for name, one in tensors().items()}
-            step.end(batch)
-        except ExportFailed:
-            raise
-        except Exception as error:  # the user's code
-            raise ExportFailed(f"{what} cannot be run: {explain(error)}") from error
-        now = tensors()
-        written = [
-            name
-            for name, (one, versions, value) in before.items()
-            if now.get(name) is not one or versions_of([one]) != versions or not torch.equal(one, value)
-        ]
+    before = {name: (one, versions_of([one]), one.detach().clone()) for name, one in tensors().items()}
+    step.end(batch)
+    now = tensors()
+    written = [
+        name
+        for name, (one, versions, value) in before.items()
+        if now.get(name) is not one or versions_of([one]) != versions or not torch.equal(one, value)
+    ]
     if written:
         raise StepFailed(
-            f"{what} writes to {', '.join(written)} after the update, which a model does not: do it in"
-            " `training_step` or `on_before_zero_grad`."
+            f"{type(module).__name__}.on_train_batch_end writes to {', '.join(written)} after the update, which a"
+            " model does not: do it in `training_step` or `on_before_zero_grad`."
         )
 
 
@@ -398,5 +338,5 @@ def _forward_trace(module: nn.Module, bound: inspect.BoundArguments, means: bool
         return named_outputs(module(*arguments.args, **arguments.kwargs), names)[1]
 
     what = f"{type(module).__name__}.forward"
-    with attributes_kept(module):
+    with python_kept(module):
         return trace(module, call, fields, chosen_sizes(fields, None), what, gradients=False, means=means)

@@ -17,7 +17,7 @@ from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.forms.random import Recorded
 from lightning_ort.onnx_export.training.models import Settings
-from lightning_ort.onnx_export.training.steps import attributes_kept, many_steps
+from lightning_ort.onnx_export.training.state import many_steps, python_kept
 from lightning_ort.onnx_export.training.tracing import Trace, as_traced
 from lightning_ort.onnx_export.training.values import Restored
 
@@ -63,7 +63,7 @@ class Reference:
         state = torch.get_rng_state()
         found = []
         for share in (0.0, ROUNDING):
-            with Restored(self.module, gradients=True), attributes_kept(self.module), torch.no_grad():
+            with Restored(self.module, gradients=True), python_kept(self.module), torch.no_grad():
                 torch.set_rng_state(state)
                 generator = torch.Generator().manual_seed(0)
                 for parameter in self.parameters.values():
@@ -296,7 +296,7 @@ def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
     with ExitStack() as stack:
         for context in (
             Restored(module),
-            attributes_kept(module),
+            python_kept(module),
             modes_kept(module),
             as_traced(checkpoints=not trace.draws),
             torch.random.fork_rng([]),

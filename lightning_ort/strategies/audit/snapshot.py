@@ -12,6 +12,7 @@ import enum
 import hashlib
 import itertools
 import math
+import random
 import sys
 import types
 from collections import deque
@@ -22,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from lightning_ort.strategies.audit.code_parts import is_users, parts_of_code
 
 MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
 _MAX_DEPTH = 12
@@ -118,22 +121,15 @@ def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
     return {path: _value_of(value) if before == path else f"the same as {before}" for path, value, before in found}
 
 
-def plain_values(roots: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the numbers, texts and arrays below named objects, by where they are."""
+def stored_in(roots: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what is below named objects, by where it is, each once."""
     found = itertools.islice(_stored(roots), MAX_VALUES)
-    return {path: _value_of(value) for path, value, _ in found if is_one(value, int, float, str, np.number, np.ndarray)}
-
-
-def containers_in(roots: Mapping[str, Any]) -> list[Any]:
-    """Return the containers below named objects that can be changed, each once."""
-    found = itertools.islice(_stored(roots), MAX_VALUES)
-    return [value for path, value, before in found if before == path and type(value) in (list, dict, set, deque)]
+    return [(path, value) for path, value, before in found if before == path]
 
 
 def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a batch, with the places where they are."""
-    found = itertools.islice(_stored({"": value}), MAX_VALUES)
-    return [(path, one) for path, one, before in found if before == path and is_one(one, torch.Tensor)]
+    return [(path, one) for path, one in stored_in({"": value}) if is_one(one, torch.Tensor)]
 
 
 def _stored(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -167,8 +163,6 @@ def gradients(module: nn.Module) -> dict[str, Value]:
 
 def random_numbers() -> dict[str, Value]:
     """Return the states of the generators that the process has from the start."""
-    import random
-
     states = (random.getstate(), np.random.get_state(), torch.default_generator)
     names = ("Python's random numbers", "NumPy's random numbers", "torch's random numbers")
     return {name: _digest(state) for name, state in zip(names, states, strict=True)}
@@ -180,10 +174,8 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
     Global variables are those that the step and the methods of its module's classes name.
     """
     kinds = {base for one in module.modules() for base in type(one).__mro__ if not _is_machinery(base)} - {object}
-    own = kinds.intersection(type(module).__mro__)
-    functions = [value for kind in own for value in vars(kind).values() if isinstance(value, types.FunctionType)]
     variables = dict[str, Any]()
-    for function in (getattr(step, "__func__", step), *functions):
+    for function in (getattr(step, "__func__", step), *functions_of(type(module))):
         known = getattr(function, "__globals__", {})
         for name in known.keys() & set(getattr(getattr(function, "__code__", None), "co_names", ())):
             value = known[name]
@@ -191,10 +183,19 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
                 kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
             elif not is_one(value, *_CODE, nn.Module):
                 variables[f"{known.get('__name__')}.{name}"] = value
-    return {"self": module, "globals": dict(sorted(variables.items())), "class": _attributes_of(kinds)}
+    return {"self": module, "globals": dict(sorted(variables.items())), "class": attributes_of(kinds)}
 
 
-def _attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
+def functions_of(kind: type) -> list[types.FunctionType]:
+    """Return the methods of a class, and of those that it derives from, which are the user's."""
+    found = [value for kind in kind.__mro__ if not _is_machinery(kind) for value in vars(kind).values()]
+    found = [one.fget if type(one) is property else one for one in found]
+    found = [one.__func__ if type(one) in (staticmethod, classmethod) else one for one in found]
+    return [one for one in found if isinstance(one, types.FunctionType)]
+
+
+def attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
+    """Return the plain attributes of classes themselves, by name."""
     return {
         f"{kind.__qualname__}.{name}": value
         for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
@@ -204,7 +205,7 @@ def _attributes_of(kinds: Iterable[type]) -> dict[str, Any]:
 
 
 def _may_be_met_again(value: Any) -> bool:
-    return not is_one(value, int, float, complex, str, bytes, enum.Enum, *_CODE, type(None))
+    return not is_one(value, int, float, complex, str, bytes, enum.Enum, types.ModuleType, type(None))
 
 
 def _value_of(value: Any) -> Value:
@@ -223,7 +224,7 @@ def _value_of(value: Any) -> Value:
     if is_one(value, np.ndarray) and value.dtype.kind in "biuf":
         wide = np.ndarray.view(value, np.ndarray).astype(np.float64)
         return Numbers(f"{value.dtype} {value.shape}", float(wide.sum()), float(np.abs(wide).sum()), value.size)
-    if is_one(value, np.random.Generator, np.random.RandomState, torch.Generator):
+    if is_one(value, np.random.Generator, np.random.RandomState, torch.Generator) or type(value) is random.Random:
         return f"{name} {_digest(value)}"
     if is_one(value, *_CODE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', getattr(value, '__name__', ''))}"
@@ -275,6 +276,11 @@ def _finite(value: Any) -> tuple[float, float]:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of an object that are to be looked at, and what their names begin with."""
+    if is_one(value, type) and is_users(value):
+        attributes = [(f".{name.rpartition('.')[2]}", item) for name, item in attributes_of([value]).items()]
+        return attributes + [(f".{one.__name__}", one) for one in functions_of(value)]
+    if (found := parts_of_code(value)) is not None:
+        return found
     if is_one(value, torch.Tensor, str, bytes, np.ndarray, enum.Enum, *_CODE):
         return []
     if is_one(value, nn.Module):
@@ -282,14 +288,14 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         parts = [_attributes(value).get(name) or {} for name in _PARTS_OF_MODULES]
         registered = [pair for items in parts for pair in items.items()]
         return [(f".{name}", item) for name, item in registered + attributes]
-    found: list[tuple[str, Any]] = []
+    found = []
     if is_one(value, dict):
         for index, (key, item) in enumerate(dict.items(value)):
             found.append((f"[{key!r}]"[:80] if _is_plain(key) else f"[item {index}]", item))
     elif (container := next((one for one in (list, tuple, deque) if is_one(value, one)), None)) is not None:
         found = [(f"[{index}]", item) for index, item in enumerate(container.__iter__(value))]
     if not _is_machinery(type(value)):
-        found += [(f".{name}", item) for name, item in (*_attributes(value).items(), *_slots(value))]
+        found += [(f".{name}", item) for name, item in (*_attributes(value).items(), *slots_of(value))]
     return found
 
 
@@ -301,7 +307,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _slots(value: Any) -> list[tuple[str, Any]]:
+def slots_of(value: Any) -> list[tuple[str, Any]]:
     """Return what an object has in slots, ``None`` in empty ones."""
     found: list[tuple[str, Any]] = []
     for base in type(value).__mro__:
@@ -326,5 +332,7 @@ def _digest(value: Any) -> str:
         value = value.get_state()
     elif isinstance(value, torch.Generator):
         value = value.get_state().numpy().tobytes()
+    elif isinstance(value, random.Random):
+        value = value.getstate()
     data = value if isinstance(value, bytes) else repr(value).encode()
     return hashlib.sha256(data).hexdigest()[:12]
