@@ -195,6 +195,7 @@ class WatchedCalls(AbstractContextManager["WatchedCalls"]):
 
     @override
     def __exit__(self, *exc_info: object) -> None:
+        del self._frame  # which has this object: what the step returned would stay until garbage is collected
         with _watch_lock:
             del _watching[self._thread]
             if self._outer is not None:

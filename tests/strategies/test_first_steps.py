@@ -1,5 +1,7 @@
 """The first step runs unchanged: errors come early, and a step that takes gradients itself is not compiled in vain."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, autograd
 from lightning_ort import ORTStrategy
 from lightning_ort.compat.autograd import WatchedCalls
 from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.strategies.capture.first_steps import FirstSteps
 from lightning_ort.strategies.capture.module import CapturedModule
 
 
@@ -130,6 +133,18 @@ def test_gradients_that_a_backward_pass_takes_do_not_count() -> None:
         autograd.grad(x.square().sum(), x)
     assert (calls.own, calls.second, outer.own) == (True, False, False)
     assert autograd._engine_run_backward is engine
+
+
+def test_what_a_watched_step_returns_is_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()  # what is left in a cycle, and its graph's small blocks all over the heap, stays until an epoch ends
+    try:
+        output = FirstSteps(lambda x: x.exp().sum())(torch.ones(2, requires_grad=True))
+        kept = weakref.ref(output)
+        del output
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_what_one_step_was_seen_to_do_is_told_to_a_step_that_runs_once(
