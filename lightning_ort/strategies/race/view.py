@@ -65,7 +65,8 @@ class RaceView:
         run = self._module.backend.report.run
         if race.champion is UNCHANGED and not started and race.has_challengers and race.steps > 0:
             why = _why_waiting(waiting) if waiting else f"too few steps to decide ({race.steps})"
-            self._note(ReasonType.NOT_COMPILED, why)
+            # a line on the console is enough
+            self._note(ReasonType.NOT_COMPILED, why, announced=self._name != TRAINING and TRAINING in self._module.races)
             run.waiting = run.waiting or f"{self._name}: {why}"
         elif waiting and waiting.way not in started:
             text = f"{step_label(waiting.way.engine)}: {_why_waiting(waiting, advises=False)}"
@@ -96,7 +97,7 @@ class RaceView:
             self._show_verdict(race, event)
         elif event.what == "costs too much":
             assert isinstance(event.why, Waiting)
-            cost, allowed = map(seconds_text, (event.why.cost, event.why.allowed))
+            cost, allowed = (duration(1000 * each) for each in (event.why.cost, event.why.allowed))
             text = f"compiling takes {cost}, more than the {allowed} allowed{_busy(event.why)}"
             after = f"{step_label(event.way.engine)} is given up" if race.champion is not UNCHANGED else STAYS
             self._note(ReasonType.BUDGET, f"{text}; raise ORTConfig(compile_budget=...) or pass start='now'; {after}")
@@ -168,7 +169,7 @@ class RaceView:
         # all ways of the engine: as child modules or two graphs, if it could not be compiled as it was
         events = [one for one in race.of_run if one.what == "compiles" and one.way.engine == way.engine]
         found = [event.seconds.values() for event in events]
-        return f"{self._name} compiled in {seconds_text(sum(map(sum, found)))}"
+        return f"{self._name} compiled in {duration(1000 * sum(map(sum, found)))}"
 
     def _keep(self, way: Way) -> None:
         """Note in the report what runs from now on, whatever the last duel has found."""
@@ -199,19 +200,13 @@ class RaceView:
             bar.print(f"{colour}{line}{_RESET}" if shows_colour else line)
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a duration for a message."""
-    if seconds < 0.05:
-        return "less than 0.1 s" if seconds > 0 else "0 s"
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
 def _why_waiting(event: Event, advises: bool = True) -> str:
     if not isinstance(event.why, Waiting):
         return str(event.why)
     why, origin = event.why, ", by an earlier run" * event.why.earlier
     limit = "compile_budget allows" if why.by_budget else "it is worth at most"
-    text = f"about {seconds_text(why.cost)} to compile{origin}; {limit} {seconds_text(why.allowed)}{_busy(why)}"
+    cost, allowed = (duration(1000 * each) for each in (why.cost, why.allowed))
+    text = f"about {cost} to compile{origin}; {limit} {allowed}{_busy(why)}"
     return text + "; ORTConfig(start='now') compiles at once" * advises
 
 
