@@ -66,7 +66,9 @@ class RaceView:
         if race.champion is UNCHANGED and not started and race.has_challengers and race.steps > 0:
             why = _why_waiting(waiting) if waiting else f"too few steps to decide ({race.steps})"
             # a line on the console is enough
-            self._note(ReasonType.NOT_COMPILED, why, announced=self._name != TRAINING and TRAINING in self._module.races)
+            self._note(
+                ReasonType.NOT_COMPILED, why, announced=self._name != TRAINING and TRAINING in self._module.races
+            )
             run.waiting = run.waiting or f"{self._name}: {why}"
         elif waiting and waiting.way not in started:
             text = f"{step_label(waiting.way.engine)}: {_why_waiting(waiting, advises=False)}"
