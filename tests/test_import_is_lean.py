@@ -89,6 +89,20 @@ for width, config in json.loads(fits):
     assert trainer.global_step == 4
     print("ran", trainer.strategy.report.ort_runs, *(name for name in names if name in sys.modules))
 """
+# what has compiled for the first time has loaded no more than it needs, and the rest is there when it is asked for
+AFTER = """
+print([name for name in ("networkx", "torch.distributed.tensor.experimental", "torch._inductor.compile_fx")
+       if name in sys.modules])
+print([file for file, found in linecache.cache.items() if len(found) > 1 and file.endswith(
+    ("symbolic_convert.py", "fake_tensor.py", "output_graph.py"))])  # sources that were read stay in memory
+
+from torch._functorch._activation_checkpointing.graph_info_provider import GraphInfoProvider as Graph
+
+graph = Graph(["a", "b"], [("a", "b")], ["a", "b"], {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0})
+print(list(graph.recomputable_node_only_graph.edges))
+import networkx
+print(type(graph.recomputable_node_only_graph) is networkx.DiGraph)
+"""
 OURS = {"lightning_ort.compiler.compilation", "lightning_ort.compat.dynamo_repairs"}
 COMPILER = OURS | {"onnxruntime", "onnx", "onnx_ir", "torch._functorch.partitioners"}
 INDUCTOR = "torch._inductor.ir"  # takes 0.3 s and 24 MB
@@ -101,12 +115,13 @@ def test_fits_load_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fit", json.dumps([(4, always)])])
     exec(compile(FIT, "fit", "exec"), {"__name__": "fit"})
     fits = json.dumps([(4, {}), (4, always), (5, always)])
-    command = [sys.executable, "-c", FIT, fits, *COMPILER, INDUCTOR, ZERO]
+    command = [sys.executable, "-c", FIT + AFTER, fits, *COMPILER, INDUCTOR, ZERO]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")]
     assert [runs != "0" for runs, *_ in lines] == [False, True, True]
     assert [{*loaded} for _, *loaded in lines] == [set(), OURS | {"onnxruntime"}, COMPILER]
+    assert done.stdout.splitlines()[-4:] == ["[]", "[]", "[('a', 'b')]", "True"]
 
 
 COMMAND = """

@@ -119,19 +119,19 @@ COMMON = {
 }
 
 
-@settings(max_examples=30, derandomize=True, **COMMON)
+@settings(max_examples=20, derandomize=True, **COMMON)
 @given(PROGRAMS)
 def test_random_modules(program: Program) -> None:
     check(program, "split")
 
 
-@settings(max_examples=30, derandomize=True, **COMMON)
+@settings(max_examples=20, derandomize=True, **COMMON)
 @given(PROGRAMS)
 def test_random_modules_as_one_graph(program: Program) -> None:
     check(program, "joint")
 
 
-@settings(max_examples=10, derandomize=True, **COMMON)
+@settings(max_examples=6, derandomize=True, **COMMON)
 @given(PROGRAMS, st.sampled_from(["split", "joint"]))
 def test_random_modules_on_changing_sizes(program: Program, step_graph: str) -> None:
     check_changing(program, step_graph)
