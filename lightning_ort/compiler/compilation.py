@@ -18,7 +18,7 @@ from lightning_ort.compiler.cache.kept_step import is_plain
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
 from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty, is_random
 from lightning_ort.compiler.lowering.one_graph import loss_of
-from lightning_ort.compiler.placement.placer import Placer, assemble
+from lightning_ort.compiler.placement.placer import Placer
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import TORCH, Region, RegionRejected
 from lightning_ort.compiler.report.data import GraphReport, RegionReport
@@ -205,9 +205,8 @@ class Compilation:
             try:
                 if not lowered:
                     lowering.lower(gm)
-                placed = self._placer.place(gm, device_of(inputs), graph.name, self._request.check_budget)
-                graph.regions = placed.reports
-                run = assemble(placed)
+                budget = self._request.check_budget
+                run, graph.regions = self._placer.place(gm, device_of(inputs), graph.name, budget)
             except ORTFallbackError:
                 raise
             except Exception as error:  # a bug of ours must not end the run

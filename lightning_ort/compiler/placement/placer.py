@@ -11,7 +11,7 @@ import functools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,16 +55,6 @@ _OUT_OF_BOUNDS = Reason(ReasonType.NOT_TIMED, "it reads or writes at positions t
 
 
 @dataclass(frozen=True)
-class PlacedGraph:
-    """A graph cut into regions, and for each region what runs it and its report."""
-
-    gm: fx.GraphModule
-    regions: list[Region]
-    calls: list[Callable[..., Any]] = field(default_factory=list)
-    reports: list[RegionReport] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Placer:
     """Places the graphs of one backend."""
 
@@ -85,8 +75,11 @@ class Placer:
 
     def place(
         self, gm: fx.GraphModule, device: torch.device, name: str, check_budget: Callable[[], None] = lambda: None
-    ) -> PlacedGraph:
-        """Cut a lowered graph and build its regions; ``check_budget`` is called between them, and may raise."""
+    ) -> tuple[Callable[[list[Any]], Any], list[RegionReport]]:
+        """Cut a lowered graph and build its regions; ``check_budget`` is called between them, and may raise.
+
+        Returns what runs the graph, a boxed function, and the reports of its regions.
+        """
         before = resident_bytes() or 0
         executors = {kind.name: kind(self.config, device) for kind in registry.EXECUTORS}
         candidates = self._candidates(gm, list(executors.values()), name)
@@ -182,18 +175,18 @@ def _assembled(
     built: Mapping[Any, GuardedRegion],
     candidates: Candidates,
     lost: Mapping[Any, Timing],
-) -> PlacedGraph:
-    placed = PlacedGraph(gm, regions)
+) -> tuple[Callable[[list[Any]], Any], list[RegionReport]]:
+    calls, reports = list[Callable[..., Any]](), list[RegionReport]()
     for region in regions:
         if region.executor == TORCH:
-            placed.calls.append(TorchRegion(region))
-            placed.reports.append(_torch_report(region, candidates.reasons, lost))
+            calls.append(TorchRegion(region))
+            reports.append(_torch_report(region, candidates.reasons, lost))
         else:
             guarded = built[region.key]
             guarded.rename(region.name)  # levels change when neighbours are demoted
-            placed.calls.append(guarded)
-            placed.reports.append(guarded.report)
-    return placed
+            calls.append(guarded)
+            reports.append(guarded.report)
+    return _assemble(gm, zip(regions, calls, strict=True)), reports
 
 
 def _accelerators(gm: fx.GraphModule) -> set[str]:
@@ -355,16 +348,15 @@ def _torch_report(region: Region, reasons: Mapping[fx.Node, Reason], lost: Mappi
     )
 
 
-def assemble(placed: PlacedGraph) -> Callable[[list[Any]], Any]:
+def _assemble(gm: fx.GraphModule, regions: Iterable[tuple[Region, Callable[..., Any]]]) -> Callable[[list[Any]], Any]:
     """Return a boxed function that calls the regions in order, by name, and frees what is no longer needed."""
-    gm = placed.gm
     graph = fx.Graph()
     generate_boxed_code(graph)
     outer: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             outer[node] = graph.node_copy(node)
-    for region, run in zip(placed.regions, placed.calls, strict=True):
+    for region, run in regions:
         inputs = tuple(copy_with_views(source, graph, outer) for source in region.inputs)
         call = graph.call_function(run, inputs)
         for index, node in enumerate(region.outputs):

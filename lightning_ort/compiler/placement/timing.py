@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from lightning_ort._busy import Stopwatch
-from lightning_ort.compat.torch import OpOverload, arguments_of, hint_of
-from lightning_ort.compiler.graphs.nodes import int_hint
+from lightning_ort.compat.torch import OpOverload, arguments_of
 from lightning_ort.compiler.regions.region import TORCH, Region, Timing
+from lightning_ort.compiler.regions.reproducer import spec_of
 from lightning_ort.compiler.regions.reproducer_script import extent, make_input
 
 _LARGE = 1 << 18  # elements of an input whose memory is shared
@@ -33,7 +33,7 @@ def samples(region: Region) -> list[Any]:
     Large ones share memory: a second copy of a large module's parameters may not fit beside the first.
     """
     generator = torch.Generator().manual_seed(0)
-    specs = [_spec(node.meta["val"]) for node in region.inputs]
+    specs = [spec_of(node.meta["val"]) for node in region.inputs]
     large: dict[Any, list[int]] = {}
     for spec in specs:
         if _is_large(spec):
@@ -52,14 +52,6 @@ def samples(region: Region) -> list[Any]:
         made.append(memory.as_strided(*spec[:2], start))
         start += extent(*spec[:2])
     return made
-
-
-def _spec(val: Any) -> Any:
-    if not isinstance(val, torch.Tensor):
-        return float(hint_of(val)) if isinstance(val, torch.SymFloat) else int_hint(val)
-    # TypeError for a size that depends on data, which has no hint
-    sizes, strides = (tuple(map(int_hint, numbers)) for numbers in (val.shape, val.stride()))
-    return sizes, strides, val.dtype, val.device
 
 
 def _is_large(spec: Any) -> bool:

@@ -33,7 +33,7 @@ class Reproducer:
         copy.output(copy.graph_copy(graph, copied))
         for node in copied.values():
             node.meta.clear()
-        inputs = {node.name: _spec(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+        inputs = {node.name: spec_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
         return cls(copy, inputs, model, providers)
 
     @functools.cached_property
@@ -75,7 +75,8 @@ def _import(name: str, value: Any) -> str:
     return f"from {value.__module__} import {value.__qualname__} as {name}"
 
 
-def _spec(value: Any) -> Any:
+def spec_of(value: Any) -> Any:
+    """Return sizes, strides, dtype and device of a traced tensor, or a number as it was when it was traced."""
     if isinstance(value, torch.Tensor):
         return tuple(map(_number, value.shape)), tuple(map(_number, value.stride())), value.dtype, str(value.device)
     return _number(value)
