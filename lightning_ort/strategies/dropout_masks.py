@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.torch import replace_kernel
-from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel, matches_torch
 from lightning_ort.strategies.while_running import WhileRunning
 
@@ -29,12 +28,11 @@ class DropoutMasks:
         self.large, self.small = 0, 0  # calls in this run
         self._drawn_before = 0  # elements
 
-    def setup(self, device: torch.device, cache: Cache) -> None:
-        """Begin a run that computes on a device; ``cache`` is where the function is kept."""
+    def setup(self, device: torch.device) -> None:
+        """Begin a run that computes on a device."""
         self.large = self.small = 0
         self._drawn_before = mask_kernel().drawn
         if device.type == "cpu" and matches_torch():
-            mask_kernel().use_cache(cache)
             _replaced.begin(self)
 
     def begin_step(self) -> None:

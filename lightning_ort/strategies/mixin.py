@@ -149,7 +149,7 @@ class ORTMixin(lightning_bases.Strategy):
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
-        self._masks.setup(self.root_device, self._capture.cache)
+        self._masks.setup(self.root_device)
         whole_batches.begin(self)
         self._times.setup()
         self.report.run.trainer_loop = self._lean.setup(trainer, self, self.ort_config.debug.trainer_loop)

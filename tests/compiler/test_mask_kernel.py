@@ -3,16 +3,12 @@
 import random
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_ort.compiler.cache import cache_folder
-from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors import mask_kernel
 from lightning_ort.compiler.executors.mask_kernel import MaskKernel, matches_torch
-from lightning_ort.config import ORTConfig
 
 pytestmark = pytest.mark.skipif(
     bool(mask_kernel.unsupported_reason()) or not matches_torch(),
@@ -21,11 +17,10 @@ pytestmark = pytest.mark.skipif(
 ENOUGH = torch.empty(5000)
 
 
-def used(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
+def used(monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
     """One that has drawn enough to be compiled, and is as far as it gets."""
     monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", ENOUGH.numel())
     kernel = MaskKernel()
-    kernel.use_cache(Cache(ORTConfig(cache_dir=folder and str(folder))))
     kernel.draw(ENOUGH, 0.5, torch.Generator())
     if kernel._thread is not None:
         kernel._thread.join()
@@ -35,7 +30,7 @@ def used(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
 @pytest.fixture(scope="module")
 def compiled() -> MaskKernel:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        kernel = used(None, monkeypatch)
+        kernel = used(monkeypatch)
     assert kernel.is_ready, kernel.problem
     return kernel
 
@@ -115,34 +110,6 @@ def test_compiled_when_enough_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernel.draw(ENOUGH, 0.5, None)
 
 
-def test_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert used(tmp_path, monkeypatch).is_ready
-    assert [path.suffix for path in cache_folder.entries(tmp_path)] == [".so"]
-    forbid(monkeypatch)
-    kernel = MaskKernel()
-    kernel.use_cache(Cache(ORTConfig(cache_dir=str(tmp_path))))
-    assert kernel.draw(ENOUGH, 0.5, None)
-
-
-@pytest.mark.parametrize("damage", ["shorter", "other", "empty"])
-def test_a_damaged_file_is_compiled_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used(tmp_path, monkeypatch)
-    (path,) = cache_folder.entries(tmp_path)
-    content = path.read_bytes()
-    damaged = {"shorter": content[:-100], "other": content[:4000] + b"x" + content[4001:], "empty": b""}[damage]
-    path.unlink()  # this process has mapped it
-    path.write_bytes(damaged)
-    assert used(tmp_path, monkeypatch).is_ready
-    assert path.read_bytes() == content
-
-
-def test_another_processor_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used(tmp_path, monkeypatch)
-    monkeypatch.setattr(mask_kernel, "_features", lambda: "flags: sse2")
-    used(tmp_path, monkeypatch)
-    assert len(cache_folder.entries(tmp_path)) == 2
-
-
 def test_another_way_of_drawing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_kernel, "BITS", 24)
     assert not matches_torch.__wrapped__()
@@ -150,7 +117,7 @@ def test_another_way_of_drawing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -O2")
-    kernel = used(None, monkeypatch)
+    kernel = used(monkeypatch)
     assert not kernel.is_ready
     assert kernel.problem == "no C compiler: no-such-compiler -O2 is not on the PATH"
 
@@ -168,10 +135,9 @@ def test_a_compiler_that_fails(lines: str, problem: str, tmp_path: Path, monkeyp
     compiler.write_text(f"#!/bin/sh\n{lines}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    kernel = used(tmp_path, monkeypatch)
+    kernel = used(monkeypatch)
     assert not kernel.is_ready
     assert problem in kernel.problem
-    assert cache_folder.entries(tmp_path) == []
     forbid(monkeypatch)
     assert not kernel.draw(ENOUGH, 0.5, None)  # and it is not tried again
 
@@ -181,14 +147,6 @@ def test_one_that_draws_other_masks_is_not_used(tmp_path: Path, monkeypatch: pyt
     wrong = tmp_path / "mask_kernel.c"
     wrong.write_text(source.replace("y << 15", "y << 14"))
     monkeypatch.setattr(mask_kernel, "_SOURCE", wrong)
-    kernel = used(tmp_path, monkeypatch)
+    kernel = used(monkeypatch)
     assert not kernel.is_ready
     assert kernel.problem == "it draws other masks than torch"
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(cache_folder, "write", refuse)
-    assert used(tmp_path, monkeypatch).draw(ENOUGH, 0.5, None)

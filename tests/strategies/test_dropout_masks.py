@@ -4,7 +4,6 @@ import functools
 import gc
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compat import dynamo
-from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.executors import mask_kernel
 from lightning_ort.compiler.executors.mask_kernel import MaskKernel, matches_torch
-from lightning_ort.config import ORTConfig
 from lightning_ort.strategies import dropout_masks
 
-NO_CACHE = Cache(ORTConfig(cache_dir=None))
 needs_kernel = pytest.mark.skipif(
     bool(mask_kernel.unsupported_reason()) or not matches_torch(),
     reason=mask_kernel.unsupported_reason() or "torch draws otherwise on this processor",
@@ -175,12 +171,6 @@ def test_without_a_compiler(
 
 
 @needs_kernel
-def test_kept_for_the_next_process(kernel: MaskKernel, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    fit(make_trainer, ORTStrategy(config={"engine": "torch", "cache_dir": str(tmp_path)}))
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
-
-
-@needs_kernel
 def test_errors_are_torchs(kernel: MaskKernel) -> None:
     def error(call: Callable[[], Any]) -> str:
         with pytest.raises(RuntimeError) as caught:
@@ -193,7 +183,7 @@ def test_errors_are_torchs(kernel: MaskKernel) -> None:
     ]
     expected = list(map(error, calls))
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cpu"), NO_CACHE)
+    masks.setup(torch.device("cpu"))
     try:
         assert is_replaced()
         assert list(map(error, calls)) == expected
@@ -207,8 +197,8 @@ def test_errors_are_torchs(kernel: MaskKernel) -> None:
 
 def test_two_runs_at_once() -> None:
     one, other = dropout_masks.DropoutMasks(), dropout_masks.DropoutMasks()
-    one.setup(torch.device("cpu"), NO_CACHE)
-    other.setup(torch.device("cpu"), NO_CACHE)
+    one.setup(torch.device("cpu"))
+    other.setup(torch.device("cpu"))
     expected = matches_torch()
     one.teardown()
     one.teardown()
@@ -219,7 +209,7 @@ def test_two_runs_at_once() -> None:
 
 def test_not_on_a_gpu() -> None:
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cuda"), NO_CACHE)
+    masks.setup(torch.device("cuda"))
     assert not is_replaced()
 
 
@@ -232,7 +222,7 @@ def test_not_on_a_gpu() -> None:
 def test_several_threads_draw_from_one_generator(draw: Callable[[], Tensor], kernel: MaskKernel) -> None:
     """No number is drawn twice: together they have drawn what one would have."""
     masks = dropout_masks.DropoutMasks()
-    masks.setup(torch.device("cpu"), NO_CACHE)
+    masks.setup(torch.device("cpu"))
     drawn: list[Tensor] = []
     try:
         torch.empty(8192).bernoulli_(0.5)

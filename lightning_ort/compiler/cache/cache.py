@@ -6,7 +6,6 @@
 - ``step-<hash>.json``: a captured step as one graph with its gradients, lowered (:mod:`.kept_step`)
 - ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
-- ``kernel-<hash>.so``: the function that draws dropout masks (:mod:`~lightning_ort.compiler.executors.mask_kernel`)
 
 The hash covers the graph (:mod:`.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the settings on which it
@@ -142,16 +141,6 @@ class Cache:
         # each file is valid with any version of the other: the process may be killed in between
         self._write(f"{name}.onnx", entry.model + _seal(name, entry.model))
         self.write(name, entry.timing)
-
-    def load_library(self, name: str) -> Path | None:
-        """Return the file of a shared library, or ``None``."""
-        content = self._read_bytes(f"{name}.so")
-        sealed = content.endswith(_seal(name, content[:-_SEAL_BYTES]))
-        return self._folder / f"{name}.so" if sealed and self._folder is not None else None
-
-    def store_library(self, name: str, content: bytes) -> None:
-        """Write a shared library; the loader ignores what follows it in its file."""
-        self._write(f"{name}.so", content + _seal(name, content))
 
     def graphs_name(self, gm: fx.GraphModule, inputs: Sequence[Any], *facts: bool) -> str | None:
         """Return the name of a captured graph's entry, or ``None`` if nothing is kept of it.

@@ -2,8 +2,8 @@
 
 On processors other than Intel's, torch's ``bernoulli`` takes two 32-bit numbers from its generator (mt19937) for each
 element, one element at a time (torch 2.13). The function in ``mask_kernel.c`` computes the same numbers many at a time,
-and leaves the generator in the same state. It is compiled once for each processor, in another thread, when about as
-much time was spent on drawing as it would have saved, and is kept in the cache.
+and leaves the generator in the same state. It is compiled in another thread, when about as much time was spent on
+drawing as it would have saved. That is a fraction of a second, so it is not kept for later runs.
 """
 
 import ctypes
@@ -21,10 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from lightning_ort.compiler.cache.cache import Cache
-from lightning_ort.compiler.cache.fingerprint import digest
-from lightning_ort.config import ORTConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +63,6 @@ class MaskKernel:
         self.drawn = 0  # elements that could have been drawn by it
         self.problem = ""  # why there is none
         self._function: Any = None
-        self._cache = Cache(ORTConfig(cache_dir=None))
-        self._looked = False  # in the cache
         self._thread: threading.Thread | None = None
 
     @property
@@ -76,36 +70,19 @@ class MaskKernel:
         """Whether it draws."""
         return self._function is not None
 
-    def use_cache(self, cache: Cache) -> None:
-        """Take the function from a cache when it is needed, or put it there when it is compiled."""
-        self._cache = cache
-
     def draw(self, out: torch.Tensor, p: float, generator: torch.Generator | None) -> bool:
         """Fill a tensor as ``out.bernoulli_(p, generator=generator)`` does; return whether that was possible."""
         if out.dtype not in _ONES or not _is_dense(out) or not 0 <= p <= 1:
             return False
         self.drawn += out.numel()
-        if not self._looked:
-            self._look_in_cache()
         if self._function is None:
-            if self.drawn >= _COMPILE_AFTER and self._thread is None and not self.problem:
+            if self.drawn >= _COMPILE_AFTER and self._thread is None:
                 self._thread = threading.Thread(target=self._compile, name="lightning_ort_compile", daemon=True)
                 self._thread.start()
             return False
         with _generator_lock:  # no other thread's masks between reading the generator's state and setting it
             self._draw(self._function, out, p, torch.default_generator if generator is None else generator)
         return True
-
-    def _look_in_cache(self) -> None:
-        self._looked = True
-        self.problem = unsupported_reason()
-        try:
-            path = None if self.problem else self._cache.load_library(_name())
-        except OSError as error:  # such as too many open files
-            self.problem = str(error)
-            return
-        if path is not None:
-            self._load(path)
 
     @staticmethod
     def _draw(function: Any, out: torch.Tensor, p: float, generator: torch.Generator) -> None:
@@ -115,6 +92,9 @@ class MaskKernel:
         generator.set_state(state)
 
     def _compile(self) -> None:
+        if problem := unsupported_reason():
+            self.problem = problem
+            return
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 path = Path(folder, "mask_kernel.so")
@@ -126,8 +106,6 @@ class MaskKernel:
                     self.problem = f"{command[0]} failed: {done.stderr.strip()[:200]}"
                     return
                 self._load(path)
-                if self.is_ready:
-                    self._cache.store_library(_name(), path.read_bytes())
         except (OSError, subprocess.SubprocessError) as error:
             self.problem = str(error)
         finally:
@@ -182,8 +160,6 @@ def unsupported_reason() -> str:
     """Return why the function cannot be compiled here, or nothing."""
     if sys.platform != "linux":
         return "it is compiled on Linux only"
-    if not _features():
-        return "the processor's features are not known"
     compiler = os.environ.get("CC", "cc")
     return "" if _compiler() else f"no C compiler: {compiler} is not on the PATH"
 
@@ -192,23 +168,6 @@ def _compiler() -> list[str]:
     command = shlex.split(os.environ.get("CC", "cc"))
     found = shutil.which(command[0]) if command else None
     return [found, *command[1:]] if found else []
-
-
-def _name() -> str:
-    """Name the function for this compiler and processor: code for one may be illegal on another."""
-    source = _SOURCE.read_text(encoding="utf-8")
-    return f"kernel-{digest(source, *_compiler(), *_FLAGS, *os.uname()[4:], _features())}"
-
-
-@functools.cache
-def _features() -> str:
-    """What instructions the processor has, as Linux lists them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(named)}))
 
 
 def _is_dense(x: torch.Tensor) -> bool:

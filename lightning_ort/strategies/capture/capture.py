@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort.compat import dynamo
-from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.machine import recorder
 from lightning_ort.compiler.machine.recorder import Recorder
@@ -51,11 +50,6 @@ class Capture:
     def report(self, report: CompileReport) -> None:
         """Set that of another process, which has run in place of this one."""
         self._report = report
-
-    @property
-    def cache(self) -> Cache:
-        """What is kept between runs."""
-        return self.backend.cache if self.backend is not None else Cache(self.config)
 
     def setup(self, strategy: "Strategy") -> None:
         """Start to capture the steps of the strategy's module, for one run of the Trainer."""
