@@ -198,25 +198,6 @@ def test_who_waits(on_torchs_stream: bool, cuda: FakeCuda) -> None:
     assert given == [None]  # onnxruntime's default is to wait
 
 
-def test_timing_ends_with_a_run_that_shrinks_the_arena(cuda: FakeCuda) -> None:
-    runs: list[Any] = []
-
-    def run(binding: Any, options: Any) -> None:
-        runs.append(options and options.get_run_config_entry("memory.enable_memory_arena_shrinkage"))
-
-    session = SimpleNamespace(
-        get_inputs=list,
-        get_providers=list,
-        io_binding=lambda: SimpleNamespace(_iobinding=None),
-        _sess=SimpleNamespace(run_with_iobinding=run),
-    )
-    bound = BoundSession(Region("ort", 1), session, CUDA, stream=cuda.default)  # type: ignore[arg-type]
-    bound()
-    OrtExecutor(ORTConfig(), CUDA).end_timing(bound, [])
-    bound()
-    assert runs == [None, "gpu:0", None]
-
-
 def test_what_is_in_host_memory_is_new_in_each_run(cuda: FakeCuda) -> None:
     """onnxruntime copies a size, and a scalar on the CPU, to the GPU when it is bound."""
     graph = make_fx(lambda x, scalar: x.view(-1, x.size(0)) * scalar, tracing_mode="symbolic")(

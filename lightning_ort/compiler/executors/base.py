@@ -78,8 +78,5 @@ class Executor(ABC):
     def build(self, region: Region, artifact: bytes, threads: int) -> Callable[..., Sequence[Any]]:
         """Return a function that takes the region's inputs and returns its outputs; may reject the region."""
 
-    def end_timing(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:  # noqa: B027
-        """Give back what timing on these inputs took, of what :meth:`build` has returned."""
-
     def release_memory(self) -> None:  # noqa: B027  (most executors keep none)
         """Give back the memory that timing took and nothing uses any more; called when a graph is placed."""

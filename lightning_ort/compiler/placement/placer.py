@@ -303,9 +303,7 @@ class RegionBuilder:
             self._check_budget()
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
-            times = timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
-            self._executor.end_timing(calls[times.threads], args)
-            return times
+            return timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
                 raise

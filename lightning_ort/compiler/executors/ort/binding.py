@@ -153,8 +153,6 @@ class BoundSession:
         is_number = [not isinstance(value, torch.Tensor) for value in values]
         numbers = {index: dtype_of(node) for index, node in enumerate(region.inputs) if is_number[index]}
         self.session = session
-        self._device = device
-        self._options: onnxruntime.RunOptions | None = None
         self._run = run_function(session)
         if stream is not None:
             self._run = OrderedRun(self._run, device, stream)
@@ -214,21 +212,10 @@ class BoundSession:
             bound_outputs[index] = places[index]
         if self._pause_openmp:
             openmp.pause_openmp()
-        self._run(binding, self._options)
+        self._run(binding, None)
         for index, order in self._restride:
             outputs[index] = in_order(outputs[index], order)
         return outputs
-
-    def shrink(self, args: Sequence[Any]) -> None:
-        """Run it on these inputs once more, and give the memory back that its arena on the GPU then has free."""
-        import onnxruntime
-
-        self._options = onnxruntime.RunOptions()
-        self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self._device.index or 0}")
-        try:
-            self(*args)
-        finally:
-            self._options = None
 
     def _bind_input(self, binding: Any, index: int, size: tuple[int, ...], address: int) -> None:
         name, memory, dtype = self._inputs[index]

@@ -112,11 +112,6 @@ class OrtExecutor(Executor):
         return BoundSession(region, built, self.device, pause, stream)
 
     @override
-    def end_timing(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> None:
-        if self.device.type == "cuda" and isinstance(run, BoundSession):
-            run.shrink(args)
-
-    @override
     def release_memory(self) -> None:
         if self.device.type == "cpu":
             session.release_cpu_memory()
