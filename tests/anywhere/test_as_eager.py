@@ -233,7 +233,8 @@ EAGER: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", EAGER)
+# half a minute; another test has packed sequences too
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "packed")) for n in EAGER])
 def test_it_trains_as_in_eager(case: str, tmp_path: Path) -> None:
     assert_trains_alike(Case(*EAGER[case]), tmp_path / "exported")
 

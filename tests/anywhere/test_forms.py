@@ -1,5 +1,6 @@
 """Operations that are written otherwise for training everywhere: results and gradients are eager's."""
 
+import math
 from typing import Any
 
 import pytest
@@ -62,6 +63,26 @@ CALLS: dict[str, tuple[Any, list[Sample], dict[str, Any]]] = {
     "nearest": (lambda x: F.interpolate(x, scale_factor=(2.3, 1.0), mode="nearest"), [normal(1, 2, 3, 6)], {}),
     "uneven pooling": (lambda x: F.avg_pool2d(x, (3, 2), 2, 1, True, False), [normal(1, 2, 6, 5)], {}),
     "a mask and a number": (lambda x: x.index_put((x > 0,), torch.tensor(2.0)), [normal(3, 4)], {}),
+    "bags of an embedding": (
+        lambda i, w, s: (
+            F.embedding_bag(i, w, torch.tensor([0, 2, 2, 7]), mode="mean", include_last_offset=True)
+            + F.embedding_bag(i, w, torch.tensor([1, 1, 7]) - 1, mode="sum", per_sample_weights=s, padding_idx=2)
+        ),
+        [ints(7, high=5), normal(5, 3), normal(7)],
+        {},
+    ),
+    "bilinear": (F.bilinear, [normal(2, 3, 4), normal(2, 3, 5), normal(6, 4, 5), normal(6)], {}),
+    "cummax, cummin": (
+        lambda x: x.cummax(1)[0] * x.cummax(1)[1] + x.cummin(0)[0] * x.cummin(0)[1],
+        [values([[1.0, 3.0, 3.0, math.nan, 2.0], [2.0, 1.0, 1.0, 4.0, 4.0], [-1.0, 3.0, 0.0, 0.0, 5.0]])],
+        {},
+    ),
+    "medians": (
+        lambda x, y: (x.median(1)[0], *y.median(0, True), x.median(), y.median(), y.kthvalue(3, 1)[0]),
+        [normal(4, 6), values([[1.0, math.nan, 2.0], [4.0, 3.0, 0.5], [0.0, 7.0, 8.0]])],
+        {},
+    ),
+    "determinants": (lambda x: (torch.linalg.det(x), torch.linalg.slogdet(x)[1]), [normal(2, 3, 3)], {}),
     "product with a zero": (lambda x: x.prod(1), [values([[1.0, 0.0, 3.0], [2.0, 4.0, 5.0]])], {}),
 }
 

@@ -139,6 +139,109 @@ def _renormed(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float
     return torch.where(looked_up.unsqueeze(1) & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    return found if bias is None else found + bias
+
+
+def _with_bags(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums (0) or means (1) of rows of an embedding, in bags that begin at these places."""
+    if mode == 2 or scale_grad_by_freq:
+        raise NotImplementedError("EmbeddingBag with mode='max' or scale_grad_by_freq")
+    begun = indices.new_zeros(indices.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
+    bags = begun.cumsum(0)[:-1] - 1
+    counted = (indices != padding_idx).to(weight.dtype)
+    share = counted if per_sample_weights is None else counted * per_sample_weights
+    rows = torch.embedding(weight, indices) * share.unsqueeze(1)
+    found = rows.new_zeros(offsets.shape[0], weight.shape[1]).index_add(0, bags, rows)
+    counts = rows.new_zeros(offsets.shape[0]).index_add(0, bags, counted)
+    found = found / counts.clamp(min=1).unsqueeze(1) if mode else found
+    # the last one may be what is in none
+    return (found[:-1] if include_last_offset else found), bags, counts, bags
+
+
+def _best_so_far(is_better: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what finds the best of each entry and all before it, the last if several are, in steps that double."""
+
+    def function(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        places = torch.zeros_like(x, dtype=torch.int64)
+        if x.dim() == 0:
+            return x * 1, places
+        places, reach = torch.ones_like(places).cumsum(dim) - 1, 1
+        while reach < x.shape[dim]:
+            rest = x.shape[dim] - reach
+            best = x.detach().gather(dim, places)
+            before, now = best.narrow(dim, 0, rest), best.narrow(dim, reach, rest)
+            is_before = is_better(before, now) | (before.isnan() & ~now.isnan())
+            moved = torch.where(is_before, places.narrow(dim, 0, rest), places.narrow(dim, reach, rest))
+            places = torch.cat([places.narrow(dim, 0, reach), moved], dim)
+            reach *= 2
+        return x.gather(dim, places), places
+
+    return function
+
+
+def _kth_of(x: Tensor, k: int, dim: int = -1, keepdim: bool = False, nan: bool = False) -> tuple[Tensor, Tensor]:
+    """The k-th smallest along a dimension, where NaN are the largest, or with ``nan`` a NaN if there is one."""
+    if x.dim() == 0:
+        return x * 1, torch.zeros_like(x, dtype=torch.int64)
+    places = x.detach().sort(dim=dim)[1].narrow(dim, k - 1, 1)
+    if nan:
+        is_nan = x.isnan()
+        places = torch.where(is_nan.any(dim, True), is_nan.float().argmax(dim, True), places)
+    found = x.gather(dim, places)
+    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+
+
+def _median_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _kth_of(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim, nan=True)
+
+
+def _median(x: Tensor) -> Tensor:
+    """The lower median of all; its gradient is shared by those that are equal to it."""
+    flat = x.reshape(-1)
+    found = _median_along(flat.detach(), 0)[0]
+    is_it = (flat == found) | (flat.isnan() & found.isnan())
+    own = torch.where(is_it, flat - flat.detach(), 0)  # zeros that have the gradient
+    return found + own.sum() / is_it.sum()
+
+
+def _pivots(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """What stands on the diagonal after an elimination with the largest pivots, and the sign of swapping rows."""
+    sign, found = torch.ones_like(x[..., 0, 0]), []
+    while size := x.shape[-1]:
+        place = x[..., 0].detach().abs().argmax(-1, keepdim=True)
+        row = x.gather(-2, place.unsqueeze(-1).expand(*place.shape, size)).squeeze(-2)
+        sign = torch.where(place.squeeze(-1) % 2 == 1, -sign, sign)
+        found.append(row[..., 0])
+        others = torch.arange(size - 1, device=x.device)
+        others = others + (others >= place)
+        rest = x.gather(-2, others.unsqueeze(-1).expand(*others.shape, size))
+        x = (rest - rest[..., :1] * (row / row[..., :1]).unsqueeze(-2))[..., 1:]
+    return sign, found
+
+
+def _determinant(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sign, found = _pivots(x)
+    return sign * _product(torch.stack(found, -1), -1), x, sign
+
+
+def _log_determinant(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sign, found = _pivots(x)
+    pivots = torch.stack(found, -1)
+    return sign * _product(pivots.detach().sign(), -1), pivots.abs().log().sum(-1), x, sign
+
+
 def _of_each(op: OpOverload) -> Callable[..., list[Tensor]]:
     def run(*args: Any, **kwargs: Any) -> list[Tensor]:
         return [
@@ -164,3 +267,13 @@ for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten
 in_parts(aten._cdist_forward.default, above_autograd=True)(_distances)
 in_parts(aten._pdist_forward.default, above_autograd=True)(_distances_of_pairs)
 in_parts(aten.grid_sampler_2d.default, above_autograd=True)(decomposition_of(aten.grid_sampler_2d.default))
+for _op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+    in_parts(_op, above_autograd=True)(_with_bags)
+in_parts(aten.bilinear.default, above_autograd=True)(_bilinear)
+in_parts(aten.cummax.default, above_autograd=True)(_best_so_far(torch.gt))
+in_parts(aten.cummin.default, above_autograd=True)(_best_so_far(torch.lt))
+in_parts(aten.kthvalue.default, above_autograd=True)(_kth_of)
+in_parts(aten.median.default, above_autograd=True)(_median)
+in_parts(aten.median.dim, above_autograd=True)(_median_along)
+in_parts(aten._linalg_det.default, above_autograd=True)(_determinant)
+in_parts(aten._linalg_slogdet.default, above_autograd=True)(_log_determinant)
