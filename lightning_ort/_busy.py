@@ -69,8 +69,11 @@ class Stopwatch:
 
 def _seconds_waited() -> float | None:
     try:
-        with open(_FILE, "rb") as file:
-            return int(file.read().split()[1]) / 1e9
+        file = os.open(_FILE, os.O_RDONLY)  # in half the time of Python's open
+        try:
+            return int(os.read(file, 100).split()[1]) / 1e9
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):
         return None
 

@@ -110,6 +110,7 @@ class RunReport:
         peak_bytes_before: The same before anything was compiled; 0 if nothing was.
         step_time: What the time of a training step is made of; ``None`` if a fit was too short, or there was none.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
+        threads: On how many threads each step that is not compiled was tried, and runs, by its name.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
         saved_seconds: What the steps since then were faster by, as duels measured them.
@@ -129,6 +130,7 @@ class RunReport:
     peak_bytes_before: int = 0
     step_time: StepTimeReport | None = None
     dropout_masks: str = ""
+    threads: dict[str, str] = field(default_factory=dict)
     startup_seconds: float = 0.0
     trial_seconds: float = 0.0
     saved_seconds: float = 0.0

@@ -47,6 +47,7 @@ from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.lean.lean import Lean
 from lightning_ort.strategies.optimizers import SwapOptimizersCallback, choose_swap, steps_with_closure, swap_optimizers
+from lightning_ort.strategies.race.turn import NO_CONTEXT
 from lightning_ort.strategies.report_delivery import ReportDelivery
 from lightning_ort.strategies.step_time import StepTime
 from lightning_ort.strategies.whole_batches import whole_batches
@@ -253,11 +254,16 @@ class ORTMixin(lightning_bases.Strategy):
 
     def update(self, optimizer: Any) -> None:
         """Do what ``optimizer.step()`` does, where :func:`may_update` has allowed it before the step."""
-        if self._update is None or self._update.optimizer is not optimizer:
-            self._update = FusedUpdate(optimizer)
-        if not self._update():
-            with only_own_hooks(optimizer):
-                optimizer.step()
+        if (update := self._update) is None or update.optimizer is not optimizer:
+            update = self._update = FusedUpdate(optimizer)
+        training = self._capture.training
+        is_plain = training is None or training.turn.is_plain
+        if is_plain and update():
+            return
+        with NO_CONTEXT if training is None or is_plain else training.turn.around_update():
+            if is_plain or not update():
+                with only_own_hooks(optimizer):
+                    optimizer.step()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def _pause_function() -> Callable[[int], int] | None:
 
 
 class OneThread:
-    """A context in which torch's operations of this thread use no other one.
+    """A context in which what is parallel by OpenMP uses no other thread than this one.
 
     ``torch.set_num_threads`` is for the whole process, whose threads that begin meanwhile would keep it.
     """
@@ -45,24 +46,52 @@ class OneThread:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        functions = _num_threads_functions()
-        self._before = 1 if functions is None else functions[0]()
-        if functions is not None and self._before != 1:
-            functions[1](1)
+        self._before = _get()
+        if self._before != 1:
+            _put(1)
 
     def __exit__(self, *exc_info: object) -> None:
-        functions = _num_threads_functions()
-        if functions is not None and self._before != 1:
-            functions[1](self._before)
+        if self._before != 1:
+            _put(self._before)
 
 
-@functools.cache
-def _num_threads_functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """Return what reads and what sets the number of OpenMP threads of the calling thread, if torch has them."""
+class OneThreadInAll(OneThread):
+    """The same for all that torch calls, and for code that may call ``torch.set_num_threads``, which holds.
+
+    That tells OpenMP, and MKL for the calling thread, which else does as OpenMP says. So MKL is told nothing here.
+    """
+
+    __slots__ = ("_mkl",)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._before != 1:
+            self._mkl = _put_mkl(0)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._before != 1:
+            if told := _put_mkl(self._mkl):
+                _put_mkl(told)
+            else:
+                _put(self._before)
+
+
+def _functions() -> tuple[Callable[[], int], Callable[[int], Any], Callable[[int], int]]:
+    """Return what reads and what sets the number of OpenMP threads of the calling thread, and what sets MKL's.
+
+    MKL's returns the last number, 0 for none. There is one thread where torch has no OpenMP.
+    """
     try:
         found = ctypes.CDLL(_LIBRARY)
         get, put = found.omp_get_max_threads, found.omp_set_num_threads
     except (OSError, AttributeError):
-        return None
+        return lambda: 1, lambda number: None, lambda number: 0
     get.argtypes, get.restype, put.argtypes, put.restype = [], ctypes.c_int, [ctypes.c_int], None
-    return get, put
+    mkl = getattr(found, "MKL_Set_Num_Threads_Local", None)
+    if mkl is None:  # other processors than x86
+        return get, put, lambda number: 0
+    mkl.argtypes, mkl.restype = [ctypes.c_int], ctypes.c_int
+    return get, put, mkl
+
+
+_get, _put, _put_mkl = _functions()

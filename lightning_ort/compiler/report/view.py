@@ -107,6 +107,7 @@ class ReportView:
             "host memory": "" if run.host_memory == "retained" else run.host_memory,  # or the first one says it
             "peak memory": run.peak_text,
             "dropout masks": "" if run.draws_masks_faster else run.dropout_masks,
+            "threads": "; ".join(f"{name} on {text}" for name, text in run.threads.items()),
             "Trainer's loop": run.trainer_loop,
             "audits": run.audit_text if run.audits else "",
         }

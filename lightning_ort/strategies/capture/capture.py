@@ -16,7 +16,7 @@ from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.step import CapturedStep
-from lightning_ort.strategies.race.run_facts import is_amortized, setting_for
+from lightning_ort.strategies.race.run_facts import TRAINING, is_amortized, setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -40,6 +40,7 @@ class Capture:
         self._module: CapturedModule | None = None
         self._steps: dict[str, CapturedStep] = {}
         self._active = False
+        self.training: CapturedStep | None = None  # the training step, while a run lasts
 
     @property
     def report(self) -> CompileReport:
@@ -84,14 +85,14 @@ class Capture:
             self._steps = {name: CapturedStep(self._module, name) for name in STEPS}
         for step in self._steps.values():
             step.begin_run()
-        self._active = True
+        self._active, self.training = True, self._steps[TRAINING]
 
     def teardown(self) -> None:
         """End the run; without a :meth:`setup` before it, do nothing."""
         if self._active:
             for step in self._steps.values():
                 step.end_run()
-        self._active = False
+        self._active, self.training = False, None
         if self._module is not None:
             self._module.stop()
 

@@ -16,7 +16,7 @@ Before the next step it tells the race how this one went. It decides nothing. No
 import functools
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
 from lightning_ort.compat.lightning import backward_with, lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
-from lightning_ort.compiler.engines import ENGINES
+from lightning_ort.compiler.engines import ENGINES, TORCH
 from lightning_ort.compiler.graphs.nodes import num_operations
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.reason import ReasonType
@@ -46,13 +46,12 @@ from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attri
 from lightning_ort.strategies.capture.step_failures import StepFailures
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.race import NO_LIMIT, Race
-from lightning_ort.strategies.race.run_facts import TRAINING, is_announced, share_for
+from lightning_ort.strategies.race.run_facts import TRAINING, is_announced, processors, share_for
 from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
-from lightning_ort.strategies.race.turn import Turn
+from lightning_ort.strategies.race.threads import Threads
+from lightning_ort.strategies.race.turn import NO_CONTEXT, Turn
 from lightning_ort.strategies.race.view import RaceView
 from lightning_ort.strategies.race.ways import Ways, challengers
-
-_NO_CONTEXT = nullcontext()
 
 
 class CapturedStep(AbstractContextManager[None]):
@@ -64,9 +63,10 @@ class CapturedStep(AbstractContextManager[None]):
         self._before: Any = MISSING  # what the module had under its name
         self._race: Race | None = None  # from the first call on, if there is something to try
         self._ways: Ways
-        self._turn = Turn()
+        self.turn = Turn()
         self._compiled = CompiledWays(module.recorded.own)
         self._failures = StepFailures(module, name)
+        self._threads = Threads(1, 1)  # until a run begins
         self._breaks = GraphBreakNotes(name)
         self._in_backward = False  # whether a backward pass of the Trainer runs
         audit = module.audits, module.shims, module.monitor
@@ -79,7 +79,7 @@ class CapturedStep(AbstractContextManager[None]):
         """Begin a run of the Trainer."""
         self._audit.begin_run()
         self._view.begin_run()
-        self._turn = Turn()
+        self.turn, self._threads = Turn(), Threads(1, 1)
         self._compiled.begin_run()
         if self._race is not None and self._race_settings() == (self._race.share, self._race.measured):
             self._race.begin_run(self._user.unchanged_steps(self._module, self._name))
@@ -89,9 +89,9 @@ class CapturedStep(AbstractContextManager[None]):
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
         self._audit.end_run()
+        self._tell()
         if self._race is None:
             return
-        self._tell(self._race)
         self._view.end_run(self._race)
         if self._module.module.trainer.is_global_zero:
             self._ways.store(self._race.of_run)
@@ -100,7 +100,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def passes(self) -> bool:
         """Count a step that runs unchanged and that nobody has to watch; return whether it is one."""
-        turn = self._turn
+        turn = self.turn
         if turn.way is not UNCHANGED or not turn.quiet or self._failures:
             return False
         turn.quiet -= 1
@@ -134,7 +134,7 @@ class CapturedStep(AbstractContextManager[None]):
         """Begin with a new step."""
         self._compiled.release()
         self._failures.clear()
-        self._race, self._turn = None, Turn()
+        self._race, self.turn, self._threads = None, Turn(), Threads(1, 1)
         return UserStep(step, FirstSteps(step), functools.partial(self._run))
 
     # Which way
@@ -144,38 +144,44 @@ class CapturedStep(AbstractContextManager[None]):
         attributes = vars(self._module.module)
         if attributes.get(self._name) is self._user.replacement:  # as in __exit__
             restore_attribute(attributes, self._name, self._before)
-        turn = self._turn
+        turn = self.turn
         if turn.quiet and not self._failures:
             turn.quiet -= 1
-        elif self._ask((args, kwargs)):
-            turn = self._turn
         else:
-            return self._user.call(*args, **kwargs)
+            turn = self._ask((args, kwargs))
         turn.steps += 1
-        with turn.timed() if turn.is_timed else _NO_CONTEXT:
+        with NO_CONTEXT if turn.is_plain else turn.around():
             return self._run_on(turn.way, *args, **kwargs)
 
-    def _ask(self, batch: Any) -> bool:
-        """Tell the race what has happened, and ask for the way of the next step; return whether there is a race."""
+    def _ask(self, batch: Any) -> Turn:
+        """Tell what has happened, and ask how the next step runs."""
         module = self._module
         if module.module.trainer.sanity_checking and module.is_amortized:
-            return False
+            return Turn()
         module.begin_run()
         race = self._race or self._new_race(batch)
-        if race is None:
-            self._turn = Turn(quiet=QUIET)
-            return False
-        events = len(race.events)
-        self._tell(race)
-        left = module.steps_left(self._name, race.steps)
-        room = module.room
-        if not self._compiled and race.champion is UNCHANGED:
-            room.see_unchanged()
-        way = race.next(Now(left, module.at_window_start(), room.obstacle, room.used))
-        self._compiled.free_lost(race.kept)
-        quiet = room.give_back(race.steps, any(event.what not in ("waits", "pays") for event in race.events[events:]))
-        self._turn = Turn(way, min(race.quiet_steps, QUIET, quiet), race.wants_time, module.synchronize)
-        return True
+        events = 0 if race is None else len(race.events)
+        begins = module.at_window_start()
+        self._tell(begins)
+        if self._threads.number != module.threads:
+            self._threads = Threads(module.threads, processors())
+        threads, way, quiet, is_timed = self._threads, UNCHANGED, QUIET, False
+        left = None if threads.is_trying else module.steps_left(self._name, (race or threads).steps)
+        if race is not None and not threads.is_trying:
+            room = module.room
+            if not self._compiled and race.champion is UNCHANGED:
+                room.see_unchanged()
+            way = race.next(Now(left, begins, room.obstacle, room.used))
+            self._compiled.free_lost(race.kept)
+            has_changed = any(event.what not in ("waits", "pays") for event in race.events[events:])
+            quiet = min(quiet, race.quiet_steps, room.give_back(race.steps, has_changed))
+            is_timed = race.wants_time
+        if way is UNCHANGED:
+            way = threads.next(left, begins and (race is None or race.living == {UNCHANGED}))
+            quiet, is_timed = min(quiet, threads.quiet_steps), is_timed or threads.wants_time
+        self.turn = Turn(way, quiet, is_timed, module.synchronize)
+        self.turn.longest, self.turn.otherwise = threads.longest, threads.kept
+        return self.turn
 
     def _new_race(self, batch: Any) -> Race | None:
         if (first := self._user.first_way(self._module, self._name, batch)) is None:
@@ -198,25 +204,34 @@ class CapturedStep(AbstractContextManager[None]):
     def _agree(self, key: str, figures: Any) -> Any:
         return figures if (agree := self._module.agree) is None else agree(f"{self._name}/{key}", dict(figures))
 
-    def _tell(self, race: Race) -> None:
-        """Tell the race how the last steps went."""
-        self._turn.counts, self._graph_audit.compared = self._turn.counts and not self._graph_audit.compared, False
-        self._turn.tell(race, self._module.room.used)
-        self._turn = Turn()
-        self._failures.tell(race)
-        self._view.update(race)
+    def _tell(self, ends: bool = True) -> None:
+        """Tell how the last steps went, after which no gradients are accumulated if that ``ends`` them."""
+        turn, race, threads = self.turn, self._race, self._threads
+        self.turn, kept, found = Turn(), threads.kept, threads.found
+        turn.counts, self._graph_audit.compared = turn.counts and not self._graph_audit.compared, False
+        if turn.is_unchanged:
+            turn.counts = turn.counts and turn.way is kept
+            turn.tell_threads(threads, ends)
+        if threads.found is not found:
+            self._view.show_threads(threads, threads.kept is not kept)
+        if race is not None:
+            turn.tell(race, self._module.room.used)
+            if threads.kept is not kept:
+                race.time_again()
+            self._failures.tell(race)
+            self._view.update(race)
 
     # One call
 
     def _run_on(self, way: Way, *args: Any, **kwargs: Any) -> Any:
-        if way is UNCHANGED:
+        if way.engine == TORCH:
             return self._run_unchanged(*args, **kwargs)
         if not kwargs and (found := self._run_settled(way, args)) is not None:
             return found[0]
         return self._run_watched(way, *args, **kwargs)
 
     def _run_watched(self, way: Way, *args: Any, **kwargs: Any) -> Any:
-        module, turn = self._module, self._turn
+        module, turn = self._module, self.turn
         if ENGINES[way.engine].records:
             if not module.may_record(self._name):
                 self._fail(way, failures.of_torch_compile(way, "gradients are accumulated now"))
@@ -244,7 +259,7 @@ class CapturedStep(AbstractContextManager[None]):
                     module.refresh()
                     shims.install()
                 module.monitor.begin()
-                with _NO_CONTEXT if way.engine == "ort" else self._stance(way):
+                with NO_CONTEXT if way.engine == "ort" else self._stance(way):
                     output = call(*args, **kwargs)
             finally:
                 module.monitor.end()
@@ -260,7 +275,7 @@ class CapturedStep(AbstractContextManager[None]):
         elif isinstance(call, dynamo.WithoutWrapper) and not self._failures:
             self._compiled.settled[way] = SettledCall(call, module.shims)
         if differs:
-            self._fail(self._turn.way, failures.wrong(differs))
+            self._fail(self.turn.way, failures.wrong(differs))
         return output
 
     def _run_settled(self, way: Way, args: tuple[Any, ...]) -> tuple[Any] | None:
@@ -279,7 +294,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _run_unchanged(self, *args: Any, **kwargs: Any) -> Any:
         first, module = self._user.first, self._module
-        if first.is_over:
+        if first.is_over or self._race is None:
             return self._user.call(*args, **kwargs)
         output = first(*args, **kwargs)
         module.saw_operations(self._name, first.operations)
@@ -303,11 +318,11 @@ class CapturedStep(AbstractContextManager[None]):
         the first time.
         """
         keeps = self._race is not None and way == self._race.champion and not self._module.saves_memory(self._name)
-        return torch.compiler.set_stance("eager_on_recompile") if keeps else _NO_CONTEXT
+        return torch.compiler.set_stance("eager_on_recompile") if keeps else NO_CONTEXT
 
     def request(self) -> CompileRequest:
         """Return what is compiled in this call."""
-        module, turn, way, fail = self._module, self._turn, self._turn.way, weakly(self._fail)
+        module, turn, way, fail = self._module, self.turn, self.turn.way, weakly(self._fail)
         return CompileRequest(
             label=self._name,
             one_graph=way.graphs == 1 and module.may_join,
@@ -336,14 +351,14 @@ class CapturedStep(AbstractContextManager[None]):
         # late. What a call of `torch.autograd.grad` is for cannot be known before.
         if self._module.monitor.calls_autograd_grad():
             return False
-        turn, race = self._turn, self._race
+        turn, race = self.turn, self._race
         assert race is not None
         projected = self._ways.projected_cost(turn.since_call, turn.operations)
         turn.operations += num_operations(gm)
         return turn.may_go_on(race, projected)
 
     def _check_budget(self) -> None:
-        if self._race is not None and not self._turn.may_go_on(self._race):
+        if self._race is not None and not self.turn.may_go_on(self._race):
             raise Stopped
 
     def _count_compiled(self) -> Outcome:
@@ -354,7 +369,7 @@ class CapturedStep(AbstractContextManager[None]):
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
         self._breaks.add(report, outcome.breaks)
-        self._turn.has_compiled()
+        self.turn.has_compiled()
         return outcome
 
     def _continue_after(self, outcome: Outcome, way: Way) -> None:
@@ -369,7 +384,7 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.error is not None and is_about_numbers(outcome.error) and module.compile_without_numbers():
             self._compiled.release([way])
             return
-        recompiling = self._compiled.recompiling(race.steps + self._turn.steps, bool(outcome.recompiles))
+        recompiling = self._compiled.recompiling(race.steps + self.turn.steps, bool(outcome.recompiles))
         facts = (module.config.debug.capture == "auto", *recompiling, module.closure_seen)
         if (failure := failures.after_compiling(way, outcome, *facts)) is not None:
             self._fail(way, failure)
@@ -378,7 +393,7 @@ class CapturedStep(AbstractContextManager[None]):
         """After a captured step that failed."""
         logger = self._module.shims.logger
         self._audit.close()
-        self._turn.counts = False
+        self.turn.counts = False
         if isinstance(error, Exception):  # eager too logs what was logged before the user's error
             with suppress(Exception):
                 logger.end_step()
@@ -392,17 +407,17 @@ class CapturedStep(AbstractContextManager[None]):
 
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of the training step, as a part of it."""
-        turn = self._turn
-        if turn.way is UNCHANGED:
-            with turn.timed() if turn.is_timed else _NO_CONTEXT:
+        turn = self.turn
+        if turn.is_unchanged:
+            with NO_CONTEXT if turn.is_plain else turn.around():
                 return run(*args, **kwargs)
         module = self._module
-        recorded: AbstractContextManager[None] = _NO_CONTEXT
+        recorded: AbstractContextManager[None] = NO_CONTEXT
         if ENGINES[turn.way.engine].records:
             recorded = module.recorded.made_by(module.strategy.precision_plugin, module.module.parameters())
         self._in_backward = True
         try:
-            with turn.timed() if turn.is_timed else _NO_CONTEXT, recorded:
+            with turn.timed() if turn.is_timed else NO_CONTEXT, recorded:
                 if module.waiting is None or kwargs:
                     result = run(*args, **kwargs)
                 else:
@@ -414,12 +429,12 @@ class CapturedStep(AbstractContextManager[None]):
         finally:
             self._in_backward = False
         if self._audit.audit is not None and (differs := self._audit.after_backward()):
-            self._fail(self._turn.way, failures.wrong(differs))
+            self._fail(self.turn.way, failures.wrong(differs))
         return result
 
     def take_gradients(self, loss: torch.Tensor) -> Callable[[], None] | None:
         """Return what does what ``loss.backward()`` does, if gradients wait for that and nothing of others runs."""
-        turn, module = self._turn, self._module
+        turn, module = self.turn, self._module
         waiting = None if self._audit.audit is not None or not module.may_touch_gradients[3] else module.waiting
         if waiting is None or not waiting.are_of(loss):
             return None
@@ -430,7 +445,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def engine_failed(self, engine: str, error: Exception) -> None:
         """A graph of another compiler has failed while it ran."""
-        if (way := self._turn.way).engine == engine:
+        if (way := self.turn.way).engine == engine:
             self._fail(way, failures.of_graph(way, error))
 
     def _fail(self, way: Way, failure: Failure) -> None:

@@ -15,11 +15,13 @@ class Duel:
 
     Working seconds count: those in which other programs had the processor say nothing about a way. The first step of a
     way that has not ``ran`` yet does not count, since it allocates; nor do steps that compile. ``memory`` are the bytes
-    that the process used before; 0 if nobody knows.
+    that the process used before; 0 if nobody knows. With ``waits`` all seconds count.
     """
 
-    def __init__(self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0) -> None:
-        self.challenger, self.champion, self.memory = challenger, champion, memory
+    def __init__(
+        self, challenger: Way, champion: Way, ran: Iterable[Way], memory: float = 0.0, waits: bool = False
+    ) -> None:
+        self.challenger, self.champion, self.memory, self._waits = challenger, champion, memory, waits
         self.steps: dict[Way, list[Took]] = {challenger: [], champion: []}
         self._fresh = self.steps.keys() - ran
 
@@ -40,7 +42,7 @@ class Duel:
 
     def samples(self, way: Way) -> list[float]:
         """Return the seconds of a way's steps."""
-        return [took.working for took in self.steps[way]]
+        return [took.seconds if self._waits else took.working for took in self.steps[way]]
 
     @property
     def is_over(self) -> bool:

@@ -212,6 +212,10 @@ class Race:
         if way is not None:
             self._note(way, "compiles", seconds={way: seconds})
 
+    def time_again(self) -> None:
+        """Time unchanged steps anew, since they run otherwise from now on."""
+        self._usual, self._to_time = [], SAMPLES
+
     def pass_by(self, steps: int) -> None:
         """Say that so many steps went as :attr:`quiet_steps` allows."""
         self.steps, self._left = self.steps + steps, max(0.0, self._left - steps)

@@ -1,6 +1,7 @@
 """What all steps of a module know of its run, what is to come of it, and what its config says: :class:`RunFacts`."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,6 +248,12 @@ class RunFacts:
         """Return whether no gradients are accumulated now."""
         return at_window_start(self.module.trainer)
 
+    @property
+    def threads(self) -> int:
+        """How many threads of torch a step may do without: 1 if none, or if no time may tell."""
+        alone = self.device.type == "cpu" and self.module.trainer.world_size == 1
+        return torch.get_num_threads() if alone and self.is_measured else 1
+
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
@@ -280,6 +287,11 @@ class RunFacts:
         namespace = namespace_of(type(self.strategy))
         assert namespace is not None
         return namespace
+
+
+def processors() -> int:
+    """Return how many processors may run this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_announced(trainer: "pl.Trainer") -> bool:

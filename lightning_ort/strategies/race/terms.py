@@ -14,12 +14,14 @@ class Way:
     engine: str  # what runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step
     part: Literal["step", "modules"] = "step"  # what is compiled: the step, or its child modules
     graphs: int = 2  # of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2
+    threads: int = 0  # of torch, for the unchanged step; 0: as many as it has
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.part}/{self.graphs}"
 
 
 UNCHANGED = Way("torch")
+ON_ONE_THREAD = Way("torch", threads=1)
 
 # What it is told
 

@@ -1,13 +1,19 @@
 """One turn of a step: the way that it runs, what it took, and the quiet steps after it: :class:`Turn`."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_ort._busy import Stopwatch
+from lightning_ort.compiler.engines import TORCH
+from lightning_ort.compiler.machine.openmp import OneThreadInAll
 from lightning_ort.strategies.race.race import Race
-from lightning_ort.strategies.race.terms import UNCHANGED, Took, Way
+from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took, Way
+from lightning_ort.strategies.race.threads import Threads
+
+NO_CONTEXT = nullcontext()
 
 
 class Turn:
@@ -25,11 +31,15 @@ class Turn:
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self.way, self.is_timed, self._synchronize = way, is_timed, synchronize
+        self.is_unchanged = way.engine == TORCH
+        self.is_plain = not is_timed and way is not ON_ONE_THREAD  # whether nothing is around its parts
+        self.longest, self.otherwise = math.inf, way  # after so many seconds the rest runs in another way
         self.quiet = max(0, quiet - 1)  # steps that may follow
         self.steps = 0  # that have begun
         self.captured: Any = None  # what to call, and what to install before
         self.counts = True  # whether the time says how fast the way is
         self.seconds = self.waited = 0.0
+        self.update = Took()  # the optimizer's
         self.operations = 0  # in graphs that were compiled
         self.projected = 0.0  # working seconds of compiling in all, if that is why a part was left uncompiled
         self.began_at = 0  # the number of autograd's first node of the call
@@ -56,6 +66,19 @@ class Turn:
             self.projected = race.charged + max(self.since_call, expected)
         return self.projected == 0
 
+    def around(self) -> AbstractContextManager[None]:
+        """Return the context of each part of a step that is not plain."""
+        return self.timed() if self.is_timed else OneThreadInAll() if self.way is ON_ONE_THREAD else NO_CONTEXT
+
+    @contextmanager
+    def around_update(self) -> Iterator[None]:
+        """Return that of the optimizer's step, which no compiler is credited with."""
+        before = self.seconds, self.waited
+        with self.around():
+            yield
+        self.update = Took(self.seconds - before[0], self.waited - before[1])
+        self.seconds, self.waited = before
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the block; a block inside another one counts once."""
@@ -65,12 +88,22 @@ class Turn:
         self._synchronize()
         self._watch = Stopwatch()
         try:
-            yield
+            with OneThreadInAll() if self.way is ON_ONE_THREAD else NO_CONTEXT:
+                yield
         finally:
             self._synchronize()
             seconds, waited = self._watch.read()
             self.seconds, self.waited = self.seconds + seconds, self.waited + waited
             self._watch = None
+            if self.seconds > self.longest:
+                self.way, self.counts = self.otherwise, False
+
+    def tell_threads(self, threads: Threads, ends: bool) -> None:
+        """Tell who chooses the threads how the steps went; ``ends`` is for the next one."""
+        if not self.is_timed:
+            threads.pass_by(self.steps)
+        elif self.steps:
+            threads.done(Took(self.seconds + self.update.seconds, self.waited + self.update.waited), ends)
 
     def tell(self, race: Race, memory: Callable[[], float]) -> None:
         """Tell the race how the steps went."""

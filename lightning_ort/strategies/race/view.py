@@ -18,6 +18,7 @@ from lightning_ort.compiler.run_part import CAPTURED, StepReport
 from lightning_ort.strategies.race.race import Race
 from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts, is_announced
 from lightning_ort.strategies.race.terms import UNCHANGED, Event, Verdict, Waiting, Way
+from lightning_ort.strategies.race.threads import Threads
 
 _GREEN, _YELLOW, _DIM, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 STAYS = "the step stays uncompiled"
@@ -55,6 +56,12 @@ class RaceView:
         elif run.paid_after is None and run.startup_seconds > 0:
             since = int((run.saved_seconds - run.startup_seconds) / race.saving) if race.saving else 0
             run.paid_after = self._module.batches_done(self._name, race.steps) - since
+
+    def show_threads(self, threads: Threads, has_changed: bool) -> None:
+        """Show what a duel of all threads and one has found."""
+        self._module.backend.report.run.threads[self._name] = str(threads)
+        if has_changed:
+            self._print(f"{self._name} runs on {threads}", _GREEN)
 
     def end_run(self, race: Race) -> None:
         """Say what was not compiled or not timed."""

@@ -1,0 +1,253 @@
+"""How many threads a step that nothing compiles runs on: by plain calls, and by scripted times in a fit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from small_modules import Small, loader
+from torch import Tensor, nn, optim
+
+from lightning_ort import ORTStrategy
+from lightning_ort.compiler.machine.openmp import OneThread, OneThreadInAll
+from lightning_ort.optim import fused_update
+from lightning_ort.strategies.race.duel import MOST
+from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took
+from lightning_ort.strategies.race.threads import AGAIN, LOOK, SLOW, Threads
+from lightning_ort.strategies.race.turn import Turn
+
+Times = tuple[float, float]  # seconds on all threads and on one
+
+
+def drive(threads: Threads, times: Callable[[int], Times] | Times, steps: int, left: float | None = 1e6) -> str:
+    """Run steps; return their ways in order, an A for all threads and a 1 for one."""
+    order = ""
+    for _ in range(steps):
+        way = threads.next(left, True)
+        on_all, on_one = times(threads.steps) if callable(times) else times
+        assert way in (UNCHANGED, ON_ONE_THREAD)
+        order += "A" if way == UNCHANGED else "1"
+        if threads.wants_time:
+            threads.done(Took(on_all if way == UNCHANGED else on_one))
+        else:
+            threads.pass_by(1)
+    return order
+
+
+def test_the_faster_goes_on() -> None:
+    assert drive(Threads(2, 2), (0.1, 0.01), 20) == "AA11A" + 15 * "1"
+    order = drive(Threads(2, 2), (0.1, 0.099), AGAIN)
+    assert order.count("1") == MOST
+    assert order.endswith(50 * "A")
+
+
+def test_what_a_trial_may_cost() -> None:
+    threads = Threads(64, 64)
+    assert drive(threads, (0.01, 0.5), 20) == "AA1" + 17 * "A"  # the first one was enough
+    assert "1" not in drive(threads, (0.01, 0.5), AGAIN)  # what has cost 50 steps waits
+    assert threads.quiet_steps > 0
+    assert "1" in drive(threads, (0.01, 0.5), 1500)
+    assert "1" not in drive(Threads(64, 64), (0.01, 0.005), 1000, left=1000)  # too few to pay for it
+    assert "1" in drive(Threads(64, 2), (0.01, 0.005), 100, left=1000)  # of which two cores could run no more
+    assert "1" not in drive(Threads(64, 64), (0.1, 0.05), AGAIN)  # a step may take six seconds
+    assert "1" not in drive(Threads(1, 64), (0.1, 0.05), 2 * AGAIN)
+
+
+def test_a_turn_that_has_lost_ends_as_the_other_goes_on() -> None:
+    threads = Threads(4, 4)
+    drive(threads, (0.1, 0.1), 2)
+    assert threads.next(1e6, True) == ON_ONE_THREAD
+    assert threads.longest == pytest.approx(0.2)
+
+
+def test_it_is_asked_again() -> None:
+    threads = Threads(2, 2)
+    machine: dict[str, Times] = {"busy": (0.5, 0.1), "quiet": (0.06, 0.1)}
+    assert drive(threads, machine["busy"], AGAIN)[-1] == "1"
+    assert drive(threads, machine["quiet"], AGAIN)[-1] == "A"
+    assert threads.found == {UNCHANGED: 0.06, ON_ONE_THREAD: 0.1}
+    assert drive(threads, machine["quiet"], 20 * AGAIN).count("11") < 6  # ever more rarely
+    order = drive(threads, machine["busy"], LOOK + SLOW + 20)
+    assert order[-1] == "1", "it is asked sooner, as steps are much slower"
+    assert "11" in order
+
+
+def test_seconds_without_a_processor_count() -> None:
+    threads = Threads(2, 2)
+    for _ in range(6):
+        on_all = threads.next(1e6, True) == UNCHANGED
+        threads.done(Took(0.2, 0.19) if on_all else Took(0.1))
+    assert threads.kept == ON_ONE_THREAD
+
+
+def test_a_turn_lasts_until_the_optimizers_step() -> None:
+    threads, order = Threads(2, 2), ""
+    for step in range(24):
+        way = threads.next(1e6, step % 4 == 0)
+        order += "A" if way == UNCHANGED else "1"
+        # only the last step of a window takes longer on all threads
+        threads.done(Took(0.3 if way == UNCHANGED and step % 4 == 3 else 0.02), ends=step % 4 == 3)
+    assert order == "AAAAAAAA11111111AAAA1111"
+
+
+# Fits
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch) -> Mapping[Any, float]:
+    """Return the seconds that each timed step takes by script."""
+    seconds = {UNCHANGED: 0.5, ON_ONE_THREAD: 0.1}
+    tell = Turn.tell_threads
+
+    def scripted(self: Turn, *args: Any) -> None:
+        if self.is_timed:
+            self.seconds, self.waited, self.update = seconds[self.way], 0.0, Took()
+        tell(self, *args)
+
+    monkeypatch.setattr(Turn, "tell_threads", scripted)
+    return seconds
+
+
+class Noting(Small):
+    """Notes the number of threads in each part of a step."""
+
+    def __init__(self, sets: Mapping[int, int] | None = None, by_hand: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 182), nn.Dropout(), nn.Linear(182, 182), nn.Linear(182, 3))
+        self.sets = sets or {}  # numbers that are set in steps
+        self.threads: dict[str, list[int]] = {}
+        self.automatic_optimization = not by_hand
+
+    def note(self, part: str) -> None:
+        self.threads.setdefault(part, []).append(torch.get_num_threads())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("forward")
+        if batch_idx in self.sets:
+            torch.set_num_threads(self.sets[batch_idx])
+        loss = self.loss(batch)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.note("backward"))
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test")
+
+    def configure_optimizers(self) -> Any:
+        return optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return loader(2 * 30, 2)
+
+
+class Hooks(Callback):
+    """Notes the number of threads outside of steps."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def note(self, *args: Any) -> None:
+        self.threads.add(torch.get_num_threads())
+
+    on_train_batch_start = on_train_batch_end = on_before_zero_grad = on_before_optimizer_step = note
+
+
+def fit(make_trainer: Callable[..., Any], module: Small, strategy: Any = None, **kwargs: Any) -> Any:
+    ours = ORTStrategy(config={"cache_dir": None, "audit": "off"}) if strategy is None else strategy
+    trainer = make_trainer(strategy=ours, max_epochs=1, **{"limit_val_batches": 0, **kwargs})
+    trainer.fit(module)
+    return trainer
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_forward_backward_and_update_are_on_one_thread(
+    by_hand: bool, make_trainer: Callable[..., Any], two_threads: None, paces: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates: list[int] = []
+    kernel = fused_update.FUSED_KERNELS[optim.AdamW]
+
+    def noting(params: Any, *args: Any, **kwargs: Any) -> None:
+        if params[0].numel() > fused_update.SMALL:
+            updates.append(torch.get_num_threads())
+        kernel(params, *args, **kwargs)
+
+    monkeypatch.setitem(fused_update.FUSED_KERNELS, optim.AdamW, noting)
+    module, hooks = Noting(by_hand=by_hand), Hooks()
+    report = fit(make_trainer, module, callbacks=[hooks]).strategy.report
+    assert module.threads["forward"] == module.threads["backward"] == [2, 2, 1, 1, 2] + 25 * [1]
+    assert updates == [2, 1, 1, 2] + 25 * [1]  # torch makes the first one
+    assert by_hand or hooks.threads == {2}  # by hand, optimizers' hooks are within the step
+    assert torch.get_num_threads() == 2
+    assert report.run.threads["training_step"].startswith("one thread, 100 ms a step (with 2 threads: 500 ms)")
+    assert "threads: training_step on one thread" in str(report)
+    stock = Noting(by_hand=by_hand)
+    fit(make_trainer, stock, "auto")
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5), "random numbers do not depend on threads"
+
+
+def test_each_kind_of_step_has_its_own(make_trainer: Callable[..., Any], two_threads: None, paces: Any) -> None:
+    module = Noting()
+    trainer = fit(make_trainer, module, limit_train_batches=2)
+    trainer.test(module, loader(8 * 25), verbose=False)
+    assert module.threads["test"][-1] == 1
+    assert list(trainer.strategy.report.run.threads) == ["test_step"], "two steps are not worth a trial"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_number_that_a_step_sets_holds(
+    number: int, make_trainer: Callable[..., Any], two_threads: None, paces: Any
+) -> None:
+    module = Noting({20: number})
+    fit(make_trainer, module)
+    assert module.threads["forward"][19] == 1
+    assert torch.get_num_threads() == number
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "number"),
+    [({}, {"deterministic": True}, 2), ({}, {}, 1), ({"engine": "torch"}, {}, 2), ({"placement": "always"}, {}, 2)],
+    ids=["deterministic", "one thread", "torch alone", "captured"],
+)
+def test_where_nothing_is_tried(
+    config: Any, trainer: Any, number: int, make_trainer: Callable[..., Any], two_threads: None, paces: Any
+) -> None:
+    torch.set_num_threads(number)
+    module = Noting()
+    strategy = ORTStrategy(config={"cache_dir": None, "audit": "off", **config})
+    report = fit(make_trainer, module, strategy, **trainer).strategy.report
+    assert set(module.threads["forward"]) == {number}
+    assert report.ort_runs > 0 or config.get("placement") != "always"
+    assert report.run.threads == {}
+
+
+@pytest.mark.parametrize("told", [None, 2, 4])
+def test_a_number_that_is_set_within_the_block_holds(told: int | None, two_threads: None) -> None:
+    if told is not None:
+        torch.set_num_threads(told)
+    before = torch.get_num_threads()
+    for kind in (OneThread, OneThreadInAll):
+        with kind():
+            assert torch.get_num_threads() == 1
+            with kind():
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == before
+    for number in (1, 3):
+        with OneThreadInAll():
+            torch.set_num_threads(number)
+        assert torch.get_num_threads() == number
+        torch.set_num_threads(before)
