@@ -273,11 +273,7 @@ class WithoutWrapper:
     """A method of :func:`compile_isolated`, now that it is compiled, without dynamo's wrapper (torch 2.13).
 
     Where the guards of what dynamo has compiled hold, that is called at once: dynamo's wrapper around each call takes
-    30 microseconds, the guards of a small module 3. Elsewhere the compiled method is called.
-
-    Attributes:
-        owner: The object of the method.
-
+    30 microseconds, the guards of a small module 3. Elsewhere the compiled method of ``owner`` is called.
     """
 
     def __init__(self, compiled: Callable[..., Any], owner: Any, names: tuple[str, ...], found: list[Any]) -> None:

@@ -68,18 +68,10 @@ class GraphCheck:
         gradients: Sequence[Any],
         own: Sequence[Any],
     ) -> None:
-        """Compare the gradients of a graph's inputs.
+        """Compare the gradients of a graph's inputs for those of its results; raise ``GraphDiffers`` if they differ.
 
-        Args:
-            eager: The graph as captured.
-            args: Its inputs.
-            written: The values that inputs had, by index, which it writes to.
-            state: What it depends on beside its inputs.
-            gradients: Those of its results.
-            own: What the compiled graph computed.
-
-        Raises:
-            GraphDiffers: If that is something else.
+        ``eager`` is the graph as captured, ``written`` has the values that inputs had, by index, which it writes to,
+        and ``own`` are the gradients that the compiled graph has computed.
         """
         dtype = least_exact([*args, *gradients], state.casts)
 

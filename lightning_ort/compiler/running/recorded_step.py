@@ -79,14 +79,7 @@ class Replay:
 
 
 class RecordedStep:
-    """Runs a compiled graph with its backward pass, from a recording once there is one.
-
-    Args:
-        guard: Runs the graph as usual.
-        graph: As dynamo captured it.
-        recording: Who records it.
-
-    """
+    """Runs a graph that dynamo captured with its backward pass, from a recording once there is one, else by a guard."""
 
     # as those of GuardedGraph
     __slots__ = (

@@ -38,28 +38,19 @@ from lightning_ort.compiler.running.fallbacks import CHANGED
 
 
 class GraphSource:
-    """What one captured graph's :class:`StepGraph` is made of, collected while AOTAutograd compiles it.
-
-    Attributes:
-        loss: Which result of the graph is the loss.
-        facts: What AOTAutograd found out about it.
-        gm: The step as one graph.
-        run: The same, compiled; boxed. It takes the inputs and the expected gradient of the loss.
-        others: Inputs on which results depend, but the loss does not.
-        can_repeat: Whether the step can be done again from what its buffers are afterwards.
-        is_kept: Whether an earlier run has traced it.
-    """
+    """What one captured graph's :class:`StepGraph` is made of, collected while AOTAutograd compiles it."""
 
     def __init__(self, loss: int, num_inputs: int) -> None:
-        self.loss = loss
+        self.loss = loss  # which result of the graph it is
         self._num_inputs = num_inputs
         self._joint: tuple[fx.GraphModule, int] | None = None
         self.facts: JointFacts | None = None
-        self.gm: fx.GraphModule | None = None
+        self.gm: fx.GraphModule | None = None  # the step as one graph
+        # the same, compiled, boxed; it takes the inputs and the expected gradient of the loss
         self.run: Callable[[list[Any]], Sequence[Any]] | None = None
-        self.others: Sequence[int] = ()
-        self.can_repeat = False
-        self.is_kept = False
+        self.others: Sequence[int] = ()  # inputs on which results depend, but the loss does not
+        self.can_repeat = False  # whether the step can be done again from what its buffers are afterwards
+        self.is_kept = False  # whether an earlier run has traced it
 
     def keep_joint(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
         """Keep a copy of the joint graph, which is split next."""
@@ -117,12 +108,8 @@ _TWICE = (
 class WaitingGradients:
     """The gradients of a run whose loss is a leaf, which need nothing of autograd's engine.
 
-    Args:
-        loss: The loss.
-        expected: The gradient of it for which they were computed, as a number too; NaN if nobody knows that.
-        parameters: What they are the gradients of.
-        gradients: They.
-        taken: Called with the gradient of the loss when they are asked for, if another one is.
+    ``expected`` is the gradient of the loss for which they were computed, as a number too, NaN if nobody knows that.
+    ``taken`` is called when they are asked for, with the gradient of the loss if that may be another one.
     """
 
     def __init__(

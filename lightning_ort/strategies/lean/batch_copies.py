@@ -22,12 +22,7 @@ class BatchCopies:
 
     Where nothing waits for a GPU, the host comes to the next batch while the GPU computes, and the copy does not wait
     for that step. The stream of the steps waits for the copy, and the host for nothing but a GPU that is far behind.
-
-    Args:
-        move: Lightning's function.
-        device: The GPU.
-        say: Told if this is given up.
-
+    ``move`` is Lightning's function, and ``say`` is told if this is given up.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ _OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
 
 
 class DirectStep:
-    """Runs steps directly, as long as nobody has replaced what is left out.
-
-    Args:
-        lean: The Trainer's run (:class:`~lightning_ort.strategies.lean.run.LeanRun`).
-
-    """
+    """Runs steps of a :class:`~.run.LeanRun` directly, as long as nobody has replaced what is left out."""
 
     def __init__(self, lean: Any) -> None:
         self._lean = lean

@@ -22,17 +22,13 @@ class LeanLog:
 
     What Lightning checks and makes for a call depends on the hook and on the arguments, but not on the value: so for a
     call that it has seen, the value alone is kept. The first batch of a loop, where values are reset, is Lightning's.
-
-    Attributes:
-        timed: What is called in its place while times are measured, or ``None``.
-
     """
 
     def __init__(self, lean: LeanRun) -> None:
         self._lean: Any = lean
         self._module, self._stock = lean.module, lean.module.log
         self._known: dict[Any, KnownMetric] = {}
-        self.timed: Callable[..., None] | None = None
+        self.timed: Callable[..., None] | None = None  # called in its place while times are measured
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """See :meth:`~lightning.pytorch.core.LightningModule.log`."""

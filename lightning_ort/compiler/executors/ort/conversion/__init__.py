@@ -1,11 +1,8 @@
 """ATen ops as ONNX: one short function per op, one file per family.
 
-What a converter needs
-----------------------
-
-It is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX nodes for
-tensors and symbolic integers, plain Python values for the rest. It returns a :class:`Value`, or a tuple of them for an
-op with several results. Its docstring is the ATen schema, or one of them if it converts several overloads:
+A converter is called as ``converter(ctx, node, *args, **kwargs)`` with the arguments of the FX node as they are: FX
+nodes for tensors and symbolic integers, plain Python values for the rest. It returns a :class:`Value`, or a tuple of
+them for an op with several results. Its docstring is the ATen schema, or one of them if it converts several overloads:
 ``@converts`` compares the names in it with the op's. A backward op is in the file of its forward op, also where torch
 decomposes the forward op itself.
 
@@ -33,21 +30,6 @@ decomposes the forward op itself.
 That is all for most ops: what has a converter is left whole while the step is traced, is looked for in the installed
 onnxruntime, and is timed. ``python -m tests.conversion.opinfo --ops NAME`` says if results are laid out in memory
 otherwise than eager's; then the op belongs to ``LAYOUTS`` (:mod:`~lightning_ort.compiler.lowering.decompositions`).
-
-The files
----------
-
-1. :mod:`registry`: the table of operations, for runs and for models for everywhere, and which of several rows holds.
-2. :mod:`metadata`: what was traced, and arguments as ONNX takes them.
-3. :mod:`graph`: the ONNX graph under construction, and its values; what has no kernel on a GPU.
-4. :mod:`elementary`: choice by a condition, and functions that are right for every number.
-5. :mod:`pointwise`: arithmetic, casts, comparison, logic and choice; :mod:`activations`, also softmax.
-6. :mod:`nn`: matrix products, convolution, embedding, dropout, pooling.
-7. :mod:`shape`: views, layout, tensors made from sizes.
-8. :mod:`reduction`: sums, extrema, variance, norms, sorting.
-9. :mod:`indexing`: gather and scatter; slices that are written to, diagonals, triangles.
-10. :mod:`normalization`.
-11. :mod:`loss`: loss functions.
 
 Importing this package registers all of them.
 """
