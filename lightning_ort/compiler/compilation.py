@@ -242,10 +242,7 @@ class Compilation:
             guard = GuardedGraph(run, eager, monitor, *told, passes, separate, check=check)
             request.keep(guard)
             return guard
-        # not of a step that reads a gradient: if it hands the old one on, it does so after its graph
-        drop = None if reads_gradients() else request.drop_gradients
-        direct = request.writes_gradients, drop, request.leave_gradients
-        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), *direct)
+        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request, reads_gradients())
         guard = GuardedGraph(step, eager, monitor, aftermath.failed, aftermath.for_eager, passes=0)
         request.keep(guard)
         return guard

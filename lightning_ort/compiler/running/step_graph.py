@@ -33,6 +33,7 @@ from lightning_ort.compat.autograd import (
 from lightning_ort.compiler.cache.kept_step import from_plain, to_plain
 from lightning_ort.compiler.graphs.nodes import int_hint, is_random, results_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
+from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.eager_runs import GradientsOnce, RunState, gradients_by_eager, versions_of
 from lightning_ort.compiler.running.fallbacks import CHANGED
 
@@ -177,11 +178,8 @@ class StepGraph:
         eager: The graph as captured.
         misfit: Called with the reason if the step turns out to need passes of its own; it is not to be used again.
         on_second_gradient: Called if its gradients are differentiated; it is not to be used again.
-        direct: Returns whether gradients may be written to parameters without the autograd engine: whether
-            ``loss.backward()`` runs, and nothing but the hooks of tensors observes it.
-        drop: Called before each run if the gradients are large; drops those of the last one where that is possible.
-        leave: Called with the gradients of a run; returns whether somebody hands them over when their time has come,
-            without autograd's engine.
+        request: Whose functions drop, write and hand over gradients.
+        reads_gradients: Whether the step reads a gradient: if it hands the old one on, it does so after its graph.
     """
 
     def __init__(
@@ -190,19 +188,18 @@ class StepGraph:
         eager: Callable[..., Any],
         misfit: Callable[[str], None],
         on_second_gradient: Callable[[], None],
-        direct: Callable[[], bool],
-        drop: Callable[[], None] | None,
-        leave: Callable[[Callable[[], WaitingGradients]], bool],
+        request: CompileRequest,
+        reads_gradients: bool,
     ) -> None:
         assert source.facts is not None
         assert source.gm is not None
         assert source.run is not None
-        self._leave = leave
+        self._leave = request.leave_gradients
         self._run = source.run
         self._eager = eager
         self._misfit = misfit
         self._on_second_gradient = on_second_gradient
-        self._direct = direct
+        self._direct = request.writes_gradients
         self._written, self._differentiable = source.facts.written, source.facts.differentiable
         self._loss = self._differentiable.index(source.loss)
         results = results_of(source.gm)
@@ -213,7 +210,7 @@ class StepGraph:
         self._gradients = [self._start + index for index in self._targets]
         sizes = [results[self._start + index].meta["val"] for index in self._targets]
         is_large = sum(int_hint(val.numel()) * val.element_size() for val in sizes) >= LARGE_BYTES
-        self._drop = drop if is_large else None
+        self._drop = request.drop_gradients if is_large and not reads_gradients else None
         self._draws = any(is_random(node) for node in source.gm.graph.nodes)
         self._expected: _Expected | None = None
         self._is_half = any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes)
