@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -53,8 +54,12 @@ def _run_command(started: float) -> None:
         if name == wanted:
             module = importlib.import_module(f"lightning_ort.cli.{name}")
             module.add_arguments(own)
+            own_help = own.format_help()
     parsers.add_parser("run", help=run.SUMMARY)
-    given = parser.parse_args(arguments or ["--help"], argparse.Namespace(started=started))
+    given, unknown = parser.parse_known_args(arguments or ["--help"], argparse.Namespace(started=started))
+    if unknown:
+        option, options = unknown[0].partition("=")[0], sorted(set(re.findall(r"--[\w-]+", own_help)))
+        sys.exit(f"lightning-ort {wanted}: there is no {option!r}: {closest(option, options, 'options')}")
     getattr(module, wanted)(given)
 
 

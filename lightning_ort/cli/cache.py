@@ -13,7 +13,8 @@ from lightning_ort.compiler.cache.cache_folder import default_folder
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`cache` takes."""
-    parser.add_argument("action", choices=("info", "clear"), help="info shows number and size; clear deletes the files")
+    text = "info shows number and size; clear deletes the files"
+    parser.add_argument("action", choices=("info", "clear"), metavar="info|clear", help=text)
     parser.add_argument("--folder", type=Path, help="the cache_dir of the runs, if it is not the default one")
 
 

@@ -145,12 +145,14 @@ def _lightning(machine: Machine) -> Iterator[Finding]:
             todo = f"pip install -U {name}, and change every secret that was stored on this machine"
             yield Finding(name, "failed", f"{number} is a compromised release", todo)
         else:
-            yield Finding(name, "ok", number)
             namespace = next(each for each in NAMESPACES if each.distribution == name)
             with quiet():
                 reason = unknown_release(namespace)
-            text = reason or "lean: without what nobody asked for"
-            yield Finding("Trainer's loop", "absent" if reason else "ok", text)
+            yield Finding(
+                name, "ok", number if reason else f"{number}; the Trainer's loop does only what somebody asked for"
+            )
+            if reason:
+                yield Finding("Trainer's loop", "absent", reason)
 
 
 def _onnxruntime(machine: Machine) -> Iterator[Finding]:

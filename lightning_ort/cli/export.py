@@ -11,7 +11,7 @@ import torch
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._text import say
-from lightning_ort.cli.arguments import MODULE, TRUST, Extend, add_mapping, add_switch, elements
+from lightning_ort.cli.arguments import DATA, MODULE, TRUST, Extend, add_mapping, add_switch, elements
 from lightning_ort.cli.load import call, described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -20,6 +20,7 @@ from lightning_ort.onnx_export.training.export import CONFIGURED, export_trainin
 from lightning_ort.onnx_export.training.optimizers import configured
 from lightning_ort.optim.shard_files import NotTrusted
 from lightning_ort.optim.shard_files import load as load_file
+from lightning_ort.tuning.project import Project
 
 # what only one of the two kinds of export takes, with the defaults
 _OF_CHECKPOINTS = {"module": None, "quantize": None, "input_shape": None, "dynamic_batch": True}
@@ -54,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--trust", action="store_true", help=TRUST)
     training = parser.add_argument_group("arguments for the training of a module")
     training.add_argument("--training", help=f"export the training of this {MODULE}")
-    training.add_argument("--data", help="a LightningDataModule, or a function that returns a DataLoader")
+    training.add_argument("--data", help=DATA)
     add_mapping(training, "--data-args", "keyword arguments for the data")
     training.add_argument("--gradient-clip-val", type=float, help="clip gradients")
     training.add_argument(
@@ -162,8 +163,8 @@ def _inputs(sample: Path | None, input_shape: list[int] | None) -> Any:
 def _exported_training(given: Namespace) -> Any:
     if _passed(given, _OF_CHECKPOINTS):
         raise ValueError("--training takes no --module, --quantize, --input-shape or --dynamic-batch.")
-    if (given.data is None) == (given.sample is None):
-        raise ValueError("Pass --data with a LightningDataModule, or --sample with a batch in a .pt file.")
+    if given.data is not None and given.sample is not None:
+        raise ValueError("Pass --data or --sample, not both.")
     _check_paths(given)
     make = load(given.training, "training")
     content: dict[str, Any] = {}
@@ -175,8 +176,15 @@ def _exported_training(given: Namespace) -> Any:
     module = call(make, given.training, {**kept, **(given.args or {})})
     if given.sample is not None:
         data = load_file(given.sample)
-    else:
+    elif given.data is not None:
         data = call(load(given.data, "data"), given.data, given.data_args or {})
+    elif Project(module=module).lacks_data:
+        raise ValueError(
+            "Pass --data with a LightningDataModule, or --sample with a batch in a .pt file: the module has no"
+            " train_dataloader."
+        )
+    else:
+        data = module
     optimizer: Any = None if given.gradients_only else CONFIGURED
     if content:
         module.load_state_dict(content["state_dict"])

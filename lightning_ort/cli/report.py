@@ -46,7 +46,7 @@ def _read(file: Path) -> CompileReport:
     try:
         return CompileReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:  # JSON's and Unicode's errors too
-        text = error.strerror if isinstance(error, OSError) else error
+        text = error.strerror if isinstance(error, OSError) else f"it is no report: {error}"
         sys.exit(f"{file}: {text}\nPass a file that a run wrote with ORTConfig(report=PATH).")
 
 

@@ -261,7 +261,7 @@ def _log_compiled(graph: GraphReport, shown: bool) -> None:
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     log.log(
         logging.INFO if shown and (not several or torch.distributed.get_rank() == 0) else logging.DEBUG,
-        "%s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
+        "lightning-ort: %s: %d of %d compute nodes on ONNX Runtime in %d of %d regions, compiled in %.2f s",
         graph.name,
         graph.num_ort_nodes,
         graph.num_nodes,

@@ -210,8 +210,9 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")  # of what may be a page; the log has it all
         if isinstance(error, SystemExit) and isinstance(error.code, int):  # what LightningCLI's parser says is there
-            first = _last_error(log)
-        connection.send(VariantFailed(f"{type(error).__name__}: {first}"))
+            connection.send(VariantFailed(_last_error(log)))
+        else:
+            connection.send(VariantFailed(f"{type(error).__name__}: {first.rstrip('.')}"))
 
 
 def _last_error(log: Path) -> str:
@@ -223,7 +224,9 @@ def _last_error(log: Path) -> str:
     if (
         start := next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), None)
     ) is not None:
-        lines = lines[:start] + [line for line in lines[start:] if _ERROR.match(line)][-1:]
+        said = " ".join(lines[:start])
+        more = [line for line in lines[start:] if _ERROR.match(line) and line.partition(": ")[2] not in said]
+        lines = lines[:start] + more[-1:]
     return " ".join(lines)[:_MOST_LETTERS]
 
 

@@ -106,9 +106,15 @@ def test_what_cannot_be_read_is_refused(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_wrong_command_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bech"])
-    with pytest.raises(SystemExit, match="'bench'"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(["bech"], "'bench'"), (["bench", "net.py:Net", "--round=3"], "'--round': did you mean '--rounds'")],
+)
+def test_a_wrong_command_or_option_gets_a_suggestion(
+    given: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", *given])
+    with pytest.raises(SystemExit, match=message):
         main()
 
 

@@ -134,6 +134,15 @@ def test_a_module_in_place_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         run(monkeypatch, "net.py:Net", "-o", tmp_path / "model.onnx")
 
 
+def test_a_training_step_with_the_data_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ort.cli.export.export_training", lambda module, data, *_, **__: seen.append(data))
+    seen: list[Any] = []
+    run(monkeypatch, "--training", f"{__file__}:Net", "-o", tmp_path / "out")
+    assert isinstance(seen[0].train_dataloader(), DataLoader)
+    with pytest.raises(SystemExit, match="the module has no train_dataloader"):
+        run(monkeypatch, "--training", "lightning.pytorch:LightningModule", "-o", tmp_path / "out")
+
+
 def test_files(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("--module", f"{__file__}:WithExample", "-o")
     with pytest.raises(SystemExit, match="trained.ckpt already exists"):
