@@ -59,7 +59,7 @@ class Threads:
                 other = ON_ONE_THREAD if self.kept == UNCHANGED else UNCHANGED
                 self._duel = Duel(self.kept, other, (self.kept, other), waits=True)
             else:
-                self._next = 1.5 * self.steps + 1
+                self._wait()
         self._way = self.kept if self._duel is None else self._duel.turn
         return self._way
 
@@ -104,10 +104,14 @@ class Threads:
         lost = took.seconds > self.longest
         duel.add(self._way, took)
         if is_first and self._way == self.kept == UNCHANGED and self._worst * took.seconds > LONGEST:
-            self._duel, self._next = None, self.steps + self._gap
-            self._gap *= GROWTH
+            self._duel = None
+            self._wait()
         elif lost or duel.is_over or min(map(len, duel.steps.values())) >= MOST:
             self._settle(duel)
+
+    def _wait(self) -> None:
+        """Begin no duel now, and ask soon whether one may cost less then."""
+        self._next = 1.5 * self.steps + 1
 
     def _see(self, seconds: float) -> None:
         """Look at a step without a duel."""
