@@ -3,6 +3,7 @@
 ``python benchmarks/busy.py [MODULE:SECONDS ...]``. Two programs multiply matrices on all cores meanwhile, each with as
 many threads as there are cores. Stock and ours take turns (A B B A), with empty caches and the default settings, and a
 number of steps that takes stock about so many seconds. The ratio of the sums is to be at most 1.15.
+``--programs 0 --threads 16`` has more threads than processors instead, whose barriers wait as those of many cores do.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import small
+import torch
 import zoo
 from harness import BARE, console, table_of
 from lightning.pytorch import Trainer, seed_everything
@@ -25,7 +28,7 @@ from lightning.pytorch import Trainer, seed_everything
 import lightning_ort
 from lightning_ort._busy import Stopwatch
 
-DEFAULT = ("MLP:8", "Autoencoder:8", "CNN:8", "LSTM:8", "SmallGPT:8", "MLP:60")
+DEFAULT = ("MLP:8", "Autoencoder:8", "CNN:8", "LSTM:8", "SmallGPT:8", "Columns:8", "Layers4x256:8", "MLP:60")
 TURNS = ("stock", "ort", "ort", "stock")
 LONG = 30  # seconds from which on each has one turn
 MOST = 1.15
@@ -48,7 +51,7 @@ def load(programs: int) -> Iterator[None]:
 def fit(name: str, variant: str, steps: int) -> dict[str, Any]:
     """Fit a module of the zoo for some steps, and return what that took."""
     seed_everything(0, verbose=False)
-    module = {kind.__name__: kind for kind in zoo.MODULES}[name]()
+    module = {kind.__name__: kind for kind in (*zoo.MODULES, *small.MODULES)}[name]()
     with tempfile.TemporaryDirectory() as cache:
         ours = lightning_ort.ORTStrategy(config={"cache_dir": cache}) if variant == "ort" else "auto"
         trainer = Trainer(
@@ -58,7 +61,8 @@ def fit(name: str, variant: str, steps: int) -> dict[str, Any]:
         trainer.fit(module)
         seconds, waited = watch.read()
     report = getattr(trainer.strategy, "report", None)
-    return {"seconds": seconds, "waited": waited, "says": "" if report is None else report.run.verdict}
+    says = "" if report is None else "; ".join(filter(None, (report.run.verdict, *report.run.threads.values())))
+    return {"seconds": seconds, "waited": waited, "says": says}
 
 
 def compare(name: str, seconds: float) -> list[str]:
@@ -90,11 +94,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=DEFAULT, metavar="MODULE:SECONDS")
     parser.add_argument("--programs", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch in each fit")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "lightning_ort"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    title = f"fits beside {args.programs} programs on all {os.cpu_count()} cores"
+    title = f"fits beside {args.programs} programs on all {os.cpu_count()} cores, with {args.threads} threads"
     columns = ("stock s", "ort s", "ort / stock", "waited")
     table = table_of(title, ["module", "steps"], columns)
     table.add_column("what the report says of the last")
