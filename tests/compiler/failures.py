@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ort.compiler import compilation
-from lightning_ort.compiler.placement import timing
+from lightning_ort.compiler.placement import placer, timing
 
 FORWARD, BACKWARD, TRIAL = "forward", "backward", "trial"
 
@@ -23,19 +22,19 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str, after: int = 0) -> list[
     """
     failed: list[str] = []
     left = iter(range(after))
-    assemble, measure = compilation.assemble, timing.measure
+    assemble, measure = placer._assemble, timing.measure
 
     def fail(*args: Any) -> Any:
         failed.append(where)
         raise RuntimeError(f"injected into {where}")
 
-    def failing_assemble(placed: Any) -> Any:
-        inputs = placed.gm.graph.find_nodes(op="placeholder")
+    def failing_assemble(gm: Any, regions: Any) -> Any:
+        inputs = gm.graph.find_nodes(op="placeholder")
         tangents = sum("tangents" in node.name for node in inputs)
         # a step as one graph returns a gradient, or None, for each input but its tangent
-        is_step = tangents == 1 and len(placed.gm.graph.output_node().args[0]) >= len(inputs)
+        is_step = tangents == 1 and len(gm.graph.output_node().args[0]) >= len(inputs)
         is_backward = tangents > 0 and not is_step
-        run = assemble(placed)
+        run = assemble(gm, regions)
         if is_backward != (where == BACKWARD):
             return run
 
@@ -51,5 +50,5 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str, after: int = 0) -> list[
     if where == TRIAL:
         monkeypatch.setattr(timing, "measure", failing_measure)
     else:
-        monkeypatch.setattr(compilation, "assemble", failing_assemble)
+        monkeypatch.setattr(placer, "_assemble", failing_assemble)
     return failed

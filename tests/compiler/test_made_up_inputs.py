@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.regions.region import Timing
@@ -48,7 +47,6 @@ def test_what_is_timed_on_a_gpu(op: str, function: Any, is_safe: bool, monkeypat
         return Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
 
     monkeypatch.setattr(timing, "samples", lambda region: [])
-    monkeypatch.setattr(OrtExecutor, "end_timing", lambda *args: None)  # which runs a session
     monkeypatch.setattr(timing, "measure", measure)
     backend = CudaBackend(placement="measured", min_region_nodes=1)
     with torch.no_grad():
