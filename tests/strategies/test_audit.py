@@ -699,6 +699,12 @@ def test_what_eager_does_not_repeat_is_asked_no_further() -> None:
     assert copy.commands == [0, 0]
 
 
+def test_what_eager_does_not_repeat_hides_nothing_else() -> None:
+    found = unexplained(numbers(x=1.1, y=2.2), Scripted(numbers(x=1.0, y=2.0), *[numbers(x=1.3, y=2.0)] * 4), 1e-3)
+    assert found is not None
+    assert found.names == {"y"}
+
+
 def test_a_difference_is_one_if_eager_repeats_itself_and_roundings_do_not_matter() -> None:
     for exact in (numbers(x=1.0001), None):  # which takes long
         copy = Scripted(*[numbers(x=1.0)] * 2, *[numbers(x=1.0001)] * 2, exact)
