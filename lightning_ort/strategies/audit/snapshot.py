@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.strategies.audit.code_parts import is_users, parts_of_code
 
 MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
@@ -36,7 +37,8 @@ _MACHINERY = {
     *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
     *("multiprocessing", "concurrent", "asyncio", "io", "_io", "_thread", "weakref", "socket", "queue", "rich"),
 }
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
+# hooks, what is looked at apart, and what Lightning sets around each hook, which a wrapper of `self.log` leads to
+_OF_MODULES = vars(nn.Module()).keys() - {"training"} | {CURRENT_HOOK}
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (int, float, str, list, dict, set, deque, torch.Tensor, type(None))
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
