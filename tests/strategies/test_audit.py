@@ -1,6 +1,7 @@
 """Captured steps are repeated in eager, and one that does something else goes back to PyTorch."""
 
 import collections
+import functools
 import itertools
 import logging
 import math
@@ -204,13 +205,17 @@ def test_a_fault_is_found_where_exact_operations_cannot_be_waited_for(
 
 
 class Usual(Small):
-    """What steps do: dropout, recurrent layers, convolutions, statistics, counters, clocks, lists, several threads."""
+    """What steps do: dropout, recurrent layers, convolutions, statistics, counters, clocks, lists, several threads.
+
+    One of its attributes leads back to it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.rnn = nn.Conv1d(1, 4, 3, padding=1), nn.LSTM(4, 4, batch_first=True)
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.seconds, self.steps, self.seen = 0.0, 0, collections.deque[Tensor]()
+        self.predicts = functools.partial(self.forward)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         start = time.perf_counter()

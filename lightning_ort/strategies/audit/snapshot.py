@@ -117,9 +117,12 @@ def _text(value: Value) -> str:
     return f"{value.kind} {value}" if isinstance(value, Numbers) else str(value)
 
 
-def snapshot(roots: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the values below named objects, by where they are, such as ``self.net.weight``."""
-    found = itertools.islice(_stored(roots), MAX_VALUES)
+def snapshot(roots: Mapping[str, Any], met: Mapping[str, Any] = {}) -> dict[str, Value]:
+    """Return the values below named objects, by where they are, such as ``self.net.weight``.
+
+    What is ``met`` already, by its names, is not looked into where something below refers to it.
+    """
+    found = itertools.islice(_stored(roots, met), MAX_VALUES)
     return {path: _value_of(value) if before == path else f"the same as {before}" for path, value, before in found}
 
 
@@ -134,9 +137,9 @@ def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     return [(path, one) for path, one in stored_in({"": value}) if is_one(one, torch.Tensor)]
 
 
-def _stored(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _stored(roots: Mapping[str, Any], met: Mapping[str, Any] = {}) -> Iterator[tuple[str, Any, str]]:
     """Find what is below named objects: where, what, and where it was met first."""
-    seen: dict[int, str] = {}  # objects that may be met twice
+    seen = {id(value): name for name, value in met.items()}  # objects that may be met twice
     keep: list[Any] = []  # a new object would get the id of one that is gone
     todo = deque((name, value, 0) for name, value in roots.items())
     while todo:

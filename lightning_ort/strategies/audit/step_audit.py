@@ -369,7 +369,8 @@ class _Audit:
         """Look at the gradients, and at what hooks of the backward pass have left behind."""
         module = self._run.module
         parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}  # those are Lightning's
-        self._own |= gradients(module) | snapshot({"after the backward pass, self": parts})
+        # what has a method of the module, such as a partial function, leads back to what is Lightning's
+        self._own |= gradients(module) | snapshot({"after the backward pass, self": parts}, met={"self": module})
 
     @property
     def waits_for_backward(self) -> bool:
