@@ -99,11 +99,11 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def limits() -> Iterator[Callable[..., None]]:
-    """Duels are short, no machine is busy, and about one audit is made in each run; a test may set others.
+    """Duels are short, no machine is busy, one thread is not tried, and about one audit is made in each run.
 
     The modules of tests take less than a millisecond a step, or none at all by a clock of their own.
     """
-    token = LIMITS.set(TimeLimits(slowdown=math.inf, duel=0.0, audits=0.15))
+    token = LIMITS.set(TimeLimits(slowdown=math.inf, duel=0.0, audits=0.15, one_thread=0.0))
     yield lambda **changed: LIMITS.set(dataclasses.replace(LIMITS.get(), **changed))
     LIMITS.reset(token)
 

@@ -17,6 +17,12 @@ from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took
 from lightning_ort.strategies.race.threads import AGAIN, LOOK, SLOW, Threads
 from lightning_ort.strategies.race.turn import Turn
 
+
+@pytest.fixture(autouse=True)
+def one_thread_is_tried(limits: Callable[..., None]) -> None:
+    limits(one_thread=3.0)
+
+
 Times = tuple[float, float]  # seconds on all threads and on one
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_ort._busy import LIMITS
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -252,7 +253,7 @@ class RunFacts:
     def threads(self) -> int:
         """How many threads of torch a step may do without: 1 if none, or if no time may tell."""
         alone = self.device.type == "cpu" and self.module.trainer.world_size == 1
-        return torch.get_num_threads() if alone and self.is_measured else 1
+        return torch.get_num_threads() if alone and self.is_measured and LIMITS.get().one_thread else 1
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -10,7 +10,7 @@ knows of torch or clocks. *All* threads are as many as torch has been told to us
 
 import math
 
-from lightning_ort._busy import is_busy
+from lightning_ort._busy import LIMITS, is_busy
 from lightning_ort._text import duration
 from lightning_ort.config import DEFAULT_BUDGET
 from lightning_ort.strategies.race.duel import MOST, Duel
@@ -18,7 +18,6 @@ from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took, 
 
 BETTER = 0.95  # what goes on may take so much of the time of the other at most
 LOST = 2.0  # one turn that takes so many times as long as each of the other ends the duel
-LONGEST = 3.0  # seconds that one turn may take at worst
 AGAIN, GROWTH = 200, 2  # steps until the question is asked again, and how many times more each time after that
 QUIETER = 20  # and at least so many times as many as the last duel took
 LOOK, SLOWER, SLOW = 128, 2.0, 3  # steps until one is timed; so many times as slow, so often: the question comes sooner
@@ -103,7 +102,7 @@ class Threads:
         is_first = not duel.samples(self._way)
         lost = took.seconds > self.longest
         duel.add(self._way, took)
-        if is_first and self._way == self.kept == UNCHANGED and self._worst * took.seconds > LONGEST:
+        if is_first and self._way == self.kept == UNCHANGED and self._worst * took.seconds > LIMITS.get().one_thread:
             self._duel = None
             self._wait()
         elif lost or duel.is_over or min(map(len, duel.steps.values())) >= MOST:
