@@ -23,6 +23,8 @@ class TimeLimits:
     patience: float = 2.0  # seconds before which no copy of the process is ended
 
 
+WHILE_BUSY = "; timed while other programs used the machine"  # behind times, in what people read
+
 LIMITS: ContextVar[TimeLimits] = ContextVar("limits", default=TimeLimits())  # noqa: B039 (it is frozen)
 
 

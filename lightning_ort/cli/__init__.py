@@ -54,11 +54,11 @@ def _run_command(started: float) -> None:
         if name == wanted:
             module = importlib.import_module(f"lightning_ort.cli.{name}")
             module.add_arguments(own)
-            own_help = own.format_help()
+            called = own
     parsers.add_parser("run", help=run.SUMMARY)
     given, unknown = parser.parse_known_args(arguments or ["--help"], argparse.Namespace(started=started))
     if unknown:
-        option, options = unknown[0].partition("=")[0], sorted(set(re.findall(r"--[\w-]+", own_help)))
+        option, options = unknown[0].partition("=")[0], sorted(set(re.findall(r"--[\w-]+", called.format_help())))
         sys.exit(f"lightning-ort {wanted}: there is no {option!r}: {closest(option, options, 'options')}")
     getattr(module, wanted)(given)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lightning_ort._busy import is_busy
+from lightning_ort._busy import WHILE_BUSY, is_busy
 from lightning_ort._text import duration
 
 
@@ -26,7 +26,6 @@ class OptimizerReport:
 
 
 CAPTURED = "the captured step in PyTorch"
-_WHILE_BUSY = "; timed while other programs used the machine"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class StepReport:
     @property
     def while_busy(self) -> str:
         """Says that other programs used the machine; empty if none did."""
-        return _WHILE_BUSY * any(map(is_busy, self.slowdown.values()))
+        return WHILE_BUSY * any(map(is_busy, self.slowdown.values()))
 
 
 STEP_PARTS = ("loader", "Trainer", "step", "optimizer")
@@ -95,7 +94,7 @@ class StepTimeReport:
     def __str__(self) -> str:
         total = sum(self.ms.values())
         shares = ", ".join(f"{part} {ms / total:.0%}" for part, ms in self.ms.items())
-        return f"{duration(total)}: {shares}" + _WHILE_BUSY * self.is_busy + (f"; {self.advice}" if self.advice else "")
+        return f"{duration(total)}: {shares}" + WHILE_BUSY * self.is_busy + (f"; {self.advice}" if self.advice else "")
 
 
 @dataclass

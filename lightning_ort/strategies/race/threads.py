@@ -10,7 +10,7 @@ knows of torch or clocks. *All* threads are as many as torch has been told to us
 
 import math
 
-from lightning_ort._busy import LIMITS, is_busy
+from lightning_ort._busy import LIMITS, WHILE_BUSY, is_busy
 from lightning_ort._text import duration
 from lightning_ort.config import DEFAULT_BUDGET
 from lightning_ort.strategies.race.duel import MOST, Duel
@@ -142,4 +142,4 @@ class Threads:
         names = (all_of_them, one) if self.kept == UNCHANGED else (one, all_of_them)
         kept, other = times.pop(self.kept), *times.values()
         text = f"{names[0]}, {kept} a step (with {names[1]}: {other})"
-        return text + "; timed while other programs used the machine" * self.was_busy
+        return text + WHILE_BUSY * self.was_busy
