@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.machine.openmp import OneThread, OneThreadInAll
 from lightning_ort.optim import fused_update
-from lightning_ort.strategies.race.duel import MOST
+from lightning_ort.strategies.race.duel import LEAST, MOST
 from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took
 from lightning_ort.strategies.race.threads import AGAIN, LOOK, SLOW, Threads
 from lightning_ort.strategies.race.turn import Turn
@@ -20,7 +20,7 @@ from lightning_ort.strategies.race.turn import Turn
 
 @pytest.fixture(autouse=True)
 def one_thread_is_tried(limits: Callable[..., None]) -> None:
-    limits(one_thread=3.0)
+    limits(one_thread=5.0)
 
 
 Times = tuple[float, float]  # seconds on all threads and on one
@@ -43,9 +43,11 @@ def drive(threads: Threads, times: Callable[[int], Times] | Times, steps: int, l
 
 def test_the_faster_goes_on() -> None:
     assert drive(Threads(2, 2), (0.1, 0.01), 20) == "AA11A" + 15 * "1"
-    order = drive(Threads(2, 2), (0.1, 0.099), AGAIN)
-    assert order.count("1") == MOST
-    assert order.endswith(50 * "A")
+    order = drive(Threads(2, 2), (0.1, 0.099), 2 * AGAIN)
+    first, second = order[:AGAIN], order[AGAIN:]
+    assert first.count("1") == LEAST, "the race waits for it"
+    assert first[2 * LEAST :] == (AGAIN - 2 * LEAST) * "A"
+    assert second.count("1") == MOST
 
 
 def test_what_a_trial_may_cost() -> None:
@@ -56,7 +58,7 @@ def test_what_a_trial_may_cost() -> None:
     assert "1" in drive(threads, (0.01, 0.5), 1500)
     assert "1" not in drive(Threads(64, 64), (0.01, 0.005), 1000, left=1000)  # too few to pay for it
     assert "1" in drive(Threads(64, 2), (0.01, 0.005), 100, left=1000)  # of which two cores could run no more
-    assert "1" not in drive(Threads(64, 64), (0.1, 0.05), AGAIN)  # a step may take six seconds
+    assert "1" not in drive(Threads(64, 64), (0.1, 0.05), AGAIN)  # a step may take six seconds more
     assert "1" not in drive(Threads(1, 64), (0.1, 0.05), 2 * AGAIN)
 
 
@@ -238,6 +240,14 @@ def test_where_nothing_is_tried(
     assert set(module.threads["forward"]) == {number}
     assert report.ort_runs > 0 or config.get("placement") != "always"
     assert report.run.threads == {}
+
+
+def test_what_is_to_start_now_does_not_wait(make_trainer: Callable[..., Any], two_threads: None, paces: Any) -> None:
+    module = Noting()
+    strategy = ORTStrategy(config={"cache_dir": None, "audit": "off", "start": "now"})
+    report = fit(make_trainer, module, strategy, limit_train_batches=4).strategy.report
+    assert report.ort_runs > 0
+    assert set(module.threads["forward"]) == {2}
 
 
 @pytest.mark.parametrize("told", [None, 2, 4])

@@ -13,7 +13,7 @@ import math
 from lightning_ort._busy import LIMITS, WHILE_BUSY, is_busy
 from lightning_ort._text import duration
 from lightning_ort.config import DEFAULT_BUDGET
-from lightning_ort.strategies.race.duel import MOST, Duel
+from lightning_ort.strategies.race.duel import LEAST, MOST, Duel
 from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took, Way
 
 BETTER = 0.95  # what goes on may take so much of the time of the other at most
@@ -99,13 +99,13 @@ class Threads:
         if (duel := self._duel) is None:
             self._see(took.seconds)
             return
-        is_first = not duel.samples(self._way)
-        lost = took.seconds > self.longest
+        tries_next = self._way == self.kept == UNCHANGED and not duel.samples(UNCHANGED)
+        lost, most = took.seconds > self.longest, MOST if self.found else LEAST  # the race waits for the first duel
         duel.add(self._way, took)
-        if is_first and self._way == self.kept == UNCHANGED and self._worst * took.seconds > LIMITS.get().one_thread:
+        if tries_next and (self._worst - 1) * took.seconds > LIMITS.get().one_thread:
             self._duel = None
             self._wait()
-        elif lost or duel.is_over or min(map(len, duel.steps.values())) >= MOST:
+        elif lost or duel.is_over or min(map(len, duel.steps.values())) >= most:
             self._settle(duel)
 
     def _wait(self) -> None:
