@@ -242,14 +242,6 @@ def test_where_nothing_is_tried(
     assert report.run.threads == {}
 
 
-def test_what_is_to_start_now_does_not_wait(make_trainer: Callable[..., Any], two_threads: None, paces: Any) -> None:
-    module = Noting()
-    strategy = ORTStrategy(config={"cache_dir": None, "audit": "off", "start": "now"})
-    report = fit(make_trainer, module, strategy, limit_train_batches=4).strategy.report
-    assert report.ort_runs > 0
-    assert set(module.threads["forward"]) == {2}
-
-
 @pytest.mark.parametrize("told", [None, 2, 4])
 def test_a_number_that_is_set_within_the_block_holds(told: int | None, two_threads: None) -> None:
     if told is not None:

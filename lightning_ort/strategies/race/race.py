@@ -160,11 +160,6 @@ class Race:
         return {self.champion} | (self._duel.steps.keys() if self._duel is not None else set())
 
     @property
-    def rests(self) -> bool:
-        """Whether the unchanged step goes on, and nothing else is to start whatever it costs."""
-        return self.living == {UNCHANGED} and not (self.share == NO_LIMIT and self.has_challengers)
-
-    @property
     def kept(self) -> set[Way]:
         """The ways that may run in a later step without another start: the living, and those that the champion beat."""
         return self.living | {way for way, _ in self._beaten}
