@@ -30,6 +30,7 @@ import lightning_ort
 
 PACKAGE = str(Path(lightning_ort.__file__).parent) + os.sep
 FIRST, LAST, EACH = 150, 250, 10  # steps under a profiler, none of which is audited, and of each profiler
+LISTED = 3  # steps after them, of which the one with the fewest calls counts: on a busy machine one may be audited
 STEPS = LAST + 10
 
 
@@ -54,12 +55,17 @@ class Layers(LightningModule):
 
 
 class Watch(Callback):
-    """Profiles some steps, and then lists the calls of another one."""
+    """Profiles some steps, and then lists the calls of others."""
 
     def __init__(self) -> None:
         self.profiles: list[cProfile.Profile] = []
-        self.calls: list[tuple[int, CodeType]] = []  # each with how many calls of ours it is within
+        self._lists: list[list[tuple[int, CodeType]]] = []
         self._depth = 0
+
+    @property
+    def calls(self) -> list[tuple[int, CodeType]]:
+        """Each with how many calls of ours it is within."""
+        return min(self._lists, key=len)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin."""
@@ -69,16 +75,18 @@ class Watch(Callback):
             if batch_idx < LAST:
                 self.profiles.append(cProfile.Profile())
                 self.profiles[-1].enable()
-        elif batch_idx == LAST + 1:
-            sys.setprofile(self._see)
-        elif batch_idx == LAST + 2:
+        elif batch_idx > LAST + LISTED:
             sys.setprofile(None)
+        elif batch_idx > LAST:
+            self._lists.append([])
+            self._depth = 0
+            sys.setprofile(self._see)
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return
         if event == "call":
-            self.calls.append((self._depth, frame.f_code))
+            self._lists[-1].append((self._depth, frame.f_code))
         self._depth += {"call": 1, "return": -1}.get(event, 0)
 
 
