@@ -43,10 +43,14 @@ class LightningNamespace:
     def classes(self) -> ModuleType:
         """Our module with the classes for it, imported."""
         # Lightning first, and as a whole: two threads that import parts of it at once wait for each other forever
-        importlib.import_module(self.package)
+        self.load()
         if self.module not in sys.modules:
             _forget_sources()
         return importlib.import_module(self.module)
+
+    def load(self) -> Any:
+        """Import the package of the Trainer."""
+        return importlib.import_module(self.package)
 
     def submodule(self, name: str) -> Any:
         """Import a module of Lightning, such as ``"plugins.precision"``."""
@@ -86,6 +90,11 @@ def _forget_sources() -> None:
         # size, time of the file, lines, name; some give cells a time too
         if len(entry) == 4 and entry[1] is not None and os.path.isfile(file):
             linecache.cache.pop(file, None)
+
+
+def is_inherited(method: Any) -> bool:
+    """Whether a method of a module is that of LightningModule itself, which no class derived from it replaces."""
+    return any(str(getattr(method, "__module__", "")).startswith(f"{each.package}.core.") for each in NAMESPACES)
 
 
 def namespace_of(kind: type) -> LightningNamespace | None:

@@ -28,6 +28,7 @@ from lightning_ort.tuning.trials import (
     Trial,
     break_even,
     in_turns,
+    in_words,
     not_measured,
     ratios,
     times,
@@ -94,7 +95,7 @@ def bench(given: Namespace) -> None:
             progress.update(task, description=plain(doing), advance=1)
 
         try:
-            __import__(project.namespace.package)  # which processes inherit
+            project.namespace.load()  # which processes inherit
             compare(project, trials, rounds, steps, warm_up, folder, advance)
         except TuneError as error:
             sys.exit(plain(f"lightning-ort bench: {error}", "utf-8"))
@@ -105,11 +106,11 @@ def bench(given: Namespace) -> None:
         asked |= {name: asked[name] or {} for name in ("args", "data_args", "ort_config")}
         found = {"machine": machine(), "settings": asked, "rows": [to_dict(trial, trials[0]) for trial in trials]}
         (output / "bench.json").write_text(json.dumps(found, indent=2, default=str))
-    show(to_table(trials, title), _EXPLANATION, _footnote())
+    show(to_table(trials, title), _EXPLANATION, in_words(machine()))
     for text in (*problems(trials), *while_busy(trials)):
         say(text)
     if output is not None:
-        draw_bars(trials, title, _footnote(), output / "bench.png")
+        draw_bars(trials, title, in_words(machine()), output / "bench.png")
     if not any(trial.rounds for trial in trials):
         sys.exit("Nothing was measured.")
 
@@ -209,10 +210,6 @@ def problems(trials: Sequence[Trial]) -> Iterator[str]:
                 f"{trial.name} does not train as {trials[0].name} does: after the same batches its loss differs by"
                 f" {difference:.0%}. Its speed counts only if it trains as well: compare the losses of longer runs."
             )
-
-
-def _footnote() -> str:
-    return ", ".join(f"{name} {value}" for name, value in machine().items())
 
 
 def compare(

@@ -84,7 +84,7 @@ def tune(given: Namespace) -> None:
             if not given.dry_run:
                 _check_output(given.output)
             project = load_project("tune", given, devices=given.devices)
-            importlib.import_module(project.namespace.package)
+            project.namespace.load()
         if given.dry_run:
             _show_plan(project, limits)
             return

@@ -5,7 +5,7 @@ per element and the scales of each block, Adafactor a row and a column of each m
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -81,11 +81,15 @@ def measure(module: nn.Module, optim: str) -> Memory:
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return _memory(module, optim, state_bytes([optimizer]))
+
+
+def state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the bytes of the states that optimizers have."""
+    values = (value for one in optimizers for state in one.state.values() for value in state.values())
     # by storage: bitsandbytes shares one table of codes among all parameters
-    storages = [part.untyped_storage() for tensor in tensors for part in inner_tensors(tensor)]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return _memory(module, optim, sum(sizes.values()))
+    parts = (part for value in values if isinstance(value, Tensor) for part in inner_tensors(value))
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -1,7 +1,6 @@
 """``lightning_ort.tune``: probes a module, searches, and returns what was found."""
 
 import dataclasses
-import importlib
 import platform
 import tempfile
 import time
@@ -22,7 +21,7 @@ from lightning_ort.tuning.result import TuneResult
 from lightning_ort.tuning.search import Outcome, Search, too_short
 from lightning_ort.tuning.space import Limits, TuneError, base, memory_stage, stages
 from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
-from lightning_ort.tuning.trials import Trial, nothing_faster, speed, while_busy
+from lightning_ort.tuning.trials import Trial, in_words, nothing_faster, speed, while_busy
 
 __all__ = ["TuneError", "TuneResult", "tune"]
 
@@ -110,7 +109,7 @@ def tune_project(
     project: Project, limits: Limits, deadline: float, listen: Listener = lambda doing, best: None
 ) -> TuneResult:
     """Do what :func:`tune` does with arguments that are checked, until a time of ``time.monotonic``."""
-    importlib.import_module(project.namespace.package)  # which processes inherit
+    project.namespace.load()  # which processes inherit
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         facts = probed(project, folder, limits.seconds, deadline, listen)
@@ -234,7 +233,7 @@ def head_of(project: Project, outcome: Outcome) -> list[str]:
         on = " on one device" if devices_of(project) else ""
         times = f"{found.median:.2f} times as fast as before{on} ({found.low:.2f} to {found.high:.2f})"
         head.append(f"{times} on this machine:")
-        head.append(", ".join(f"{name} {value}" for name, value in machine().items()))
+        head.append(in_words(machine()))
         head += while_busy(outcome.trials)
     if project.config is None:
         head.append("For a main.py that calls LightningCLI(); where that names the classes, leave class_path out.")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_ort._text import digits, plain
 from lightning_ort.tuning.trials import Trial, ratios, times
@@ -39,8 +39,7 @@ def draw(trials: Sequence[Mapping[str, Any]], chosen: int, title: str, footnote:
     own = trials[0]["seconds_per_example"]
     # of the rounds that both took part in: the machine may have been slower in some
     points = [(trial["peak_bytes"] / 1e6, (trial["speed"] or [1.0])[0] / own) for _, trial in shown]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    axes = Figure(figsize=(8, 5), layout="constrained").subplots()
     front = pareto_front(points)
     axes.plot([points[p][0] for p in front], [points[p][1] for p in front], color=_FRONT, lw=1, label="Pareto front")
     for (place, trial), (x, y) in zip(shown, points, strict=True):
@@ -53,20 +52,16 @@ def draw(trials: Sequence[Mapping[str, Any]], chosen: int, title: str, footnote:
     axes.set_ylabel("samples/s")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(plain(title, "utf-8"), loc="left", parse_math=False)
     axes.legend(frameon=False, fontsize=8)
-    figure.text(0.01, -0.01, plain(footnote, "utf-8"), fontsize="x-small", color="dimgray", va="top", parse_math=False)
     with path.open("xb") as file:
-        figure.savefig(file, dpi=110, bbox_inches="tight", format="png")
+        _write(axes, title, footnote, file)
 
 
 def draw_bars(trials: Sequence[Trial], title: str, footnote: str, path: Path) -> None:
     """Write how many times as fast as the first each trial was as a PNG: a bar for the median, a dot for each round."""
     from matplotlib.figure import Figure  # slow to import, and only some runs need it
 
-    figure = Figure(figsize=(9, 1.8 + 0.45 * len(trials)), layout="constrained")
-    axes = figure.subplots()
+    axes = Figure(figsize=(9, 1.8 + 0.45 * len(trials)), layout="constrained").subplots()
     for place, trial in enumerate(trials):
         faster, each = times(trial, trials[0]), ratios(trial, trials[0])
         color = _ENGINES[trial.candidate.engine or "stock"]
@@ -80,12 +75,18 @@ def draw_bars(trials: Sequence[Trial], title: str, footnote: str, path: Path) ->
     axes.set_yticks(range(len(trials)), [plain(trial.name, "utf-8") for trial in trials], parse_math=False)
     axes.set_xlim(left=0)
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(plain(title, "utf-8"), loc="left", parse_math=False)
     explanation = f"speed relative to {trials[0].name}, longer is faster (bar: median, dots: rounds)"
     axes.set_xlabel(plain(explanation, "utf-8"), parse_math=False)
-    figure.text(0.01, -0.01, footnote, fontsize="x-small", color="dimgray", va="top", wrap=True, parse_math=False)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    with path.open("wb") as file:
+        _write(axes, title, footnote, file)
+
+
+def _write(axes: Any, title: str, footnote: str, file: IO[bytes]) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(plain(title, "utf-8"), loc="left", parse_math=False)
+    text = plain(footnote, "utf-8")
+    axes.figure.text(0.01, -0.01, text, fontsize="x-small", color="dimgray", va="top", wrap=True, parse_math=False)
+    axes.figure.savefig(file, dpi=110, bbox_inches="tight", format="png")
 
 
 def _label(trial: Trial, faster: float | None) -> str:

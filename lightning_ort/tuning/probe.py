@@ -4,7 +4,6 @@ Among them are the bytes that a step needs, measured (:class:`MeasuredStep`), an
 (:class:`MemoryModel`): what it takes beyond parameters, gradients, states and the batch grows with the batch.
 """
 
-import importlib
 import json
 import os
 import tempfile
@@ -24,7 +23,7 @@ from torch.utils.data import IterableDataset
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.callbacks.training_settings import BATCH_NORMS, fixed_batches, repeated_blocks
 from lightning_ort.compat.torch import tree_leaves
-from lightning_ort.optim.memory import predict
+from lightning_ort.optim.memory import predict, state_bytes
 from lightning_ort.strategies.whole_batches import is_made_of_tensors
 from lightning_ort.tuning.candidate import NOT_COMPILED, Candidate
 from lightning_ort.tuning.project import GIVEN, Project, train
@@ -84,7 +83,7 @@ class MemoryModel:
         gradients = gradient_bytes(module)
         parameters = sum(p.nbytes for p in module.parameters())
         other = sum(each.nbytes for each in (*module.buffers(), *filter(torch.is_tensor, tree_leaves(batch))))
-        states = states_of(optimizers)
+        states = state_bytes(optimizers)
         peak = parameters + states + other + max(before + forward_peak, later)
         names = {_KNOWN.get(type(optimizer).__name__) for optimizer in optimizers}
         is_known = gradients > 0 and None not in names
@@ -110,18 +109,6 @@ def _events_of(finished: profile) -> list[dict[str, Any]]:
         finished.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     return sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
-
-
-def states_of(optimizers: Sequence[Any]) -> int:
-    """Return the bytes of the states that optimizers have."""
-    tensors = [
-        tensor
-        for one in optimizers
-        for state in one.state.values()
-        for tensor in state.values()
-        if torch.is_tensor(tensor)
-    ]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 class MeasuredStep:
@@ -180,13 +167,11 @@ class Facts:
     """What decides which candidates there are."""
 
     module: str  # its class
-    parameters: int
     device: str  # "cpu" or "cuda"
     batch_size: int  # of one process
     counts_examples: bool  # whether the first dimension of a batch's first tensor is its number of examples
     stream: bool  # whether the data is an IterableDataset, which each process sees as a whole
     accumulate: int
-    batch_argument: bool  # whether the data has an argument batch_size
     fixed_batches: str | None  # why the batch size cannot be changed
     made_of_tensors: bool  # whether a batch of the data takes one operation per tensor
     num_workers: int
@@ -199,7 +184,6 @@ class Facts:
     threads: int
     precision: str
     bfloat16: float  # how many times as fast a matrix product is as in float32
-    step_seconds: float  # of the second step
     memory: MemoryModel | None  # None if nothing can be measured
     notes: list[str] = field(default_factory=list)
     given_loader: bool = False  # whether the data is a DataLoader that is passed to Trainer.fit
@@ -217,14 +201,14 @@ def _probe(project: Project, connection: Connection, folder: Path) -> Facts:
     found: list[Any] = []
 
     def callbacks(namespace: LightningNamespace) -> list[Any]:
-        base = importlib.import_module(f"{namespace.package}.callbacks").Callback
+        base = namespace.submodule("callbacks").Callback
         found.append(type("Probe", (_Probe, base), {})())
         return found
 
     train(project, Candidate(engine="stock"), folder, callbacks)
     if not found[0].has_trained:
         raise ValueError("the DataLoader is empty, or the Trainer has limit_train_batches=0")
-    return found[0].facts(project.batch_argument is not None)
+    return found[0].facts()
 
 
 class _Probe:
@@ -240,14 +224,12 @@ class _Probe:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._module = trainer, pl_module
         self._memory: MemoryModel | None = None
-        self._seconds = 0.0
         self._is_marked = False
         self._sizes: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._steps += 1
         self._sizes.append(size_of(namespace_of_class(type(pl_module)), batch))
-        self._start = time.perf_counter()
         if self._steps == _MEASURED:
             # Lightning zeroes gradients after the forward pass: those of the step before are there until then
             self._gradients = gradient_bytes(pl_module)
@@ -273,13 +255,12 @@ class _Probe:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._steps < _MEASURED:
             return
-        self._seconds = time.perf_counter() - self._start
         if (levels := self._measuring.stop()) is not None:
             size = _batch_size(trainer.train_dataloader)
             self._memory = MemoryModel.of(pl_module, trainer.optimizers, batch, size, self._gradients, levels)
         trainer.should_stop = True
 
-    def facts(self, batch_argument: bool) -> Facts:
+    def facts(self) -> Facts:
         module, trainer = self._module, self._trainer
         loader = trainer.train_dataloader
         modules = list(module.modules())
@@ -288,13 +269,11 @@ class _Probe:
         notes = [] if self._memory else ["the memory of a step could not be measured"]
         return Facts(
             module=type(module).__name__,
-            parameters=sum(p.numel() for p in module.parameters()),
             device=device.type,
             batch_size=_batch_size(loader),
             counts_examples=max(self._sizes) == _batch_size(loader),
             stream=any(isinstance(getattr(one, "dataset", None), IterableDataset) for one in tree_leaves(loader)),
             accumulate=trainer.accumulate_grad_batches,
-            batch_argument=batch_argument,
             fixed_batches=fixed_batches(loader),
             made_of_tensors=is_made_of_tensors(getattr(loader, "dataset", None)),
             num_workers=getattr(loader, "num_workers", 0),
@@ -307,7 +286,6 @@ class _Probe:
             threads=torch.get_num_threads(),
             precision=trainer.precision,
             bfloat16=bfloat16,
-            step_seconds=self._seconds,
             memory=self._memory,
             notes=notes,
             given_loader=type(trainer.datamodule).__name__ == GIVEN,

@@ -123,21 +123,20 @@ def train(
     if project.config is not None:
         made = _configured(project, candidate, namespace)
         return _train_configured(project, candidate, made, namespace, callbacks(namespace), limits, folder)
-    importlib.import_module(namespace.package).seed_everything(project.seed, workers=True, verbose=False)
+    namespace.load().seed_everything(project.seed, workers=True, verbose=False)
     module = project.module(**project.args) if _makes(project.module) else project.module
     namespace = namespace_of_class(type(module))
-    pl = importlib.import_module(namespace.package)
     data_args = {**project.data_args}
     if project.batch_argument is not None and candidate.batch_size is not None:
         data_args["batch_size"] = candidate.batch_size
     data = project.data(**data_args) if _makes(project.data) else project.data
-    if data is not None and not isinstance(data, pl.LightningDataModule):
+    if data is not None and not isinstance(data, namespace.load().LightningDataModule):
         data = given(data, namespace)
     settings = _configured(project, candidate, namespace)["trainer"]
     trainer_args = {name: built(value) for name, value in settings.items()}
     trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
-    logger = importlib.import_module(f"{namespace.package}.loggers").CSVLogger(str(folder))
-    trainer = pl.Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
+    logger = namespace.submodule("loggers").CSVLogger(str(folder))
+    trainer = namespace.load().Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
     _prepare(module, candidate, namespace)
     trainer.fit(module, data)
     return trainer
@@ -179,9 +178,8 @@ def _train_configured(
     trainer["logger"] = {"class_path": f"{namespace.package}.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
     config.pop("ckpt_path", None)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    cli = importlib.import_module(f"{namespace.package}.cli")
 
-    class Cli(cli.LightningCLI):  # type: ignore[name-defined]
+    class Cli(namespace.submodule("cli").LightningCLI):  # type: ignore[misc]
         model: Any
 
         def before_fit(self) -> None:
@@ -200,13 +198,13 @@ def _train_configured(
 
 
 def _dropped(namespace: LightningNamespace) -> tuple[type, ...]:
-    callbacks = importlib.import_module(f"{namespace.package}.callbacks")
+    callbacks = namespace.submodule("callbacks")
     return (*(getattr(callbacks, name) for name in _DROPPED), ExportOnnxCallback)
 
 
 def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
     path = str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
-    found = _imported(path) or getattr(importlib.import_module(f"{namespace.package}.callbacks"), path, None)
+    found = _imported(path) or getattr(namespace.submodule("callbacks"), path, None)
     return isinstance(found, type) and issubclass(found, _dropped(namespace))
 
 
@@ -232,7 +230,7 @@ def _makes(value: Any) -> bool:
 def given(loader: Any, namespace: LightningNamespace) -> Any:
     """Return a LightningDataModule of a DataLoader; it can be pickled, which strategies that spawn processes do."""
     made = {"train_dataloader": lambda self: loader, "__reduce__": lambda self: (given, (loader, namespace))}
-    return type(GIVEN, (importlib.import_module(namespace.package).LightningDataModule,), made)()
+    return type(GIVEN, (namespace.load().LightningDataModule,), made)()
 
 
 def _imported(path: str | None) -> Any:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from lightning_ort._text import PlainTable, digits, plain
 from lightning_ort.tuning.picture import draw, installed
-from lightning_ort.tuning.trials import not_measured, nothing_faster, sketch
+from lightning_ort.tuning.trials import in_words, not_measured, nothing_faster, sketch
 
 _VERSION = 1
 _COLUMNS = ("ms a sample", "samples/s", "speed-up", "(90 %)", "peak MB", "start s", "pays after", "loss differs")
@@ -134,7 +134,7 @@ class TuneResult:
 
     def explanation(self) -> str:
         """Return what was tried, in its order, with the reason and what came of it."""
-        lines = [f"{self.module}, {', '.join(f'{name} {value}' for name, value in self.machine.items())}"]
+        lines = [f"{self.module}, {in_words(self.machine)}"]
         stage = ""
         for place, trial in enumerate(self.trials):
             if trial["stage"] != stage:
@@ -178,8 +178,7 @@ class TuneResult:
             with one.open("x", encoding="utf-8") as file:
                 file.write(text)
         if len(paths) > 2:
-            footnote = ", ".join(f"{name} {value}" for name, value in self.machine.items())
-            draw(self.trials, self.chosen, f"{self.module}: {self.speed_up:.2f}x", footnote, paths[2])
+            draw(self.trials, self.chosen, f"{self.module}: {self.speed_up:.2f}x", in_words(self.machine), paths[2])
         return paths
 
 

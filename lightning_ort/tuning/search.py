@@ -32,7 +32,6 @@ class Outcome:
     own: Trial
     best: Trial
     trials: list[Trial]
-    reference: Trial | None = None  # whose losses the others are compared with
     notes: list[str] = field(default_factory=list)
 
 
@@ -76,7 +75,7 @@ class Search:
         if self._best not in (own, compared) and self._best.loss_difference is None:
             why = "nothing was trained in float32 with this batch" if compared is None else "there are too few losses"
             self._measurer.notes.append(f"the loss of {self._best.candidate} was not compared with float32's: {why}")
-        return Outcome(own, self._best, self._measurer.trials, compared, self._measurer.notes)
+        return Outcome(own, self._best, self._measurer.trials, self._measurer.notes)
 
     def _search(self, own: Trial) -> None:
         self._warm_up_own(own)

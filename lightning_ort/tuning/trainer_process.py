@@ -1,6 +1,5 @@
 """A Trainer in a process of its own, which does as many steps as it is told to."""
 
-import importlib
 import math
 import multiprocessing
 import os
@@ -241,7 +240,7 @@ def namespace_of_class(kind: type) -> LightningNamespace:
 
 def make_sampler(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
     """Return a callback that sends a sample after so many steps, and then waits to be told the next number."""
-    callback = importlib.import_module(f"{namespace.package}.callbacks").Callback
+    callback = namespace.submodule("callbacks").Callback
     return type("Sampler", (_Sampler, callback), {})(connection, steps, namespace)
 
 

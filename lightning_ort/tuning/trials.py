@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -156,6 +156,11 @@ def nothing_faster(measured: bool) -> str:
     if measured:
         return "Nothing was clearly faster than what you have."
     return "Nothing but what you have was measured: there was no time, or nothing else could run; --time allows more."
+
+
+def in_words(machine: Mapping[str, str]) -> str:
+    """Return in a line what measurements depend on."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def while_busy(trials: Sequence[Trial]) -> list[str]:

@@ -16,13 +16,11 @@ LOSSES = [1.0 / (1 + number / 10) for number in range(100_000)]
 def facts(**changes: Any) -> Facts:
     usual: dict[str, Any] = {
         "module": "Made",
-        "parameters": 10,
         "device": "cpu",
         "batch_size": 32,
         "accumulate": 1,
         "counts_examples": True,
         "stream": False,
-        "batch_argument": True,
         "fixed_batches": None,
         "made_of_tensors": True,
         "num_workers": 0,
@@ -35,7 +33,6 @@ def facts(**changes: Any) -> Facts:
         "threads": 2,
         "precision": "32-true",
         "bfloat16": 2.0,
-        "step_seconds": STEP,
         "memory": None,
     }
     return Facts(**usual | changes)

@@ -83,7 +83,7 @@ def test_another_batch_size_is_predicted_from_this_one(module: type[Wide], tmp_p
 def test_facts(tmp_path: Path) -> None:
     facts = probe(tmp_path)
     assert (facts.module, facts.device, facts.optimizers, facts.fusable) == ("Wide", "cpu", ["AdamW"], True)
-    assert (facts.fixed_batches, facts.made_of_tensors, facts.batch_argument) == (None, True, False)
+    assert (facts.fixed_batches, facts.made_of_tensors) == (None, True)
     assert not facts.batch_norm
     assert not facts.convolutions
     assert facts.bfloat16 > 0

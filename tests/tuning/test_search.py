@@ -143,8 +143,7 @@ def test_a_loss_that_departs_is_refused(factor: float) -> None:
 def test_losses_are_compared_with_float32_where_the_user_has_another_precision() -> None:
     machine = Machine({("engine", "ort"): 1.5}, loss=lambda candidate: 1.0 if candidate.precision == "32-true" else 1.5)
     outcome = search(machine, plain=False, found={"precision": "bf16-mixed"})
-    assert outcome.reference is not None
-    assert outcome.reference.candidate == Candidate(engine="stock", precision="32-true")
+    assert Candidate(engine="stock", precision="32-true") in [one.candidate for one in outcome.trials]
     assert tried(outcome, engine="ort").verdict == "refused"
 
 
@@ -263,7 +262,6 @@ def test_losses_are_compared_after_the_batches_have_changed() -> None:
 def test_a_loss_that_could_not_be_compared_is_noted() -> None:
     machine = Machine({("engine", "ort"): 1.5}, {("precision", "32-true"): "no float32"})
     outcome = search(machine, plain=False)
-    assert outcome.reference is None
     assert outcome.best.candidate.engine == "ort"
     assert any("was not compared with float32's: nothing was trained in float32" in one for one in outcome.notes)
 

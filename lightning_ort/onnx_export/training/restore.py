@@ -1,6 +1,5 @@
 """Back into PyTorch: :func:`load_training_state`, and a checkpoint that a Trainer goes on from."""
 
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class TrainingState:
         content: dict[str, Any] = {
             "epoch": 0,
             "global_step": self.steps,
-            "pytorch-lightning_version": importlib.import_module(namespace.package).__version__,
+            "pytorch-lightning_version": namespace.load().__version__,
             "state_dict": self.module.state_dict(),
             "callbacks": {},
             "optimizer_states": [optimizer.state_dict()],
