@@ -737,11 +737,3 @@ def test_a_difference_may_have_another_reason(answers: Any) -> None:
 def test_without_an_answer_nothing_is_known(answered: int) -> None:
     answers = [numbers(x=1.0)] * answered + [None]
     assert unexplained(numbers(x=2.0), Scripted(*answers), 1e-3) is None
-
-
-def test_which_hook_runs_is_no_difference_wherever_its_module_is_met() -> None:
-    module = Small()
-    log = module.log
-    before = snapshot({"wrapped": lambda: log, "self": module})
-    module._current_fx_name = "training_step"
-    assert snapshot({"wrapped": lambda: log, "self": module}) == before

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_ort.compat.lightning_loops import CURRENT_HOOK
-from lightning_ort.strategies.audit.code_parts import is_users, parts_of_code
+from lightning_ort.strategies.audit.code_parts import globals_of, is_users, parts_of_code
 
 MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
 _MAX_DEPTH = 12
@@ -37,8 +36,7 @@ _MACHINERY = {
     *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
     *("multiprocessing", "concurrent", "asyncio", "io", "_io", "_thread", "weakref", "socket", "queue", "rich"),
 }
-# hooks, what is looked at apart, and what Lightning sets around each hook, which a wrapper of `self.log` leads to
-_OF_MODULES = vars(nn.Module()).keys() - {"training"} | {CURRENT_HOOK}
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (int, float, str, list, dict, set, deque, torch.Tensor, type(None))
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
@@ -180,14 +178,13 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
     """
     kinds = {base for one in module.modules() for base in type(one).__mro__ if not _is_machinery(base)} - {object}
     variables = dict[str, Any]()
-    for function in (getattr(step, "__func__", step), *functions_of(type(module))):
-        known = getattr(function, "__globals__", {})
-        for name in known.keys() & set(getattr(getattr(function, "__code__", None), "co_names", ())):
-            value = known[name]
+    functions = (getattr(step, "__func__", step), *functions_of(type(module)))
+    for function in (one for one in functions if isinstance(one, types.FunctionType)):
+        for name, value in globals_of(function).items():
             if isinstance(value, type):
                 kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
             elif not is_one(value, *_CODE, nn.Module):
-                variables[f"{known.get('__name__')}.{name}"] = value
+                variables[f"{function.__globals__.get('__name__')}.{name}"] = value
     return {"self": module, "globals": dict(sorted(variables.items())), "class": attributes_of(kinds)}
 
 
