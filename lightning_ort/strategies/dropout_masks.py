@@ -13,7 +13,7 @@ import torch
 
 from lightning_ort.compat.torch import replace_kernel
 from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel, matches_torch
-from lightning_ort.strategies.while_running import WhileRunning
+from lightning_ort.compiler.machine.while_running import WhileRunning
 
 _OP = "aten::bernoulli_.float"
 # A call from C++ into Python takes some microseconds. Where this many have come and most were small, that is all there

@@ -6,7 +6,7 @@ It can be told to keep them; then there are none from the second step on.
 """
 
 import os
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -24,7 +24,6 @@ class RetainedMemory:
     def __init__(self, choice: HostMemory) -> None:
         check_choice("host_memory", choice, get_args(HostMemory))
         self.choice = choice
-        self.is_retained = False
 
     def setup(self, device: torch.device) -> str:
         """Retain memory if that is chosen and possible, and return what the report says about it."""
@@ -32,19 +31,12 @@ class RetainedMemory:
             return "default"
         if (reason := unsupported_reason()) is not None:
             return f"default: {reason}"
-        if not self.is_retained:
-            self.is_retained = True
-            malloc.retain()
+        malloc.retained.begin(self)
         return "retained"
 
     def teardown(self) -> None:
         """Undo :meth:`setup`; a second call does nothing."""
-        if self.is_retained:
-            self.is_retained = False
-            malloc.release()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "is_retained": False}  # a copy has requested nothing yet
+        malloc.retained.end(self)
 
 
 def unsupported_reason() -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from lightning_ort.compat.torch import collates_tensors_as_usual, replace_fetch, tree_map
-from lightning_ort.strategies.while_running import WhileRunning
+from lightning_ort.compiler.machine.while_running import WhileRunning
 
 _INTEGERS = {int}
 _LARGEST = 2**15  # numbers of an example

@@ -105,7 +105,7 @@ def in_use():
 
 malloc._counts(malloc.glibc(), ctypes.CDLL(None))  # declares what mallinfo2 returns
 if sys.argv[1] == "retained":
-    malloc.retain()
+    malloc.retained.begin("a run")
 x, w = torch.randn(4096, 8), torch.randn(8, 4096)
 squares = lambda x, w: torch.stack([((x * scale) @ w).square().sum() for scale in (1.0, 2.0, 3.0, 4.0)])
 backend = ORTBackend(ORTConfig(placement="always", cache_dir=None))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from small_modules import Small
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
 from lightning_ort.compiler.machine import malloc
 from lightning_ort.strategies import host_memory
+from lightning_ort.strategies.host_memory import RetainedMemory
 from lightning_ort.strategies.mixin import ORTMixin
 
 pytestmark = pytest.mark.skipif(
@@ -108,15 +108,14 @@ def test_another_malloc(make_trainer, monkeypatch):
 def test_two_runs_at_once_and_a_copy():
     """The last one to end restores, whichever it is."""
     by_default = faults_of_a_large_block()
-    malloc.retain()
-    malloc.retain()
-    malloc.release()
+    first, second = RetainedMemory("retain"), RetainedMemory("retain")
+    for memory in (first, second):
+        memory.setup(torch.device("cpu"))
+    first.teardown()
     assert keeps_pages(by_default)
-    running = ORTStrategy(accelerator=CPUAccelerator())
-    running._memory.is_retained = True
-    copy.deepcopy(running).teardown()
+    copy.deepcopy(second).teardown()
     assert keeps_pages(by_default)
-    malloc.release()
+    second.teardown()
     assert faults_of_a_large_block() > by_default / 2
 
 

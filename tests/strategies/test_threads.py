@@ -52,7 +52,7 @@ def process_state() -> dict[str, Any]:
         "settings": {name: getattr(dynamo_config, name) for name in names},
         "callbacks": len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks),
         "filters": [len(logging.getLogger(f"torch._dynamo.{name}").filters) for name in ("convert_frame", "exc")],
-        "memory": malloc._users,
+        "memory": len(malloc.retained.runs),
         "threads": {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"},  # torch's, and it stays
         "SIGTERM": signal.getsignal(signal.SIGTERM),
         "grad": torch.is_grad_enabled(),

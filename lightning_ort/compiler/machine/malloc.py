@@ -1,18 +1,17 @@
 """The malloc of this process, where it is glibc's: torch and ONNX Runtime take the CPU's memory from it."""
 
 import ctypes
-import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from lightning_ort.compiler.machine.while_running import WhileRunning
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _RETAIN = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}  # no mapped blocks, no trimming
 # glibc adapts its thresholds until one of them is set: these are the highest values that it adapts them to
 _DEFAULT = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20, _M_TOP_PAD: 128 << 10, _M_MMAP_THRESHOLD: 32 << 20}
-
-_users = 0  # runs in this process that want memory to be retained
-_lock = threading.Lock()  # they may be in several threads
 
 
 @cache
@@ -57,32 +56,22 @@ def trim() -> None:
         library.malloc_trim(0)
 
 
-def retain() -> None:
-    """Keep freed memory in the process, ``mallopt(3)``, until :func:`release` has been called as often as this."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _set(_RETAIN)
-
-
-def release() -> None:
-    """Undo one :func:`retain`; the last call returns the memory to the system."""
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            _set(_DEFAULT)
-            trim()
-
-
-def is_retained() -> bool:
-    """Return whether freed memory stays in the process now."""
-    return _users > 0
-
-
 def _set(options: dict[int, int]) -> None:
     library = glibc()
     assert library is not None
     for option, value in options.items():
         library.mallopt(option, value)
+
+
+def _retain() -> Callable[[], None]:
+    _set(_RETAIN)
+    return _release
+
+
+def _release() -> None:
+    _set(_DEFAULT)
+    trim()
+
+
+# freed memory stays in the process, ``mallopt(3)``, and goes to the system when the last run ends
+retained: WhileRunning[Any] = WhileRunning(_retain)

@@ -119,7 +119,7 @@ def _cpu_arena() -> bool:
     Not where malloc keeps freed memory: what a session took serves torch's next tensors, and the other way round. A GPT
     took 925 MB instead of 1,019, at the same speed.
     """
-    in_arena = not malloc.is_retained()
+    in_arena = not malloc.retained.runs
     return not share_cpu_memory(in_arena=in_arena) or in_arena
 
 
