@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_ort._imports import is_inherited
 from lightning_ort.compat.torch import tree_map
 
 # how weights are made smaller
@@ -18,7 +19,7 @@ Structure: TypeAlias = "str | list[Structure] | dict[str, Structure]"
 def bind_sample(module: nn.Module, sample: Any = None) -> inspect.BoundArguments:
     """Match sample inputs with the parameters of a module's ``forward``, and move them to the module's device."""
     name = type(module).__name__
-    if type(module).forward.__module__.endswith((".core.module", "torch.nn.modules.module")):  # only a base class's
+    if type(module).forward.__module__ == nn.Module.__module__ or is_inherited(type(module).forward):
         raise ValueError(f"{name} has no `forward` method to export. Define one; the steps can call it.")
     if sample is None:
         sample = getattr(module, "example_input_array", None)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import chosen_checkpoint_io, set_checkpoint_io
+from lightning_ort.compiler.machine.out_of_memory import causes
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -53,19 +54,13 @@ def save_atomically(checkpoint: dict[str, Any], path: Path, *, flushes: bool = T
     except BaseException as error:
         written = partial.stat().st_size if partial.exists() else 0
         partial.unlink(missing_ok=True)
-        if (cause := _system_error(error)) is not None:
+        # what the system refused, which torch's writer of archives hides behind an error of its own (2.13)
+        if (cause := next((one for one in causes(error) if isinstance(one, OSError)), None)) is not None:
             text = f"{cause.strerror or cause}, after {written:,} bytes of the checkpoint"
             raise OSError(cause.errno, text, str(path)) from error
         raise
     if flushes:
         _flush(path.parent)
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """Return what the system refused, which torch's writer of archives hides behind an error of its own (2.13)."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _flush(path: Path) -> None:

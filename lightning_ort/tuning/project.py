@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_ort._imports import NAMESPACES, LightningNamespace, namespace_of, preferred_namespace
+from lightning_ort._imports import LightningNamespace, is_inherited, namespace_of, preferred_namespace
 from lightning_ort._memory import free_bytes
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
 from lightning_ort.compat.dynamo import compile_isolated
@@ -67,9 +67,8 @@ class Project:
     @property
     def lacks_data(self) -> bool:
         """Whether no data is named, and the module has no ``train_dataloader`` but Lightning's own."""
-        own = getattr(getattr(self.module, "train_dataloader", None), "__module__", "")
-        in_lightning = any(f"{own}.".startswith(f"{namespace.package}.core.") for namespace in NAMESPACES)
-        return self.data is None and not (self.config or {}).get("data") and in_lightning
+        named = self.data is not None or (self.config or {}).get("data")
+        return not named and is_inherited(getattr(self.module, "train_dataloader", None))
 
     @property
     def batch_argument(self) -> candidates.Path | None:

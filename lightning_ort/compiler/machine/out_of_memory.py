@@ -20,13 +20,13 @@ _WORDS = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one that it comes from, is about memory that could not be had."""
     return any(
-        isinstance(each, (MemoryError, torch.OutOfMemoryError)) or _WORDS.search(str(each)) for each in _chain(error)
+        isinstance(each, (MemoryError, torch.OutOfMemoryError)) or _WORDS.search(str(each)) for each in causes(error)
     )
 
 
 def free_memory_of(error: BaseException) -> None:
     """Free what the calls that ended with an error still hold, and give free memory back to whoever may want it."""
-    for each in _chain(error):
+    for each in causes(error):
         traceback.clear_frames(each.__traceback__)
     gc.collect()
     give_back_memory()
@@ -39,7 +39,8 @@ def give_back_memory() -> None:
     malloc.trim()
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it comes from, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

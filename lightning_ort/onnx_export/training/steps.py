@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_ort._imports import is_inherited
 from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import tree_map, without_tracing
@@ -54,7 +55,7 @@ def check_module(module: nn.Module) -> None:
 def defines(module: nn.Module, method: str) -> bool:
     """Whether a user's class has a method of its own."""
     found = getattr(type(module), method, None)
-    return found is not None and found.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    return found is not None and not is_inherited(found)
 
 
 class Step:

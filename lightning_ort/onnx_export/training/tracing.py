@@ -28,6 +28,7 @@ from lightning_ort.compiler.executors.ort.conversion.registry import PARTS, PART
 from lightning_ort.compiler.graphs.nodes import is_random
 from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
+from lightning_ort.compiler.machine.out_of_memory import causes
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
 from lightning_ort.onnx_export.training.forms.random import drawn
 from lightning_ort.onnx_export.training.forms.sequences import recur
@@ -145,7 +146,7 @@ def trace(
     except ExportFailed:
         raise
     except Exception as error:  # torch raises what the user's code raised, in several classes
-        if (own := _own(error)) is not None:
+        if (own := next((one for one in causes(error) if isinstance(one, ExportFailed)), None)) is not None:
             raise own from error
         raise ExportFailed(f"{what} cannot be exported: {explain(error)}") from error
     placeholders = graph.graph.find_nodes(op="placeholder")
@@ -276,14 +277,6 @@ def _refusing_other_draws(what: str) -> Iterator[None]:
                 f"{what} uses {name}: its numbers would be constants of the model. Draw them with torch, which a runner"
                 " does anew in each step."
             )
-
-
-def _own(error: BaseException | None) -> ExportFailed | None:
-    while error is not None:
-        if isinstance(error, ExportFailed):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
+from lightning_ort._imports import is_inherited
 from lightning_ort.compat.dynamo import is_compiled_module, only_within
 from lightning_ort.compat.dynamo_left_out import RUNS_OUTSIDE, late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
@@ -314,7 +315,7 @@ class StepShims(Shims):
             if not mocked and (owner is not module or name not in vars(owner) or is_lean(vars(owner)[name])):
                 add(owner, name, make)  # what a user put on the instance stays
 
-        overridden = not all(_is_of_lightning(getattr(type(module), name)) for name in ("log", "log_dict"))
+        overridden = not all(is_inherited(getattr(type(module), name)) for name in ("log", "log_dict"))
         replace(module, "log", self._as_it_is if overridden else lambda _: self.logger.log)
         replace(module, "log_dict", self._as_it_is if overridden else lambda _: self.logger.log_dict)
         for name in _HELPERS:
@@ -417,10 +418,6 @@ def compiled_by_user(module: nn.Module) -> str | None:
 def given_iterator(args: Iterable[Any]) -> bool:
     """Return whether a step is given an iterator, such as a ``dataloader_iter``: who repeats it would read on."""
     return any(isinstance(value, Iterator) for value in args)
-
-
-def _is_of_lightning(method: Callable[..., Any]) -> bool:
-    return method.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def _outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
