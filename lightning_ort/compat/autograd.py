@@ -34,6 +34,11 @@ def is_recomputed(node: fx.Node) -> bool:
     return must_recompute(node)
 
 
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether a node of dynamo's graph calls a function that is computed again in the backward pass (torch 2.13)."""
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
 def is_higher_order(node: fx.Node) -> bool:
     """Whether a node calls an operation that takes functions, such as a branch or a hook (torch 2.13)."""
     return isinstance(node.target, HigherOrderOperator)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -360,6 +360,11 @@ def release_backend(backend: Any) -> None:
 
 
 # The backend
+
+
+def leave_frame(why: str) -> NoReturn:
+    """Leave the function that is being traced to Python, from within a backend (torch 2.13)."""
+    raise exc.SkipFrame(why)
 
 
 def is_last_graph(gm: Any) -> bool:

@@ -8,6 +8,7 @@ left to Python (:mod:`.dynamo_left_out`). Each entry of :data:`REPAIRS` names th
   is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class. Nor does it
   guard which module an ``import`` finds, that a global variable hides no builtin, what ``ABCMeta.register`` says, and
   the sign of zero.
+- Guards of a tensor read the strides of one that has none.
 - It forgets the ``maxlen`` of a deque, and which items a dictionary or set had before if none is new.
 - What NumPy does with numbers is done by NumPy.
 - It takes a list in a module's tuple for a constant.
@@ -334,6 +335,19 @@ def _equals(match: Callable[..., Any]) -> Callable[..., Any]:
     return EQUALS_MATCH
 
 
+def _match_tensor(match: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that a tensor is not nested before its strides are looked at: it may have none, which ends the process."""
+
+    def TENSOR_MATCH(self: Any, guard: Any, value: Any = None) -> None:
+        if type(self.get(guard)) is torch.Tensor and _OF_MODULES[2] not in guard.name:
+            self.TYPE_MATCH(guard)
+            is_plain = lambda tensor: not tensor.is_nested  # noqa: E731
+            self.get_guard_manager(guard).add_lambda_guard(is_plain, [f"{guard.name} is not nested"], None)
+        match(self, guard, value)
+
+    return TENSOR_MATCH
+
+
 # Containers
 
 
@@ -420,6 +434,7 @@ REPAIRS = [
     Replacement(variables.BuiltinVariable, "call_isinstance", _is_of_class, 149991),
     Replacement(variables.BuiltinVariable, "call_issubclass", _is_of_class, 149991),
     Replacement(GuardBuilder, "EQUALS_MATCH", _equals, 192604),
+    Replacement(GuardBuilder, "TENSOR_MATCH", _match_tensor, None),
     Replacement(VariableBuilder, "__call__", _build, 111562),  # #198189: order, #141714: `maxlen`
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, 197860),
     Replacement(variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find, 175006),

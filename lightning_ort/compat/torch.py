@@ -171,6 +171,11 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 
 
+def sizes_of_tensor(tensor: torch.Tensor) -> str:
+    """The sizes of a tensor as a text; one that is nested has none, or raises if it is asked (torch 2.13)."""
+    return "nested" if tensor.is_nested else str(tuple(tensor.shape))
+
+
 def storage_id(value: Any) -> int | None:
     """A number that is the same for tensors that share memory; ``None`` for what has none (torch 2.13)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from features import QUIET, Trainers, check_feature, feature, features_of, fit
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from small_modules import Small, loader
@@ -417,3 +418,85 @@ def test_gradients_of_two_losses_in_turn(kind: str, captured: bool, tmp_path: Pa
     kinds = {note.reason.type for note in strategy.report.notes}
     assert (ReasonType.SEPARATE_GRADIENTS in kinds) != captured
     assert strategy.report.ort_runs > (1 if captured else 0)
+
+
+class Recomputes(Small):
+    """A checkpoint around a part that writes a buffer, which eager does a second time in the backward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first = kind, nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        for name in ("mean", "variance"):
+            self.register_buffer(name, torch.ones(8))
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.kind == "statistics":
+            return F.batch_norm(x, self.mean, self.variance, training=True)
+        return x.tanh() * self.mean if self.kind == "written later" else self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind == "from the fifth step on" and self.global_step < 4:
+            return self.net(self.part(x))
+        x = checkpoint(self.part, x, use_reentrant=self.kind == "reentrant")
+        if self.kind == "written later":
+            with torch.no_grad():
+                self.mean.mul_(0.9)
+        return self.net(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(self.kind != "only read")
+
+
+@pytest.mark.parametrize(
+    "kind", ["not reentrant", "reentrant", "statistics", "written later", "from the fifth step on", "only read"]
+)
+def test_what_a_checkpoint_computes_again_from_what_it_has_written_stays_in_eager(kind: str, tmp_path: Path) -> None:
+    strategy = ORTStrategy(config={"placement": "always"})
+    modules = [Recomputes(kind), Recomputes(kind)]
+    for module, used in zip(modules, ("auto", strategy), strict=True):
+        Trainer(**{**QUIET, "strategy": used, "default_root_dir": tmp_path}).fit(module)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
+    torch.testing.assert_close(modules[1].state_dict(), modules[0].state_dict(), rtol=1e-4, atol=1e-6)
+    notes = [note.where for note in strategy.report.notes if note.reason.type is ReasonType.WRITES_TO_INPUT]
+    assert notes == ["training_step"] * (kind != "only read")
+    assert (strategy.report.ort_runs > 0) == (kind in ("from the fifth step on", "only read"))
+    assert not strategy.report.fallbacks
+
+
+class Nests(Small):
+    """One batch, and another object that the step reads, are nested tensors, which have no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(2, 3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = nested(torch.ones(2, 3)) if batch_idx == 4 else torch.ones(2, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, scale = (torch.nested.to_padded_tensor(one, 0.0) if one.is_nested else one for one in (batch, self.scale))
+        return self(x).square().mean() * scale.mean()
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(
+            [nested(one) if index == self.nested else one for index, one in enumerate(x)], batch_size=None
+        )
+
+
+def nested(rows: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([*rows])
+
+
+@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_in_place_of_plain_ones(first: int, tmp_path: Path) -> None:
+    """Dynamo's guards would read their strides, which ends the process (torch 2.13)."""
+    modules, strategy = [Nests(), Nests()], ORTStrategy(config={"placement": "always"})
+    for module, used in zip(modules, ("auto", strategy), strict=True):
+        module.nested = first
+        Trainer(**{**QUIET, "strategy": used, "default_root_dir": tmp_path}).fit(module)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
+    assert strategy.report.ort_runs > 0

@@ -5,16 +5,18 @@ for eager alone, also for inductor, which differs from eager in the same ways. W
 under ``torch.compile``, and audits look for it; a new case is one function here.
 """
 
+import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from lightning_ort.compat.autograd import casts_within, is_recorded_before, keeping_versions
-from lightning_ort.compat.dynamo import get_data, hooks_a_result, is_variable
+from lightning_ort.compat.autograd import casts_within, is_checkpoint, is_recorded_before, keeping_versions, version_of
+from lightning_ort.compat.dynamo import get_data, hooks_a_result, is_variable, leave_frame
 from lightning_ort.compat.torch import storage_of, without_torch_function
 from lightning_ort.compiler.graphs.nodes import has_separate_gradients, tensor_class_of
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -130,7 +132,9 @@ def conflict_of(captured: Captured) -> Reason | None:
 
 
 def in_eager(captured: Captured) -> Callable[..., Any]:
-    """Return what runs a graph that is not compiled."""
+    """Return what runs a graph that is not compiled; where that would not be eager, Python runs the function."""
+    if (reason := recomputed_write(captured)) is not None:
+        leave_frame(reason.text)
     forward = captured.gm.forward
     return forward if tensor_class(captured) is None else without_torch_function(forward)
 
@@ -179,6 +183,38 @@ def written_inputs(captured: Captured) -> Reason | None:
     return None if conflict is None else Reason(ReasonType.WRITES_TO_INPUT, conflict)
 
 
+def recomputed_write(captured: Captured) -> Reason | None:
+    """A checkpoint of eager computes again from what was written since, and writes again; a graph has the old values.
+
+    Dynamo's own graph, run in eager, keeps what a checkpoint is given, which must then not be written to.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    graphs = [one.graph for one in captured.gm.modules() if isinstance(one, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    again = {storage_of(source) for node in nodes if is_checkpoint(node) for source in node.all_input_nodes}
+    inputs = {storage_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")}
+    if not any(key in again and key in inputs for node in nodes for key in _written_in(node)):
+        return None
+    text = "a checkpoint computes again from what the step has written to, such as the statistics of a BatchNorm"
+    return Reason(ReasonType.WRITES_TO_INPUT, text)
+
+
+def _written_in(node: fx.Node) -> Iterator[int]:
+    """The storage of a node that is written to, or of running statistics, whose writes torch does not count (2.13)."""
+    statistics: list[Any] = []
+    if node.target in (F.batch_norm, F.instance_norm):
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        _, mean, variance, _, _, updates, *_ = bound.arguments.values()
+        statistics = [mean, variance] if updates is not False else []
+    elif node.target in (torch.batch_norm, torch.instance_norm) and node.args[5] is not False:
+        statistics = list(node.args[3:5])
+    for one in (node, *statistics):
+        if (key := storage_of(one)) is not None and (one is not node or version_of(node.meta["example_value"])):
+            yield key
+
+
 CONFLICTS: tuple[Callable[[Captured], Reason | None], ...] = (
     tensor_class,
     hooked_result,
@@ -186,4 +222,5 @@ CONFLICTS: tuple[Callable[[Captured], Reason | None], ...] = (
     cast_within_a_kernel,
     separate_gradients,
     written_inputs,
+    recomputed_write,
 )

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_ort.compat.torch import sizes_of_tensor
 from lightning_ort.strategies.audit.code_parts import globals_of, is_users, parts_of_code
 
 MAX_VALUES = 20_000  # of a snapshot: what comes after them is not compared
@@ -253,7 +254,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _of_tensor(tensor: torch.Tensor) -> Value:
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    kind = f"{tensor.dtype} {sizes_of_tensor(tensor)}"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return f"{kind} {tensor.layout}"
     with torch.no_grad():

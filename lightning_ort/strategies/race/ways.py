@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ort._text import duration
+from lightning_ort.compat.torch import sizes_of_tensor
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.cache.fingerprint import digest, program
@@ -162,4 +163,4 @@ def _describe(module: nn.Module) -> str:
 
 
 def _sizes(batch: Any) -> str:
-    return ", ".join(f"{place} {one.dtype}{tuple(one.shape)}{one.device.type}" for place, one in tensors_in(batch))
+    return ", ".join(f"{place} {one.dtype}{sizes_of_tensor(one)}{one.device.type}" for place, one in tensors_in(batch))
