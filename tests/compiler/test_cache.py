@@ -102,6 +102,28 @@ def test_what_torch_runs_as_a_whole_is_not_traced_again(monkeypatch):
         regions(second)[0].save_reproducer("folder")
 
 
+def test_a_region_that_has_lost_in_an_earlier_run_is_not_tried_again(monkeypatch):
+    timed = []
+
+    def measure(executor: str, calls: Any, *args: Any) -> Timing:
+        timed.append(executor)
+        return Timing({executor: 1.0 if len(timed) == 1 else 3.0, "torch": 2.0}, next(iter(calls)))
+
+    monkeypatch.setattr(timing, "measure", measure)
+    module, x = mlp(), torch.randn(4, 8)
+    first, second = ORTBackend(), ORTBackend()
+    train(first, module, x)
+    assert len(timed) > 1
+    forbid_work(monkeypatch)
+    train(second, module, x)
+    for backend, earlier in ((first, False), (second, True)):
+        assert backend.report.ort_runs == 1
+        lost = [region.reason for region in regions(backend) if region.executor == "torch"]
+        assert lost
+        assert {(reason.type, "in an earlier run" in reason.text) for reason in lost} == {(ReasonType.SLOWER, earlier)}
+    assert not second.report.fallbacks
+
+
 CHANGES = [
     {},
     {"placement": "always"},

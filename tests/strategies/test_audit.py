@@ -379,6 +379,44 @@ def test_no_audit_begins_that_would_take_too_long(
     assert fit(make_trainer, Small()).run.audits == 0
 
 
+def script(monkeypatch: pytest.MonkeyPatch, *found: Any) -> None:
+    """Have audits of each step find what is listed, again and again: by how much the result differs, if anything."""
+    findings, answers = step_audit._Audit.findings, itertools.cycle(found)
+
+    def scripted(self: Any) -> Any:
+        findings(self)
+        answer = next(answers)
+        names = [name for name in self._own if name.startswith("output")]
+        return None if answer is None else snapshots.Findings({names[0]: answer} if answer else {})
+
+    monkeypatch.setattr(step_audit._Audit, "findings", scripted)
+    monkeypatch.setattr(schedule.Schedule, "is_due", lambda *_: True)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_audits_end_where_several_in_a_row_find_nothing_out(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    script(monkeypatch, *[None] * (step_audit.MAX_UNKNOWN - 1), 0.0 if known else None)
+    report = fit(make_trainer, Small(), max_epochs=4, limit_val_batches=0)
+    notes = [note.where for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
+    assert (notes == ["training_step"]) == (not known)
+    assert (report.run.audits > 1) == known
+    assert report.fallbacks == []
+
+
+def test_what_is_suspected_is_audited_whatever_may_be_spent(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference that is small counts if the next step has it too."""
+    script(monkeypatch, 0.02)
+    expected = itertools.chain([0.0], itertools.repeat(1e3))
+    monkeypatch.setattr(schedule, "expected_seconds", lambda *_: next(expected))
+    report = fit(make_trainer, Small(), max_epochs=1, limit_val_batches=0)
+    assert report.run.audits == 2
+    assert [entry.reason.type for entry in report.fallbacks] == [ReasonType.MISMATCH]
+
+
 def test_it_is_an_error_if_fallbacks_are(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ORTFallbackError, match="differs from eager"):
         fit(make_trainer, Differs(), ORTConfig(placement="always", fallback="raise"))

@@ -398,3 +398,22 @@ def test_operation_that_no_graph_holds(
     assert note.where == "training_step"
     assert "no graph can hold `aten.nonzero.default`" in str(note.reason)
     assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
+
+
+class ByKeyword(ORTStrategy):
+    """Calls the step as others may."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(args[0], batch_idx=args[1])
+
+
+def test_a_settled_step_takes_keywords(make_trainer: Callable[..., Any]) -> None:
+    class Weighted(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1 + batch_idx)
+
+    modules, strategy = [Weighted(), Weighted()], ByKeyword(config={"placement": "always"})
+    for module, chosen in zip(modules, ("auto", strategy), strict=True):
+        make_trainer(strategy=chosen, max_epochs=4, limit_val_batches=0).fit(module)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
+    assert strategy.report.ort_runs > 8

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from lightning_ort.strategies.race.duel import MOST, Duel
 from lightning_ort.strategies.race.race import FIRST, GRACE, NO_LIMIT, RARER, RECHECK, SAMPLES, STOP, Race
 from lightning_ort.strategies.race.terms import UNCHANGED, Expected, Failure, Now, Took, Waiting, Way
+from lightning_ort.strategies.race.turn import Turn
 
 SHARE = 0.05
 ORT, CHILDREN, INDUCTOR = Way("ort", graphs=1), Way("ort", "modules"), Way("inductor")
@@ -418,6 +420,18 @@ def test_a_sample_of_an_audited_step_does_not_count() -> None:
         race.next(Now(1000))
         race.done(Took(0.1, counts=False))
     assert len(happened(race)) == before
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_what_compiles_counts_whether_its_turn_is_timed_or_not(is_timed: bool) -> None:
+    race = make("ort", share=NO_LIMIT, measured=is_timed)
+    turn = Turn(race.next(Now(100)), quiet=9, is_timed=is_timed)
+    turn.steps, turn.seconds, turn.call_start = 1, 7.0 * is_timed, time.perf_counter() - 50.0
+    turn.has_compiled()
+    assert turn.quiet == 0
+    turn.tell(race, lambda: 0.0)
+    assert race.steps == 1
+    assert race.spent == 7.0 if is_timed else race.spent >= 50.0
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:

@@ -199,8 +199,7 @@ def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Reason | None]:
     """Leave to torch what no clock can decide about: nodes on numbers or sizes that depend on data."""
     answers: dict[fx.Node, Reason | None] = {}
     for node in nodes:
-        made_by = node.args[0] if node.target is operator.getitem else None
-        if made_by in answers or not all(map(is_known, (node, *node.all_input_nodes))):
+        if not all(map(is_known, (node, *node.all_input_nodes))):
             text = f"{node.target} with a number that depends on data, which cannot be timed"
             answers[node] = Reason(ReasonType.DYNAMIC_SHAPE, text)
     return answers
