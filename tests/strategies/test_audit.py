@@ -379,29 +379,31 @@ def test_no_audit_begins_that_would_take_too_long(
     assert fit(make_trainer, Small()).run.audits == 0
 
 
-def script(monkeypatch: pytest.MonkeyPatch, *found: Any) -> None:
+def script(monkeypatch: pytest.MonkeyPatch, *found: Any) -> list[Any]:
     """Have audits of each step find what is listed, again and again: by how much the result differs, if anything."""
-    findings, answers = step_audit._Audit.findings, itertools.cycle(found)
+    findings, answers, told = step_audit._Audit.findings, itertools.cycle(found), list[Any]()
 
     def scripted(self: Any) -> Any:
         findings(self)
-        answer = next(answers)
+        told.append(answer := next(answers))
         names = [name for name in self._own if name.startswith("output")]
         return None if answer is None else snapshots.Findings({names[0]: answer} if answer else {})
 
     monkeypatch.setattr(step_audit._Audit, "findings", scripted)
     monkeypatch.setattr(schedule.Schedule, "is_due", lambda *_: True)
+    return told
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_audits_end_where_several_in_a_row_find_nothing_out(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    script(monkeypatch, *[None] * (step_audit.MAX_UNKNOWN - 1), 0.0 if known else None)
+    told = script(monkeypatch, *[None] * (step_audit.MAX_UNKNOWN - 1), 0.0 if known else None)
     report = fit(make_trainer, Small(), max_epochs=4, limit_val_batches=0)
     notes = [note.where for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
     assert (notes == ["training_step"]) == (not known)
     assert (report.run.audits > 1) == known
+    assert (len(told) > step_audit.MAX_UNKNOWN) == known
     assert report.fallbacks == []
 
 

@@ -226,7 +226,7 @@ class CapturedStep(AbstractContextManager[None]):
     def _run_on(self, way: Way, *args: Any, **kwargs: Any) -> Any:
         if way.engine == TORCH:
             return self._run_unchanged(*args, **kwargs)
-        if not kwargs and (found := self._run_settled(way, args)) is not None:
+        if (found := self._run_settled(way, args)) is not None:  # not with keywords: arguments are missing then
             return found[0]
         return self._run_watched(way, *args, **kwargs)
 
