@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,46 @@ from typing_extensions import override
 
 # a context in which autocast casts nothing, as AOTAutograd has it around its graphs (torch 2.13)
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+
+
+def backward_at_once(autocast: bool) -> AbstractContextManager[Any]:
+    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13).
+
+    ``autocast``: whether the backward pass will be run under the autocast that is on now, as one that a step calls for.
+    Otherwise it has the dtypes of the forward pass, also of parts in which autocast was off.
+    """
+    mode = "same_as_forward" if autocast else "off"
+    return functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast=mode)
+
+
+def split_joint_graph(
+    joint: fx.GraphModule, inputs: Sequence[Any], min_cut: Mapping[str, Any] | None, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph, without recomputation or by a min-cut with these settings (torch 2.13)."""
+    from torch._functorch import partitioners  # not loaded with torch: 0.2 s
+
+    if min_cut is None:
+        return partitioners.default_partition(joint, inputs, **kwargs)
+    with functorch_config.patch(dict(min_cut)):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def half_of(node: fx.Node) -> str | None:
+    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
+    if node.op == "placeholder":
+        return "backward" if "tangents" in str(node.target) else "forward"
+    tag = node.meta.get("partitioner_tag")
+    return None if tag is None else tag.removeprefix("is_")
+
+
+def assign_to_backward(node: fx.Node) -> None:
+    """Make a node of a joint graph one of the backward graph (torch 2.13)."""
+    node.meta["partitioner_tag"] = "is_backward"
+
+
+def is_graph_argument(node: fx.Node) -> bool:
+    """Whether a node is an argument of the traced function, not a saved tensor or a gradient (torch 2.13)."""
+    return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
 
 
 def is_recomputed(node: fx.Node) -> bool:
@@ -44,6 +84,37 @@ def is_higher_order(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
+def _metadata() -> Any:
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+class GraphFacts(NamedTuple):
+    """What AOTAutograd found out about the graph that it traces."""
+
+    num_inputs: int  # inputs, each tensor counted once
+    written: list[int]  # indices of the inputs that the graph writes to
+    separate: bool  # whether no output is an input or a view of one, and no input that it writes to needs a gradient
+
+
+def traced_graph_facts() -> GraphFacts | None:
+    """What AOTAutograd found out about the graph that is being compiled (torch 2.13)."""
+    if (meta := _metadata()) is None:
+        return None
+    inputs = meta.input_info
+    aliases = (OutputType.alias_of_input, OutputType.is_input)
+    separate = not any(info.output_type in aliases for info in meta.output_info) and not any(
+        info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in inputs
+    )
+    return GraphFacts(len(inputs), [index for index, info in enumerate(inputs) if info.mutates_data], separate)
+
+
+def allow_retain_graph() -> None:
+    """Declare that the backward graph being compiled writes to no saved tensor, or torch 2.13 runs it only once."""
+    if (meta := _metadata()) is not None:
+        meta.bw_donated_idxs = []
+
+
 class JointFacts(NamedTuple):
     """What AOTAutograd found out about a joint graph that can be run at once."""
 
@@ -53,10 +124,8 @@ class JointFacts(NamedTuple):
 
 def joint_facts(num_inputs: int) -> JointFacts | None:
     """What AOTAutograd found out about the joint graph it compiles, if all are plain, separate tensors (torch 2.13)."""
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
+    if (meta := _metadata()) is None:
         return None
-    meta = context.fw_metadata
     own = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
     plain = (
         len(meta.input_info) == num_inputs

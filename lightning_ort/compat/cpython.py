@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,13 @@ def handlers_of_forked_children() -> list[Any]:
     """
     handler = threading._after_fork  # type: ignore[attr-defined]
     return next((one for one in gc.get_referrers(handler) if type(one) is list and handler in one), [])
+
+
+def in_forked_children(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Call a function in each process that is forked from this one, where there are such."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=function)
+    return function
 
 
 def adopt_interpreter() -> Callable[[], None]:

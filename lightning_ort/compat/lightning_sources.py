@@ -78,6 +78,11 @@ def digest_of(code: CodeType, package: str, read: Callable[[str], list[str]] = s
     return digest(lines, code.co_firstlineno, package) if len(lines) >= code.co_firstlineno else ""
 
 
+def if_known(function: Callable[..., Any], known: str) -> Callable[..., Any] | None:
+    """Return a function of torch's if its digest is the known one."""
+    return function if digest_of(inspect.unwrap(function).__code__, "torch") == known else None
+
+
 def unknown_function(namespace: LightningNamespace) -> str:
     """Return the name of the first function that is not as in a known release, or nothing."""
     return _unknown(namespace, tuple(functions(namespace)))

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import sympy
@@ -15,9 +15,6 @@ import torch
 from torch import fx, nn
 from torch._decomp import get_decompositions
 from torch._decomp.decompositions import upsample_compute_output_size as interpolated_size  # torch 2.13
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.schemas import OutputType
-from torch._guards import TracingContext
 from torch._ops import OpOverload  # the class of torch.ops.aten.add.Tensor and the like, torch 2.13
 from torch._prims_common import (
     ELEMENTWISE_TYPE_PROMOTION_KIND,
@@ -38,7 +35,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 from torch.utils.flop_counter import flop_registry
 
-from lightning_ort.compat.lightning_sources import digest_of
+from lightning_ort.compat.lightning_sources import if_known
 
 __all__ = ["OpOverload", "TorchDispatchMode", "interpolated_size", "is_contiguous_or_false", "suggest_memory_format"]
 __all__ += ["tree_leaves", "tree_map", "without_fake_tensors", "without_tracing"]
@@ -181,7 +178,7 @@ def storage_id(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     try:
-        return value.untyped_storage()._cdata
+        return storage_address(value.untyped_storage())
     except NotImplementedError:  # of functorch's wrappers
         return None
 
@@ -223,12 +220,7 @@ def replace_fetch(make: Callable[[Any, Callable[[Any], Any]], Callable[[Any], An
     return functools.partial(setattr, _DatasetKind, "create_fetcher", original)
 
 
-def _next_is_known() -> bool:
-    code = _SingleProcessDataLoaderIter.__next__.__code__
-    return digest_of(code, "torch") == "280427495a48"
-
-
-_STOCK_NEXT = _SingleProcessDataLoaderIter.__next__ if _next_is_known() else None
+_STOCK_NEXT = if_known(_SingleProcessDataLoaderIter.__next__, "280427495a48")
 
 
 def next_batch(iterator: Any) -> Any:
@@ -297,85 +289,12 @@ def size_printer() -> PythonPrinter:
     return _SizePrinter()
 
 
-# AOTAutograd
-
-
-def backward_at_once(autocast: bool) -> AbstractContextManager[Any]:
-    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13).
-
-    ``autocast``: whether the backward pass will be run under the autocast that is on now, as one that a step calls for.
-    Otherwise it has the dtypes of the forward pass, also of parts in which autocast was off.
-    """
-    mode = "same_as_forward" if autocast else "off"
-    return functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast=mode)
-
-
-def split_joint_graph(
-    joint: fx.GraphModule, inputs: Sequence[Any], min_cut: Mapping[str, Any] | None, **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph, without recomputation or by a min-cut with these settings (torch 2.13)."""
-    from torch._functorch import partitioners  # not loaded with torch: 0.2 s
-
-    if min_cut is None:
-        return partitioners.default_partition(joint, inputs, **kwargs)
-    with functorch_config.patch(dict(min_cut)):
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
-
-
-def half_of(node: fx.Node) -> str | None:
-    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
-    if node.op == "placeholder":
-        return "backward" if "tangents" in str(node.target) else "forward"
-    tag = node.meta.get("partitioner_tag")
-    return None if tag is None else tag.removeprefix("is_")
-
-
-def assign_to_backward(node: fx.Node) -> None:
-    """Make a node of a joint graph one of the backward graph (torch 2.13)."""
-    node.meta["partitioner_tag"] = "is_backward"
-
-
-def is_graph_argument(node: fx.Node) -> bool:
-    """Whether a node is an argument of the traced function, not a saved tensor or a gradient (torch 2.13)."""
-    return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
-
-
-class GraphFacts(NamedTuple):
-    """What AOTAutograd found out about the graph that it traces."""
-
-    num_inputs: int  # inputs, each tensor counted once
-    written: list[int]  # indices of the inputs that the graph writes to
-    separate: bool  # whether no output is an input or a view of one, and no input that it writes to needs a gradient
-
-
-def traced_graph_facts() -> GraphFacts | None:
-    """What AOTAutograd found out about the graph that is being compiled (torch 2.13)."""
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return None
-    inputs, outputs = context.fw_metadata.input_info, context.fw_metadata.output_info
-    aliases = (OutputType.alias_of_input, OutputType.is_input)
-    separate = not any(info.output_type in aliases for info in outputs) and not any(
-        info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in inputs
-    )
-    return GraphFacts(len(inputs), [index for index, info in enumerate(inputs) if info.mutates_data], separate)
-
-
-def allow_retain_graph() -> None:
-    """Declare that the backward graph being compiled writes to no saved tensor, or torch 2.13 runs it only once."""
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
-
-
 # Calls with one list of arguments, which the callee may empty to free them early
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """A function of one list of arguments, marked as such for AOTAutograd (torch 2.13)."""
-    from functorch.compile import make_boxed_func  # not loaded with torch: 0.2 s
-
-    return make_boxed_func(function)
+    return mark_boxed(lambda args: function(*args))
 
 
 def mark_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -1,7 +1,6 @@
 """Private names of torch's optimizers, and of the files that ``torch.save`` writes."""
 
 import functools
-import inspect
 import re
 import weakref
 from collections import OrderedDict
@@ -14,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_ort.compat.lightning_sources import digest_of
+from lightning_ort.compat.lightning_sources import if_known
 
 
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -166,12 +165,7 @@ def note_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _zero_grad_is_known() -> bool:
-    code = inspect.unwrap(Optimizer.zero_grad).__code__
-    return digest_of(code, "torch") == "bc15fd7a43a8"
-
-
-_STOCK_ZERO_GRAD = Optimizer.zero_grad if _zero_grad_is_known() else None
+_STOCK_ZERO_GRAD = if_known(Optimizer.zero_grad, "bc15fd7a43a8")
 
 
 def drop_gradients(optimizer: Any) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from lightning_ort._busy import Stopwatch, is_busy
+from lightning_ort.compat.autograd import GraphFacts, allow_retain_graph, backward_at_once
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
-from lightning_ort.compat.torch import GraphFacts, allow_retain_graph, backward_at_once, boxed, without_fake_tensors
+from lightning_ort.compat.torch import boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.kept_step import is_plain
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager

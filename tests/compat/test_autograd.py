@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_ort.compat import autograd
-from lightning_ort.compat.torch import split_joint_graph
+from lightning_ort.compat.autograd import split_joint_graph
 from tests.compat.test_torch import trace
 
 

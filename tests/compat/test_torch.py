@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorToInt, ToFloat, Where
 from torch.utils.data import DataLoader
 
+from lightning_ort.compat import autograd
 from lightning_ort.compat import torch as compat
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ def trace(
     def compile_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if not backward_at_once:
             return backend(gm, inputs)
-        with compat.backward_at_once(autocast=False):
+        with autograd.backward_at_once(autocast=False):
             return backend(gm, inputs)
 
     torch.compile(function, backend=compile_all, dynamic=dynamic)(*args)
@@ -228,13 +229,13 @@ def test_split_joint_graph(min_cut: dict[str, Any] | None) -> None:
         (sin,) = joint.graph.find_nodes(op="call_function", target=aten.sin.default)
         (mul,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         primal, tangent = joint.graph.find_nodes(op="placeholder")
-        found = [compat.half_of(node) for node in (primal, sin, tangent, mul)]
+        found = [autograd.half_of(node) for node in (primal, sin, tangent, mul)]
         assert found == ["forward", "forward", "backward", "backward"]
-        assert [compat.is_graph_argument(node) for node in (primal, tangent, sin)] == [True, False, False]
-        compat.assign_to_backward(cos := joint.graph.find_nodes(op="call_function", target=aten.cos.default)[0])
-        assert compat.half_of(cos) == "backward"
+        assert [autograd.is_graph_argument(node) for node in (primal, tangent, sin)] == [True, False, False]
+        autograd.assign_to_backward(cos := joint.graph.find_nodes(op="call_function", target=aten.cos.default)[0])
+        assert autograd.half_of(cos) == "backward"
         marked.append(cos)
-        halves.extend(compat.split_joint_graph(joint, inputs, min_cut, **kwargs))
+        halves.extend(autograd.split_joint_graph(joint, inputs, min_cut, **kwargs))
         return tuple(halves)
 
     x = torch.randn(3, requires_grad=True)
@@ -245,15 +246,15 @@ def test_split_joint_graph(min_cut: dict[str, Any] | None) -> None:
 
 
 def test_traced_graph_facts() -> None:
-    assert compat.traced_graph_facts() is None
-    facts: list[compat.GraphFacts | None] = []
+    assert autograd.traced_graph_facts() is None
+    facts: list[autograd.GraphFacts | None] = []
 
     def counted(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         count.add_(1)
         return x * count
 
     def look(kind: str, gm: fx.GraphModule) -> None:
-        facts.append(compat.traced_graph_facts())
+        facts.append(autograd.traced_graph_facts())
 
     trace(counted, torch.randn(3), torch.zeros(()), compiler=look)
     trace(lambda x: x.view(-1), torch.randn(3, 2), compiler=look)
@@ -262,17 +263,17 @@ def test_traced_graph_facts() -> None:
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_allow_retain_graph(allow: bool) -> None:
-    compat.allow_retain_graph()  # nothing is traced
+    autograd.allow_retain_graph()  # nothing is traced
 
     def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if allow:
-            compat.allow_retain_graph()
+            autograd.allow_retain_graph()
         return compat.boxed(gm.forward)
 
     backend = aot_autograd(fw_compiler=lambda gm, _: compat.boxed(gm.forward), bw_compiler=compile_backward)
 
     def compile_all(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with compat.backward_at_once(autocast=False), torch._functorch.config.patch(donated_buffer=True):
+        with autograd.backward_at_once(autocast=False), torch._functorch.config.patch(donated_buffer=True):
             return backend(gm, inputs)
 
     x = torch.randn(3, requires_grad=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_ort.compat.autograd import GraphFacts, traced_graph_facts
 from lightning_ort.compat.inductor import (
     chunking,
     has_triton,
@@ -23,7 +24,7 @@ from lightning_ort.compat.inductor import (
     joint_pass,
     keeping_budget,
 )
-from lightning_ort.compat.torch import GraphFacts, copies_of, storage_of, traced_graph_facts
+from lightning_ort.compat.torch import copies_of, storage_of
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
 from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.reason import Reason

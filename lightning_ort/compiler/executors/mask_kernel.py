@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from lightning_ort.compat.cpython import in_forked_children
+
 log = logging.getLogger(__name__)
 
 # for fewer elements torch's own function is as fast
@@ -46,14 +48,11 @@ BITS = 53
 _generator_lock = threading.RLock()
 
 
+@in_forked_children
 def _reset_after_fork() -> None:
     """Replace what a thread of the parent may have held, which does not exist in a forked process."""
     global _generator_lock
     _generator_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class MaskKernel:

@@ -14,8 +14,8 @@ from types import CodeType
 from typing import Any
 
 from lightning_ort.compat import dynamo, dynamo_messages
+from lightning_ort.compat.autograd import backward_at_once
 from lightning_ort.compat.first_compilation import compiled_quickly
-from lightning_ort.compat.torch import backward_at_once
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ort.compat import lightning as compat
+from lightning_ort.compat.cpython import in_forked_children
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -236,12 +237,9 @@ class _Listener(threading.Thread):
 _wakeups: set[int] = set()  # the wakeup files of the runs in this process
 
 
+@in_forked_children
 def _leave_to_parent() -> None:
     """Forget the wakeup file in a forked process: signals to that process do not concern the run."""
     if _wakeups:
         _wakeups.clear()
         signal.set_wakeup_fd(-1)
-
-
-if _POSIX:
-    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_ort.compat.cpython import in_forked_children
+
 if TYPE_CHECKING:
     import subprocess
 
@@ -59,14 +61,11 @@ def start_watchdog(local_rank: int) -> "ParentWatchdog | None":
     return watchdog
 
 
+@in_forked_children
 def _forget_launch() -> None:
     """Forget, in a forked process, what its parent has started: a later run there is another one."""
     global _launcher_pid, _children
     _launcher_pid, _children = None, []
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_launch)
 
 
 class ParentWatchdog(threading.Thread):

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from lightning_ort.compat.cpython import in_forked_children
 from lightning_ort.compat.onnxruntime import share_cpu_memory
 from lightning_ort.compiler.executors.ort.kernels import Kernels, new_session, session_options
 from lightning_ort.compiler.executors.ort.providers import CUDA
@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 _alive: "weakref.WeakSet[onnxruntime.InferenceSession]" = weakref.WeakSet()
 _inherited: "list[onnxruntime.InferenceSession]" = []
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    # a forked process must not destroy the sessions of its parent: that would wait for threads that it does not have
-    os.register_at_fork(after_in_child=lambda: _inherited.extend(_alive))
+# a forked process must not destroy the sessions of its parent: that would wait for threads that it does not have
+in_forked_children(lambda: _inherited.extend(_alive))
 
 
 def convert(region: Region, kernels: Kernels, name: str) -> "onnx.ModelProto":
