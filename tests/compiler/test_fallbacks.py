@@ -104,7 +104,11 @@ def test_a_region_that_runs_out_of_memory_is_freed_before_torch_runs():
 
     session = Session()
     alive = weakref.ref(session)
-    module = SimpleNamespace(forward=lambda *args: [alive() is None], graph=fx.Graph())
+
+    def module(*args):
+        return [alive() is None]
+
+    module.graph = fx.Graph()
     report, reasons = SimpleNamespace(), []
     region = GuardedRegion(
         SimpleNamespace(name="one", module=module, inputs=[]), session, report, reasons.append, check=False

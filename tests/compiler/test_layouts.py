@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.backend import ORTBackend
-from lightning_ort.compiler.regions.region import RegionModule, TorchRegion
+from lightning_ort.compiler.regions.region import RegionModule
 
 CHANNELS = 16
 TRANSPOSED = {
@@ -99,15 +99,15 @@ def test_layers_of_a_transposed_tensor(module, make, placement, dynamic):
 def test_a_result_is_brought_to_the_traced_layout_once(monkeypatch):
     # group norm refuses a tensor that does not lie as it did when traced
     regions = []
-    original = TorchRegion.__init__
-    monkeypatch.setattr(TorchRegion, "__init__", lambda self, region: (original(self, region), regions.append(self))[0])
+    original = RegionModule.__init__
+    monkeypatch.setattr(RegionModule, "__init__", lambda self, *args: (original(self, *args), regions.append(self))[0])
     torch.manual_seed(0)
     net = Transposed(TRANSPOSED["layer_norm"])
     config = ORTConfig(placement="always", cache_dir=None, debug={"torch_ops": ("aten.native_layer_norm_backward",)})
     backend = ORTBackend(config)
     for _ in range(2):
         torch.compile(net, backend=backend)(torch.randn(4, 5, 8)).sum().backward()
-    names = [line for region in regions for line in region._module._run.__code__.co_names]
+    names = [name for region in regions if region._run is not None for name in region._run.__code__.co_names]
     assert len([name for name in names if name.endswith("_in_order")]) == 1
     assert backend.report.ort_runs > 0
 
@@ -145,7 +145,7 @@ def test_a_result_of_a_narrower_dtype_is_converted_in_each_run():
     graph.output((square,))
     module = RegionModule(graph, "region")
     for _ in range(2):
-        (found,) = module.forward(torch.ones(3, dtype=torch.bfloat16))
+        (found,) = module(torch.ones(3, dtype=torch.bfloat16))
         assert found.dtype is torch.float32
 
 

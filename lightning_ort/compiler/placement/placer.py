@@ -37,7 +37,6 @@ from lightning_ort.compiler.regions.region import (
     Region,
     RegionRejected,
     Timing,
-    TorchRegion,
     copy_with_views,
     count_flops,
     partition,
@@ -179,11 +178,12 @@ def _assembled(
     calls, reports = list[Callable[..., Any]](), list[RegionReport]()
     for region in regions:
         if region.executor == TORCH:
-            calls.append(TorchRegion(region))
+            region.module.__name__ = region.name  # levels change when neighbours are demoted
+            calls.append(region.module)
             reports.append(_torch_report(region, candidates.reasons, lost))
         else:
             guarded = built[region.key]
-            guarded.rename(region.name)  # levels change when neighbours are demoted
+            guarded.rename(region.name)
             calls.append(guarded)
             reports.append(guarded.report)
     return _assemble(gm, zip(regions, calls, strict=True)), reports
@@ -294,7 +294,7 @@ class RegionBuilder:
         self.timed = True
         calls: dict[int, Callable[..., Any]] = {}
         measured = self._config.placement == "measured"
-        torch_forward = self._region.module.forward if measured else None
+        torch_forward = self._region.module if measured else None
         try:
             for threads in self._thread_counts:
                 self._check_budget()
@@ -322,7 +322,7 @@ class RegionBuilder:
             raise error
         if candidate == TORCH:
             rejection = RegionRejected(ReasonType.RUN_FAILED, f"in torch, not timed there: {error}")
-        elif args is not None and timing.is_due_to_samples(error, self._region.module.forward, args):
+        elif args is not None and timing.is_due_to_samples(error, self._region.module, args):
             raise RegionRejected(ReasonType.NOT_TIMED, error) from error
         else:
             raise error

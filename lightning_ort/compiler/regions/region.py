@@ -50,16 +50,16 @@ class RegionModule:
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         self.graph = graph
-        self._name = name
+        self.__name__ = name  # how it appears in the code of the compiled graph
         self._run: Callable[..., Any] | None = None
 
-    def forward(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run it."""
         if self._run is not None:
             return self._run(*args)
         first = _FirstRun(self.graph)
         outputs = first.run(*args)
-        self._run = _converting(self.graph, first.converted, self._name)
+        self._run = _converting(self.graph, first.converted, self.__name__)
         return outputs
 
 
@@ -189,19 +189,6 @@ class Region:
     def compute_nodes(self) -> list[fx.Node]:
         """The nodes that compute something."""
         return [node for node in self.nodes if is_compute(node)]
-
-
-class TorchRegion:
-    """A torch region as the compiled graph calls it."""
-
-    def __init__(self, region: Region) -> None:
-        # how it appears in the code of the compiled graph
-        self.__name__, self.__module__ = region.name, __name__
-        self._module = region.module
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        """Run the region."""
-        return self._module.forward(*args)
 
 
 @dataclass(frozen=True)

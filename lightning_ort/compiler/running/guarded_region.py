@@ -31,7 +31,7 @@ class GuardedRegion:
         check: bool,
     ) -> None:
         # how it appears in the code of the compiled graph
-        self.__name__, self.__module__ = region.name, __name__
+        self.__name__ = region.name
         self._module = region.module
         self._run: Callable[..., Sequence[torch.Tensor]] | None = self._checked(run) if check else run
         self._is_emptied = is_emptied_fn(region)
@@ -41,7 +41,7 @@ class GuardedRegion:
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
         """Run the region."""
         if self._run is None or (self._is_emptied is not None and self._is_emptied(*args)):
-            return self._module.forward(*args)
+            return self._module(*args)
         try:
             outputs = self._run(*args)
         except RegionRejected as error:
@@ -56,7 +56,7 @@ class GuardedRegion:
             return outputs
         # a region has no side effects, so torch can run it again; if torch raises too, such as for a label that is out
         # of range, the error is the user's, and the region stays as it is
-        outputs = self._module.forward(*args)
+        outputs = self._module(*args)
         if self._run is not None:
             self._leave(reason)
         return outputs
@@ -73,7 +73,7 @@ class GuardedRegion:
     def _checked(self, run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
         def compare_first(*args: Any) -> Sequence[torch.Tensor]:
             outputs = run(*args)
-            for index, (got, expected) in enumerate(zip(outputs, self._module.forward(*args), strict=True)):
+            for index, (got, expected) in enumerate(zip(outputs, self._module(*args), strict=True)):
                 if (difference := mismatch(got, expected)) is not None:
                     raise RegionRejected(ReasonType.MISMATCH, f"output {index}: {difference}")
             self._run = run
