@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lightning_ort.cli.report import render
 from lightning_ort.compiler.report import CompileReport
+from lightning_ort.compiler.report.page import render
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"

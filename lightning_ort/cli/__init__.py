@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lightning_ort._arguments import closest
 from lightning_ort._imports import __version__
+from lightning_ort._text import plain
 from lightning_ort.cli import run
 from lightning_ort.cli.arguments import in_one_style
 
@@ -31,6 +32,8 @@ def main() -> None:
             _run_command(started)
         finally:
             sys.stdout.flush()  # here, where it can be caught
+    except SystemExit as error:
+        sys.exit(plain(error.code, "utf-8") if isinstance(error.code, str) else error.code)
     except BrokenPipeError:  # who reads has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -35,9 +35,7 @@ def in_one_style(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def elements(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Return a type for options that :class:`Extend`: an element, or several in brackets."""
-
+def _elements(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def parse(text: str) -> list[Any]:
         if not (text.startswith("[") and text.endswith("]")):
             return [kind(text)]
@@ -47,8 +45,8 @@ def elements(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-class Extend(argparse.Action):
-    """Joins the lists that :func:`elements` made of an option's values."""
+class _Extend(argparse.Action):
+    """Joins the lists that are an option's values."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Store them as one list."""
@@ -96,6 +94,11 @@ def switch(text: str) -> bool:
     if (word := text.lower()) not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}: write true or false")
     return word == "true"
+
+
+def add_list(parser: argparse._ActionsContainer, option: str, kind: Callable[[str], Any], help: str) -> None:
+    """Add an option that takes elements, or several in brackets."""
+    parser.add_argument(option, nargs="+", type=_elements(kind), action=_Extend, help=help)
 
 
 def add_mapping(parser: argparse._ActionsContainer, option: str, help: str) -> None:

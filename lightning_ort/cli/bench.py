@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, digits, plain, say, show
-from lightning_ort.cli.arguments import Extend, add_mapping, add_project, elements
+from lightning_ort.cli.arguments import add_list, add_mapping, add_project
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
 from lightning_ort.tuning.api import machine
@@ -50,13 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`bench` takes."""
     add = parser.add_argument
     add_project(parser)
-    add(
-        "--variants",
-        nargs="+",
-        type=elements(str),
-        action=Extend,
-        help=f"the variants to compare (default: {' '.join(VARIANTS)})",
-    )
+    add_list(parser, "--variants", str, f"the variants to compare (default: {' '.join(VARIANTS)})")
     add("--rounds", type=int, default=7, help="how often each variant is timed (default: %(default)s)")
     add("--steps", type=int, default=20, help="number of batches in a round (default: %(default)s)")
     add(
@@ -98,7 +92,7 @@ def bench(given: Namespace) -> None:
             project.namespace.load()  # which processes inherit
             compare(project, trials, rounds, steps, warm_up, folder, advance)
         except TuneError as error:
-            sys.exit(plain(f"lightning-ort bench: {error}", "utf-8"))
+            sys.exit(f"lightning-ort bench: {error}")
         progress.update(task, completed=len(trials) * (rounds + 1))
     title = f"{given.module or given.config}: median of {rounds} rounds of {steps} steps"
     if output is not None:

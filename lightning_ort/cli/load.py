@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_ort._text import plain
-
 if TYPE_CHECKING:
     from lightning_ort.tuning.project import Project
 
@@ -28,10 +26,10 @@ def load(path: str, argument: str) -> Any:
         found: Any = _module_of(Path(source)) if source.endswith(".py") else _import(source)
         for part in name.split("."):
             if not hasattr(found, part) and (close := difflib.get_close_matches(part, vars(found), n=1)):
-                sys.exit(plain(f"{argument}={path!r}: {source} has no {part!r}; did you mean {close[0]!r}?", "utf-8"))
+                sys.exit(f"{argument}={path!r}: {source} has no {part!r}; did you mean {close[0]!r}?")
             found = getattr(found, part)
     except Exception as error:  # the user's code is run
-        sys.exit(plain(f"{argument}={path!r}: {described(error)}", "utf-8"))
+        sys.exit(f"{argument}={path!r}: {described(error)}")
     return found
 
 
@@ -87,13 +85,13 @@ def _configuration(path: Path) -> dict[str, Any]:
     try:
         found = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as LightningCLI reads it
     except Exception as error:  # of the loader, whichever it is
-        sys.exit(plain(f"--config={path}: {type(error).__name__}: {error}", "utf-8"))
+        sys.exit(f"--config={path}: {type(error).__name__}: {error}")
     sections = [found.get(name) or {} for name in ("trainer", "model", "data")] if isinstance(found, dict) else [None]
     if not all(isinstance(section, dict) for section in sections):
         sys.exit(f"--config={path}: this is no LightningCLI configuration: pass a file with trainer, model and data.")
     for name in found:
         if name not in _SECTIONS and (close := difflib.get_close_matches(str(name), _SECTIONS, n=1)):
-            sys.exit(plain(f"--config={path}: there is no section {name!r}; did you mean {close[0]!r}?", "utf-8"))
+            sys.exit(f"--config={path}: there is no section {name!r}; did you mean {close[0]!r}?")
     return found
 
 
@@ -102,7 +100,7 @@ def call(make: Any, path: str, args: dict[str, Any]) -> Any:
     try:
         return make(**args)
     except Exception as error:  # the user's code is run
-        sys.exit(plain(f"calling {path} with {args} failed: {described(error)}", "utf-8"))
+        sys.exit(f"calling {path} with {args} failed: {described(error)}")
 
 
 def _import(name: str) -> ModuleType:

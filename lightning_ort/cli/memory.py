@@ -8,7 +8,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from lightning_ort._text import PlainTable, console, say
-from lightning_ort.cli.arguments import Extend, add_mapping, add_switch, elements
+from lightning_ort.cli.arguments import add_list, add_mapping, add_switch
 from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, Memory, predict
 from lightning_ort.optim.memory import measure as measure_memory
@@ -19,14 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("module", help="class or function that creates it, as package.module:name or path/to/file.py:name")
     add_mapping(parser, "--args", "keyword arguments for the module")
-    add(
-        "--optim",
-        nargs="+",
-        type=elements(str),
-        action=Extend,
-        help="implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them",
-    )
-    add("--ranks", nargs="+", type=elements(int), action=Extend, help="numbers of processes to show ZeRO stage 1 for")
+    names = "implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them"
+    add_list(parser, "--optim", str, names)
+    add_list(parser, "--ranks", int, "numbers of processes to show ZeRO stage 1 for")
     add_switch(
         parser, "--measure", "create the module on the CPU, run a step with each optimizer and show what was allocated"
     )

@@ -10,8 +10,6 @@ from lightning_ort.compiler.report import CompileReport
 from lightning_ort.compiler.report.page import render, render_comparison
 from lightning_ort.compiler.report.view import rank_file
 
-__all__ = ["render", "report"]
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`report` takes."""

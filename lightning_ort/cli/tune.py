@@ -91,7 +91,7 @@ def tune(given: Namespace) -> None:
         result = _with_progress(project, limits, given.started)
         written = result.save(given.output)
     except (FileExistsError, TypeError, ValueError) as error:
-        sys.exit(plain(f"lightning-ort tune: {error}", "utf-8"))
+        sys.exit(f"lightning-ort tune: {error}")
     except KeyboardInterrupt:
         sys.exit("lightning-ort tune: interrupted before anything was measured.")
     show(result.table(), _EXPLANATION)
@@ -175,7 +175,7 @@ def _read(path: Path) -> "TuneResult":
     try:
         return TuneResult.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        sys.exit(plain(f"--explain={path}: {error}. Pass the .json file that lightning-ort tune wrote.", "utf-8"))
+        sys.exit(f"--explain={path}: {error}. Pass the .json file that lightning-ort tune wrote.")
 
 
 def _seconds(text: str) -> float:

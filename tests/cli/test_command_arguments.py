@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ort import __version__
 from lightning_ort.cli import main
-from lightning_ort.cli.arguments import Extend, add_mapping, add_switch, elements, in_one_style
+from lightning_ort.cli.arguments import add_list, add_mapping, add_switch, in_one_style
 
 COMMANDS = ("bench", "cache", "convert", "doctor", "export", "memory", "report", "tune")
 
@@ -55,7 +55,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--warm-up", type=int)
     parser.add_argument("-o")
-    parser.add_argument("--ranks", nargs="+", type=elements(int), action=Extend)
+    add_list(parser, "--ranks", int, "")
     add_switch(parser, "--dropout", "", default=True)
     add_mapping(parser, "--args", "")
     add_mapping(parser, "--data-args", "")

@@ -14,10 +14,10 @@ from markupsafe import escape
 from torch import nn
 
 from lightning_ort.cli import main
-from lightning_ort.cli.report import render
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.data import FallbackReport, GraphReport, RegionReport, in_column
+from lightning_ort.compiler.report.page import render
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.run_part import OptimizerReport, RunReport, StepReport
 
