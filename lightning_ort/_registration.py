@@ -51,14 +51,14 @@ def _register(namespace: LightningNamespace) -> None:
                     registry[name] = RegistryEntry(name, namespace, kind, type(registry))
         available = getattr(registry, "available_strategies", None)
         if available is not None and "available_strategies" not in vars(registry):
-            registry.available_strategies = lambda: StrategyNames(available())
+            registry.available_strategies = lambda: KnownNames(available())
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
             log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
 
 
-class StrategyNames(list[str]):
+class KnownNames(list[str]):
     """Names of strategies; a misspelt name of ours raises ``ValueError`` where it is looked up."""
 
     def __contains__(self, name: object) -> bool:

@@ -23,7 +23,7 @@ from lightning_ort.compiler.graphs.nodes import (
     results_of,
 )
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def drop_detach(gm: fx.GraphModule) -> None:
@@ -207,7 +207,6 @@ def _where_differentiated(joint: fx.GraphModule, source: fx.Node, tangents: list
     return call(aten.where.self, flag, source, zero)
 
 
-aten, prims = torch.ops.aten, torch.ops.prims
 _SHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _CAST = prims.convert_element_type.default
 
