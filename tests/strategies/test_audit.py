@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
 from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
 from lightning_ort.strategies.audit import snapshot as snapshots
-from lightning_ort.strategies.audit.snapshot import differences, gradients, snapshot
+from lightning_ort.strategies.audit.snapshot import differences, gradients, left_behind, snapshot
 from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
 from tests.strategies.small_modules import Small, batches, loader
@@ -777,3 +778,25 @@ def test_a_difference_may_have_another_reason(answers: Any) -> None:
 def test_without_an_answer_nothing_is_known(answered: int) -> None:
     answers = [numbers(x=1.0)] * answered + [None]
     assert unexplained(numbers(x=2.0), Scripted(*answers), 1e-3) is None
+
+
+settings = types.ModuleType("settings_of_a_user")
+settings.seen = 0
+
+
+class Nested(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def count() -> None:
+            settings.seen += 1
+
+        count()
+        return super().training_step(batch, batch_idx)
+
+
+def test_variables_of_other_modules_are_looked_at_where_nested_code_names_them() -> None:
+    before, module = settings.seen, Nested()
+    own = snapshot(left_behind(module, module.training_step))
+    module.training_step(next(iter(loader(8))), 0)
+    eager = snapshot(left_behind(module, module.training_step))
+    assert settings.seen == before + 1
+    assert any("settings.seen" in name for name in differences(own, eager, 0.0).names)
