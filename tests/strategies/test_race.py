@@ -281,6 +281,16 @@ def test_the_winner_meets_the_unchanged_step_again_and_may_lose() -> None:
     assert order.count("ort") < 150
 
 
+def test_what_a_way_has_beaten_goes_with_it() -> None:
+    race = make("ort", "inductor")
+    times = {"unchanged": 1.0, "ort": 0.8, "inductor": lambda number: 0.5 if number < RECHECK else 2.0}
+    drive(race, times, RECHECK // 2)
+    assert race.kept == {INDUCTOR, ORT}
+    drive(race, times, 2 * RECHECK)
+    drive(race, times | {"inductor": 2.0, "ort": 2.0}, 20 * RECHECK)
+    assert race.kept == {UNCHANGED}
+
+
 def test_checks_become_rare() -> None:
     race = make(cost=0.0)
     order = drive(race, {"unchanged": 0.1, "ort": 0.05}, 3 * RARER * RECHECK)
