@@ -11,3 +11,8 @@ def value_of_batch(metric: Any) -> Any:
 def set_value_of_batch(metric: Any, value: Any) -> None:
     """Replace what :func:`value_of_batch` returns (1.9)."""
     metric._forward_cache = value
+
+
+def keywords_of(metric: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a collection's keyword arguments that one of its metrics takes (1.9)."""
+    return metric._filter_kwargs(**given)

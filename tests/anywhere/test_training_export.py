@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_ort import OnnxExport, export_training, load_training_state
 from lightning_ort.cli import main
@@ -632,8 +634,6 @@ def test_command_refuses_what_only_training_takes(tmp_path: Path, monkeypatch: p
 
 
 def test_logged_metrics(tmp_path: Path) -> None:
-    from torchmetrics.classification import MulticlassAccuracy
-
     class Measured(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -654,3 +654,45 @@ def test_logged_metrics(tmp_path: Path) -> None:
     assert result["accuracy"] == pytest.approx((logits.argmax(1) == batch["y"]).float().mean().item())
     assert (result["largest"], result["two"]) == (pytest.approx(logits.max().item()), 2)
     assert int(module.accuracy.tp.sum() if hasattr(module.accuracy, "tp") else 0) == 0  # nothing is left of the trace
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_logged_collection_of_metrics(is_grouped: bool, tmp_path: Path) -> None:
+    class Measured(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_metrics = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])
+            self.metrics = self.training_metrics.clone(prefix="val_")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.layer(batch["x"])
+            self.log_dict(self.training_metrics(logits, batch["y"]))
+            return F.cross_entropy(logits, batch["y"])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metrics.update(self.layer(batch["x"]), target=batch["y"])
+            self.log_dict(self.metrics)
+
+    batch = {**small_batch(), "y": torch.tensor([0, 1, 2, 0, 1])}
+    module = Measured()
+    if is_grouped:
+        module.metrics.update(module.layer(batch["x"]), batch["y"])
+    groups = copy.deepcopy(module.metrics.compute_groups)
+    export_training(module, batch, tmp_path / "exported")
+    assert module.metrics.compute_groups == groups
+    results = runner.Training.load(tmp_path / "exported").evaluate(as_arrays(batch))
+    expected = Measured().metrics(module.layer(batch["x"]), batch["y"])
+    assert results == pytest.approx({key: value.item() for key, value in expected.items()})
+
+
+def test_an_optimizer_that_needs_the_trainer(tmp_path: Path) -> None:
+    class Scheduled(Small):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.max_steps)
+
+    module = Scheduled()
+    with pytest.raises(ExportFailed, match=r"configure_optimizers raised RuntimeError: .*module\.trainer"):
+        export_training(module, small_batch(), tmp_path / "exported")
+    module.trainer = Trainer(max_steps=10, **QUIET)
+    exported = export_training(module, small_batch(), tmp_path / "exported")
+    assert json.loads((exported.path / "training.json").read_text())["optimizer"]["groups"][0]["learning_rate"] == 0.1

@@ -3,7 +3,7 @@
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
+from lightning_ort.compat.torchmetrics import keywords_of, set_value_of_batch, value_of_batch
 
 
 def test_value_of_batch() -> None:
@@ -15,3 +15,7 @@ def test_value_of_batch() -> None:
     set_value_of_batch(metric, first)
     assert value_of_batch(metric) is first
     assert metric.compute() == 2
+
+
+def test_keywords_of() -> None:
+    assert keywords_of(MeanMetric(), {"weight": 2, "target": 1}) == {"weight": 2}

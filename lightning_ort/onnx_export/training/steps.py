@@ -4,7 +4,8 @@ import copy
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning_ort._imports import is_inherited
 from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import tree_map, without_tracing
-from lightning_ort.compat.torchmetrics import value_of_batch
+from lightning_ort.compat.torchmetrics import keywords_of, value_of_batch
 from lightning_ort.compiler.running.eager_runs import versions_of
 from lightning_ort.onnx_export.export import modes_kept
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -152,7 +153,7 @@ class Step:
             _note(logged, name, value, copies)
 
         def log_dict(values: Any, *_: Any, **__: Any) -> None:
-            for name, value in values.items() if isinstance(values, Mapping) else ():
+            for name, value in _items(values):
                 log(name, value)
 
         shims.add(self.module, "log", log)
@@ -167,6 +168,8 @@ class Step:
                 shims.add(child, "forward", metric.forward)
                 shims.add(child, "update", metric.forward)
                 shims.add(child, "compute", metric.compute)
+            elif isinstance(child, MetricCollection):
+                shims.add(child, "update", partial(_update_each, child))
         shims.add(self.module, TRAINER_ATTRIBUTE, _NoTrainer(self.name))
         return shims
 
@@ -193,9 +196,21 @@ def _fresh(metric: Metric) -> Metric:
     return made
 
 
+def _update_each(metrics: MetricCollection, *args: Any, **kwargs: Any) -> None:
+    """Update each metric by itself: which of them share their states is found out by values, which a graph has not."""
+    for _, metric in _items(metrics):
+        metric.update(*args, **keywords_of(metric, kwargs))
+
+
+def _items(values: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(values, MetricCollection):
+        return values.items(copy_state=False)  # states would be copied, as tensors of the graph that is traced
+    return values.items() if isinstance(values, Mapping) else ()
+
+
 def _note(logged: dict[str, Tensor], name: str, value: Any, copies: Mapping[int, Metric]) -> None:
     if isinstance(value, MetricCollection):
-        for key, metric in value.items():
+        for key, metric in _items(value):
             _note(logged, key, metric, copies)
         return
     if isinstance(value, Metric):
