@@ -18,6 +18,7 @@ _SETTINGS = {
     torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
 }
 SUPPORTED = ", ".join(kind.__name__ for kind in _SETTINGS)
+_WITHOUT = "pass optimizer=None (--gradients-only), which returns gradients."
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,12 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
     if kind not in _SETTINGS:
         raise ExportFailed(
             f"The optimizer {kind.__module__}.{kind.__qualname__} cannot be part of a model. Use one of {SUPPORTED} of"
-            " torch.optim, or pass optimizer=None, which returns gradients."
+            f" torch.optim, or {_WITHOUT}"
         )
     if not may_update(optimizer):
         raise ExportFailed(
             f"The optimizer {kind.__name__} has hooks, or a `step` of its own, which would not be part of the model: do"
-            " what they do in `training_step` or `on_before_optimizer_step`, or pass optimizer=None, which returns"
-            " gradients."
+            f" what they do in `training_step` or `on_before_optimizer_step`, or {_WITHOUT}"
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups: list[Group] = []
@@ -182,7 +182,14 @@ def _state_names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def configured(module: nn.Module) -> tuple[torch.optim.Optimizer, str | None]:
     """Return the optimizer that a LightningModule configures, and the class of its schedule, if any."""
-    made: Any = module.configure_optimizers()  # type: ignore[operator]
+    try:
+        made: Any = module.configure_optimizers()  # type: ignore[operator]
+    except Exception as error:  # the user's code is run
+        raise ExportFailed(
+            f"configure_optimizers raised {type(error).__name__}: {str(error).rstrip('.')}. If it needs the Trainer,"
+            " set module.trainer = Trainer(max_steps=...) first, pass an optimizer, or export at the end of a fit, by"
+            " OnnxExport(..., training=True)."
+        ) from error
     scheduler = None
     if isinstance(made, Mapping):
         made, scheduler = made["optimizer"], made.get("lr_scheduler")
@@ -197,8 +204,5 @@ def configured(module: nn.Module) -> tuple[torch.optim.Optimizer, str | None]:
         scheduler = scheduler["scheduler"]
     if not isinstance(made, torch.optim.Optimizer):
         what = f"{len(made)} optimizers" if isinstance(made, (tuple, list)) else type(made).__name__
-        raise ExportFailed(
-            f"configure_optimizers returned {what}; a training model has one optimizer. Pass optimizer=None, which"
-            " returns gradients."
-        )
+        raise ExportFailed(f"configure_optimizers returned {what}; a training model has one optimizer. Or {_WITHOUT}")
     return made, None if scheduler is None else type(scheduler).__name__
