@@ -1,10 +1,12 @@
 """What CPython does after a fork, without the handlers that others have registered for it."""
 
+import _imp
 import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,8 +29,21 @@ def in_forked_children(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+@contextmanager
+def holding_imports() -> Iterator[None]:
+    """Within the block no other thread imports, as while ``os.fork`` copies: :func:`adopt_interpreter` lets go."""
+    _imp.acquire_lock()
+    try:
+        yield
+    finally:
+        _imp.release_lock()
+
+
 def adopt_interpreter() -> Callable[[], None]:
-    """Return the function of C that makes the thread which was copied the interpreter's only one."""
+    """Return the function of C that makes the thread which was copied the interpreter's only one.
+
+    From 3.13 on it ends the process if that thread does not hold the lock of imports (:func:`holding_imports`).
+    """
     function = ctypes.pythonapi.PyOS_AfterFork_Child
     function.restype, function.argtypes = None, ()
     return function

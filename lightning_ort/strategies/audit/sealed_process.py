@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lightning_ort.compat.cpython import adopt_interpreter, handlers_of_forked_children
+from lightning_ort.compat.cpython import adopt_interpreter, handlers_of_forked_children, holding_imports
 
 MAX_SHARED_BYTES = 1 << 28  # of memory that others see, which is copied
 
@@ -122,6 +122,7 @@ def copy_process(serve: Callable[[], NoReturn], commands: int, answers: int) -> 
             undo.callback(gc.enable)
         undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS))
         undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.enter_context(holding_imports())
         gc.disable()
         torch.set_num_threads(1)  # the workers of its pool are not in the copy
         failed = any(map(operator.methodcaller("__call__"), steps))  # up to the first that returns neither 0 nor None
