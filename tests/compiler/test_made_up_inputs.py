@@ -43,7 +43,7 @@ def test_what_is_timed_on_a_gpu(op: str, function: Any, is_safe: bool, monkeypat
     timed: list[str] = []
 
     def measure(name: str, calls: Any, torch_forward: Any, *args: Any) -> Timing:
-        timed.extend(str(node.target) for node in torch_forward.__self__.graph.nodes)
+        timed.extend(str(node.target) for node in torch_forward.graph.nodes)
         return Timing({"ort": 1.0, "torch": 2.0}, next(iter(calls)))
 
     monkeypatch.setattr(timing, "samples", lambda region: [])
