@@ -335,14 +335,17 @@ def _equals(match: Callable[..., Any]) -> Callable[..., Any]:
     return EQUALS_MATCH
 
 
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return not tensor.is_nested
+
+
 def _match_tensor(match: Callable[..., Any]) -> Callable[..., Any]:
     """Guard that a tensor is not nested before its strides are looked at: it may have none, which ends the process."""
 
     def TENSOR_MATCH(self: Any, guard: Any, value: Any = None) -> None:
-        if type(self.get(guard)) is torch.Tensor and _OF_MODULES[2] not in guard.name:
+        if type(self.get(guard)) is torch.Tensor and "._buffers" not in guard.name:
             self.TYPE_MATCH(guard)
-            is_plain = lambda tensor: not tensor.is_nested  # noqa: E731
-            self.get_guard_manager(guard).add_lambda_guard(is_plain, [f"{guard.name} is not nested"], None)
+            self.get_guard_manager(guard).add_lambda_guard(_has_strides, [f"{guard.name} is not nested"], None)
         match(self, guard, value)
 
     return TENSOR_MATCH

@@ -193,6 +193,8 @@ def recomputed_write(captured: Captured) -> Reason | None:
     graphs = [one.graph for one in captured.gm.modules() if isinstance(one, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
     again = {storage_of(source) for node in nodes if is_checkpoint(node) for source in node.all_input_nodes}
+    if not again:  # as in most graphs
+        return None
     inputs = {storage_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")}
     if not any(key in again and key in inputs for node in nodes for key in _written_in(node)):
         return None
