@@ -16,7 +16,7 @@ from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.step import CapturedStep
-from lightning_ort.strategies.race.run_facts import TRAINING, is_amortized, setting_for
+from lightning_ort.strategies.race.run_facts import STEPS, TRAINING, is_amortized, setting_for
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_ort.optim.recorded_update import RecordedUpdate
 
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NO_CONTEXT = nullcontext()
 
 

@@ -9,7 +9,7 @@ from lightning_ort.config import TrainerLoop
 from lightning_ort.strategies.lean.evaluation import LeanEvaluation, LeanPrediction
 from lightning_ort.strategies.lean.fetching import LeanFetcher
 from lightning_ort.strategies.lean.known import reason_against
-from lightning_ort.strategies.lean.log import LeanLog, is_lean
+from lightning_ort.strategies.lean.log import is_lean, lean_log
 from lightning_ort.strategies.lean.metrics import LeanConnector
 from lightning_ort.strategies.lean.optimization import LeanAutomatic, LeanClosure, LeanManual, LeanPrecision
 from lightning_ort.strategies.lean.run import LeanRun
@@ -49,7 +49,7 @@ class Lean:
             self._change(run, plugin, _precision_class(namespace, type(plugin)))
         if run.hooks.is_stock(run.module, "log"):
             self._module = run.module
-            vars(run.module)["log"] = LeanLog(run).log
+            vars(run.module)["log"] = lean_log(run)
         return "lean"
 
     def _change(self, run: LeanRun, thing: Any, kind: type) -> None:

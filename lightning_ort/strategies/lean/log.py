@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from lightning_ort.compat.dynamo import is_wrapped
 from lightning_ort.compat.lightning import logger_connector
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, known_metric
 from lightning_ort.strategies.lean.run import LeanRun
+from lightning_ort.strategies.race.run_facts import STEPS
 
 _BATCH_SIZE, _AFTER = "batch_size", 9  # arguments that are passed by place between the value and that
 _LOGGER, _LOADER = ("logger", 1), ("add_dataloader_idx", 8)  # keywords, and where they are after name and value
@@ -84,6 +86,18 @@ class LeanLog:
     def __reduce__(self) -> Any:
         # pickle takes `log` of what this makes, which is the module
         return operator.itemgetter(0), ((self._module,),)
+
+
+class LogOutsideGraphs(LeanLog):
+    """For steps that the user compiles: dynamo would trace it, and fails on Lightning's (2.6)."""
+
+    log = torch.compiler.disable(LeanLog.log)
+
+
+def lean_log(lean: LeanRun) -> Callable[..., None]:
+    """Return the ``log`` of a run."""
+    kind = LogOutsideGraphs if any(is_wrapped(getattr(lean.module, name)) for name in STEPS) else LeanLog
+    return kind(lean).log
 
 
 def is_lean(method: Any) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 TRAINING = "training_step"
+STEPS = (TRAINING, "validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True)
