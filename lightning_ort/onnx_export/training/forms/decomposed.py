@@ -1,6 +1,7 @@
 """Backward operations, and what is linear along a dimension, as functions of other operations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,19 +156,59 @@ def _with_bags(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums (0) or means (1) of rows of an embedding, in bags that begin at these places."""
-    if mode == 2 or scale_grad_by_freq:
-        raise NotImplementedError("EmbeddingBag with mode='max' or scale_grad_by_freq")
+    """Sums (0), means (1) or maxima (2) of rows of an embedding, in bags that begin at these places."""
+    if scale_grad_by_freq:  # the CPU's kernel takes the counts of other rows (torch 2.13)
+        raise NotImplementedError("EmbeddingBag(scale_grad_by_freq=True): what its gradient is depends on the device")
     begun = indices.new_zeros(indices.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
     bags = begun.cumsum(0)[:-1] - 1
     counted = (indices != padding_idx).to(weight.dtype)
     share = counted if per_sample_weights is None else counted * per_sample_weights
-    rows = torch.embedding(weight, indices) * share.unsqueeze(1)
-    found = rows.new_zeros(offsets.shape[0], weight.shape[1]).index_add(0, bags, rows)
+    rows = torch.embedding(weight, indices)
     counts = rows.new_zeros(offsets.shape[0]).index_add(0, bags, counted)
-    found = found / counts.clamp(min=1).unsqueeze(1) if mode else found
+    none = rows.new_zeros(offsets.shape[0], weight.shape[1])
+    if mode == 2:
+        found = _largest_of_bags(rows, bags, counted, none)
+    else:
+        found = none.index_add(0, bags, rows * share.unsqueeze(1))
+        found = found / counts.clamp(min=1).unsqueeze(1) if mode else found
     # the last one may be what is in none
     return (found[:-1] if include_last_offset else found), bags, counts, bags
+
+
+@in_parts(aten.embedding_dense_backward.default)
+def _gradient_by_frequency(
+    grad: Tensor, indices: Tensor, count: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """The gradient of an embedding, where each row's may be divided by how often it is looked up."""
+    if not scale_grad_by_freq:
+        return NotImplemented
+    places = indices.reshape(-1)
+    often = grad.new_zeros(count).index_add(0, places, grad.new_ones(places.shape))
+    return aten.embedding_dense_backward(grad / often[indices].unsqueeze(-1), indices, count, padding_idx, False)
+
+
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """A hinge of each label that is none against each that is one, up to the first -1 (torch's own parts differ)."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    counted = ((labels < 0).long().cumsum(-1) == 0).to(x.dtype)
+    own = torch.where(counted > 0, labels, 0)
+    is_label = torch.zeros_like(rows.detach()).scatter_reduce(1, own, counted, "amax")
+    hinges = (1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)).clamp(min=0)
+    found = (hinges * counted.unsqueeze(2) * (1 - is_label).unsqueeze(1)).sum((1, 2)) / rows.shape[1]
+    found = found.mean() if reduction == 1 else found.sum() if reduction == 2 else found.reshape(x.shape[:-1])
+    return found, is_label.reshape(x.shape)
+
+
+def _largest_of_bags(rows: Tensor, bags: Tensor, counted: Tensor, none: Tensor) -> Tensor:
+    """The largest number of each column in each bag; the first of equal ones has the gradient."""
+    to, values = bags.unsqueeze(1).expand(rows.shape), rows.detach()
+    values = torch.where(counted.unsqueeze(1) > 0, values, -torch.inf)
+    largest = (none - torch.inf).scatter_reduce(0, to, values, "amax")
+    places = torch.ones_like(values).cumsum(0) - 1
+    places = torch.where(values == largest.gather(0, to), places, torch.inf)
+    first = (none + torch.inf).scatter_reduce(0, to, places, "amin")
+    found = rows.gather(0, torch.where(largest == -torch.inf, 0, first).long())
+    return torch.where(largest == -torch.inf, 0, found)  # of an empty bag
 
 
 def _best_so_far(is_better: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -207,10 +248,36 @@ def _median_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, T
     return _kth_of(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim, nan=True)
 
 
-def _median(x: Tensor) -> Tensor:
+def _nanmedian_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    if x.dim() == 0:
+        return x * 1, torch.zeros_like(x, dtype=torch.int64)
+    middle = ((~x.isnan()).sum(dim, True) - 1).clamp(min=0) // 2
+    places = x.detach().sort(dim=dim)[1].gather(dim, middle)
+    found = x.gather(dim, places)
+    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+
+
+def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The smallest of the most frequent along a dimension, and the last place where it is."""
+    if x.dim() == 0:
+        return x * 1, torch.zeros_like(x, dtype=torch.int64)
+    values = x.detach().movedim(dim, -1)
+    counts = (values.unsqueeze(-1) == values.unsqueeze(-2)).sum(-1)
+    order = values.sort(dim=-1, stable=True)[1]
+    counts = counts.gather(-1, order)
+    values, frequent = values.gather(-1, order), counts == counts.amax(-1, True)
+    first = values.gather(-1, frequent.float().argmax(-1, True))  # of the sorted ones
+    ranks = torch.ones_like(order).cumsum(-1)
+    last = torch.where(values == first, ranks, 0).float().argmax(-1, True)
+    places = order.gather(-1, last).movedim(-1, dim)
+    found = x.gather(dim, places)
+    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+
+
+def _middle(x: Tensor, along: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
     """The lower median of all; its gradient is shared by those that are equal to it."""
     flat = x.reshape(-1)
-    found = _median_along(flat.detach(), 0)[0]
+    found = along(flat.detach(), 0)[0]
     is_it = (flat == found) | (flat.isnan() & found.isnan())
     own = torch.where(is_it, flat - flat.detach(), 0)  # zeros that have the gradient
     return found + own.sum() / is_it.sum()
@@ -273,7 +340,11 @@ in_parts(aten.bilinear.default, above_autograd=True)(_bilinear)
 in_parts(aten.cummax.default, above_autograd=True)(_best_so_far(torch.gt))
 in_parts(aten.cummin.default, above_autograd=True)(_best_so_far(torch.lt))
 in_parts(aten.kthvalue.default, above_autograd=True)(_kth_of)
-in_parts(aten.median.default, above_autograd=True)(_median)
+in_parts(aten.median.default, above_autograd=True)(partial(_middle, along=_median_along))
 in_parts(aten.median.dim, above_autograd=True)(_median_along)
+in_parts(aten.nanmedian.default, above_autograd=True)(partial(_middle, along=_nanmedian_along))
+in_parts(aten.nanmedian.dim, above_autograd=True)(_nanmedian_along)
+in_parts(aten.mode.default, above_autograd=True)(_mode)
+in_parts(aten.multilabel_margin_loss_forward.default, above_autograd=True)(_multilabel_margin_loss)
 in_parts(aten._linalg_det.default, above_autograd=True)(_determinant)
 in_parts(aten._linalg_slogdet.default, above_autograd=True)(_log_determinant)
