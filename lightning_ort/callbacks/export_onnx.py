@@ -136,7 +136,7 @@ class ExportOnnxCallback(lightning_bases.Callback):
         from lightning_ort.onnx_export.training.export import check_halved
         from lightning_ort.onnx_export.training.steps import check_module
 
-        check_module(pl_module)
+        check_module(pl_module, trainer.accumulate_grad_batches)
         if len(trainer.optimizers) != 1:
             count = len(trainer.optimizers)
             raise ValueError(f"OnnxExport(training=True): a model has one optimizer; the module configures {count}.")

@@ -114,7 +114,7 @@ FUSED_KERNELS: dict[type[Optimizer], Callable[..., Any]] = {
 @functools.cache
 def _without_profiling(step: Any) -> Any:
     """The ``step`` of a class without the wrapper that the first object of a class adds."""
-    return step.__wrapped__ if hasattr(step, "hooked") else step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
 _STEPS = {kind: _without_profiling(kind.step) for kind in FUSED_KERNELS}

@@ -184,6 +184,29 @@ def ctc(self: Any, batch: Any) -> Tensor:
     return F.ctc_loss(scores, targets, torch.full_like(lengths, 4), lengths)
 
 
+def bags(self: Any) -> None:
+    self.bag = nn.EmbeddingBag(3, 3, mode="max", padding_idx=1)
+    self.table = nn.Embedding(3, 3, scale_grad_by_freq=True)
+
+
+def bagged(self: Any, batch: Any) -> Tensor:
+    words = torch.stack([batch["y"], 2 - batch["y"], batch["y"] * 0], 1)
+    return loss_of(self, batch, self.layer(batch["x"]) + self.bag(words) + self.table(words).sum(1))
+
+
+def middles(self: Any, batch: Any) -> Tensor:
+    hidden = self.layer(batch["x"])
+    some = torch.where(batch["t"] > 0.3, hidden, torch.nan)
+    often = torch.mode((hidden * 2).round(), 1).values + torch.mode(hidden, 0).values.sum()
+    rows = batch["y"].unsqueeze(1).repeat(1, 3).mode(1).values
+    return some.nanmedian() + (some.nanmedian(0).values.nan_to_num() * hidden).mean() + (often * rows).mean()
+
+
+def labels(self: Any, batch: Any) -> Tensor:
+    targets = torch.stack([batch["y"], -torch.ones_like(batch["y"]), torch.zeros_like(batch["y"])], 1)
+    return F.multilabel_margin_loss(self.layer(batch["x"]), targets)
+
+
 EAGER: dict[str, tuple[Any, Any]] = {
     "buffers assigned": (
         lambda self: (self.register_buffer("count", torch.tensor(0.0)), self.register_buffer("mean", torch.zeros(3))),
@@ -230,6 +253,9 @@ EAGER: dict[str, tuple[Any, Any]] = {
     "cumulative average": (averaged, lambda self, batch: loss_of(self, batch, self.norm(self.layer(batch["x"])))),
     "packed": (recurrent, packed),
     "ctc_loss": (None, ctc),
+    "largest of bags": (bags, bagged),
+    "nanmedian and mode": (None, middles),
+    "multilabel_margin_loss": (None, labels),
 }
 
 
@@ -449,3 +475,78 @@ def test_what_is_written_after_the_update_is_refused(tmp_path: Path) -> None:
     module = Doubled(lambda self: self.register_buffer("average", torch.zeros(3, 4)), loss_of)
     with pytest.raises(ExportFailed, match="on_train_batch_end writes to average after the update"):
         export_training(module, batch_of(6, 0), tmp_path / "exported")
+
+
+def test_indices_of_rows_leave_the_batches_that_are_tried_valid(tmp_path: Path) -> None:
+    """A graph's edges: with fewer rows they would lead nowhere."""
+
+    def graph_of(rows: int, seed: int) -> dict[str, Tensor]:
+        edges = torch.randint(0, rows, (2, 2 * rows), generator=torch.Generator().manual_seed(seed))
+        return {**batch_of(rows, seed), "edges": edges.index_fill(1, torch.tensor([0]), rows - 1)}
+
+    def step(self: Any, batch: Any) -> Tensor:
+        hidden = self.layer(batch["x"])
+        return loss_of(self, batch, hidden.index_add(0, batch["edges"][1], hidden[batch["edges"][0]]))
+
+    module = Case(None, step)
+    export_training(module, graph_of(6, 0), tmp_path / "exported")
+    training = runner.Training.load(tmp_path / "exported")
+    for rows in (6, 4, 9):
+        batch = graph_of(rows, rows)
+        got = training.step({name: value.numpy() for name, value in batch.items()}, lr=0.0)["loss"]
+        assert got == pytest.approx(module.training_step(batch, 0).item(), rel=1e-4)
+
+
+class Validated(Case):
+    """Its validation step changes something; a batch is changed before it is moved."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] * 2 + 1}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.change(self)
+        self.log("loss", loss_of(self, batch))
+
+
+def test_what_validation_changes_must_make_no_difference(tmp_path: Path) -> None:
+    def make(self: Any) -> None:
+        self.scale, self.seen = 1.0, 0
+        self.register_buffer("times", torch.ones(()))
+
+    module = Validated(make, lambda self, batch: loss_of(self, batch) * self.scale * self.times)
+    module.change = lambda self: setattr(self, "seen", self.seen + 1)
+    export_training(module, batch_of(6, 0), tmp_path / "exported")
+    training = runner.Training.load(tmp_path / "exported")
+    batch = batch_of(6, 1)
+    expected = module.training_step(module.on_before_batch_transfer(batch, 0), 0).item()
+    assert training.step({name: value.numpy() for name, value in batch.items()})["loss"] == pytest.approx(
+        expected, rel=1e-4
+    )
+    for change, message in (
+        (lambda self: setattr(self, "scale", self.scale * 2), "is another one after validation_step"),
+        (lambda self: self.times.add_(1), "validation_step writes to times, which evaluation.onnx does not"),
+    ):
+        module.change = change
+        with pytest.raises(ExportFailed, match=message):
+            export_training(module, batch_of(6, 0), tmp_path / "refused")
+
+
+def test_hooks_of_an_update_are_refused_in_each_batch(tmp_path: Path) -> None:
+    module = Hooked(lambda self: self.register_buffer("average", torch.zeros(3, 4)), loss_of)
+    with pytest.raises(ExportFailed, match="overrides `on_before_zero_grad`, which a Trainer calls before an update"):
+        export_training(module, batch_of(6, 0), tmp_path / "exported", accumulate_grad_batches=2)
+
+
+def test_a_schedule_of_the_momentum_is_told(tmp_path: Path) -> None:
+    module = Case(None, loss_of)
+    optimizer = module.configure_optimizers()
+    assert "momentum" not in str(export_training(module, batch_of(6, 0), tmp_path / "exported", optimizer=optimizer))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    told = str(export_training(module, batch_of(6, 0), tmp_path / "exported", optimizer=optimizer))
+    assert "the momentum, which a schedule sets too, stays as it is" in told
+
+
+def test_adam_with_decoupled_weight_decay(tmp_path: Path) -> None:
+    module = Case(None, loss_of)
+    optimizer = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    export_training(module, batch_of(6, 0), tmp_path / "exported", optimizer=optimizer)

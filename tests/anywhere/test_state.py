@@ -4,9 +4,13 @@ import array
 import collections
 import contextvars
 import functools
+import importlib
 import itertools
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +73,19 @@ def kept(_: int) -> Callable[[], None]:
     return nonlocal_counter()
 
 
+def per_thread() -> threading.local:
+    made = threading.local()
+    made.count = 0
+    return made
+
+
+def queued() -> queue.Queue[int]:
+    made: queue.Queue[int] = queue.Queue()
+    for number in range(10):
+        made.put(number)
+    return made
+
+
 class Keeping(nn.Module):
     """Has something that its step may change."""
 
@@ -109,6 +126,8 @@ CHANGED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "slot": (Slotted, called),
     "method": (lambda: SimpleNamespace(call=Slotted().__call__), lambda module: module.thing.call()),
     "context variable": (lambda: contextvars.ContextVar("v", default=0), lambda m: m.thing.set(m.thing.get() + 1)),
+    "attribute of a thread": (per_thread, lambda module: setattr(module.thing, "count", module.thing.count + 1)),
+    "queue": (queued, lambda module: module.thing.get()),
     "random numbers": (lambda: random.Random(0), lambda module: module.thing.random()),
     "array": (lambda: array.array("d", [0.0]), lambda module: module.thing.__setitem__(0, module.thing[0] + 1)),
     "complex number": (lambda: 1j, lambda module: setattr(module, "thing", module.thing + 1)),
@@ -127,6 +146,25 @@ def test_what_changes_in_each_step_is_refused(case: str) -> None:
     module = Keeping(make(), change)
     with pytest.raises(ExportFailed, match=r"^Step changes .+, which a model cannot hold: keep it in a tensor"):
         check_repeats(module.step, module, "Step")
+
+
+def test_what_changes_in_installed_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "counting_package.py"
+    package.parent.mkdir()
+    package.write_text("count = 0\n\ndef scaled(x):\n    global count\n    count += 1\n    return x * 2\n")
+    monkeypatch.syspath_prepend(package.parent)
+    counting = importlib.import_module("counting_package")
+    module = Keeping(None, lambda _: counting.scaled(1))
+    with pytest.raises(ExportFailed, match=r"^Step changes counting_package\.count, which a model cannot hold"):
+        check_repeats(module.step, module, "Step")
+
+
+def test_what_runs_between_steps_makes_no_difference_to_them() -> None:
+    module = Keeping(1.0, lambda module: module.layer.weight.data.mul_(module.thing))
+    between = {"noting": lambda: setattr(module, "seen", 1)}
+    check_repeats(module.step, module, "Step", between)
+    with pytest.raises(ExportFailed, match="is another one after scaling"):
+        check_repeats(module.step, module, "Step", {**between, "scaling": lambda: setattr(module, "thing", 2.0)})
 
 
 def test_what_is_the_same_after_each_step_is_not() -> None:

@@ -44,6 +44,7 @@ class ExportedTraining:
     difference: Difference  # from the module, after some steps; from one that has its frozen parameters in float16 too
     schedule: str | None = None  # of the learning rate, which the model does not have
     rounding: Difference | None = None  # that of float16 from float32, if frozen parameters are stored in it
+    momentum: bool = False  # whether the schedule also sets the momentum, or betas, which the model has as it is
 
     def __str__(self) -> str:
         text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
@@ -51,6 +52,8 @@ class ExportedTraining:
         text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
         if self.schedule is not None:
             text += f"; {self.schedule} is not part of it: pass the learning rate to each step"
+        if self.momentum:
+            text += "; the momentum, which a schedule sets too, stays as it is"
         if self.rounding is None:
             return text
         saved, loss, state = decimal(2 * self.frozen), self.rounding.loss, self.rounding.state
@@ -132,7 +135,7 @@ def export_training(
     check_type("module", module, nn.Module, "a LightningModule")
     settings = (gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches, dropout, tolerance, float16)
     check_settings(folder, *settings)
-    check_module(module)
+    check_module(module, accumulate_grad_batches)
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     task = _task(module, optimizer, settings)
@@ -234,9 +237,12 @@ def _write(task: Task, traces: Mapping[str, Trace], temporary: Path, folder: Pat
     for kind, traced in traces.items():
         limits[kind] = limits_of(compared, task, kind, traced)
     difference, *_ = (
-        verify(compared, task, kind, traced, batches_within(limits[kind], traced)) for kind, traced in traces.items()
+        verify(compared, task, kind, traced, batches_within(limits[kind], task, kind, traced))
+        for kind, traced in traces.items()
     )
-    rounded = rounding(task, trained, batches_within(limits["training"], trained)) if task.halved else None
+    rounded = (
+        rounding(task, trained, batches_within(limits["training"], task, "training", trained)) if task.halved else None
+    )
     more["float16"] = None if rounded is None else {"loss": rounded.loss, "state": rounded.state}
     written = temporary / "written"
     models = _write_folder(task, traces, limits, written, state, more)
@@ -250,6 +256,7 @@ def _write(task: Task, traces: Mapping[str, Trace], temporary: Path, folder: Pat
         difference,
         None if task.settings.optimizer is None else task.settings.optimizer.scheduler,
         rounded,
+        task.settings.optimizer is not None and task.settings.optimizer.scheduled_momentum,
     )
     files.put_in_place(written, folder)
     return exported

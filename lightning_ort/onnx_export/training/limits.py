@@ -8,7 +8,7 @@ from typing import Any
 from lightning_ort.onnx_export.failure import ExportFailed, frame_of
 from lightning_ort.onnx_export.training.batch import Limits, batch_size, formula, resized
 from lightning_ort.onnx_export.training.tracing import BATCH, Trace
-from lightning_ort.onnx_export.training.verify import Batch, Task, verify
+from lightning_ort.onnx_export.training.verify import Batch, Task, runs, verify
 
 _TRIED = 64  # sizes up to this are tried, and those that a question names
 _LARGEST = 4096  # larger batches are not made to try them
@@ -64,12 +64,23 @@ def _is_right(folder: Path, task: Task, kind: str, trace: Trace, sizes: Mapping[
     return True
 
 
-def batches_within(limits: Limits, trace: Trace) -> list[Batch]:
-    """Return batches of some sizes for which a model is right."""
+def batches_within(limits: Limits, task: Task, kind: str, trace: Trace) -> list[Batch]:
+    """Return batches of some sizes for which a model is right: larger ones where the module takes no smaller one."""
     sample, found = _sample(trace), []
-    for start, change in enumerate(({}, {BATCH: 1}, dict.fromkeys(sample, -1))):
-        sizes = {name: size + change.get(name, 0) for name, size in sample.items()}
-        found.append(_resized(trace, sample if limits.refused(sizes) else sizes, start))
+    ways: list[list[dict[str, int]]] = [
+        [],
+        [{BATCH: 1}, {BATCH: sample.get(BATCH, 1) + 1}],
+        [{name: size + step for name, size in sample.items()} for step in (-1, 1)],
+    ]
+    for start, changes in enumerate(ways):
+        chosen = _resized(trace, sample, start)
+        for change in changes:
+            sizes = {name: change.get(name, size) for name, size in sample.items()}
+            batch = _resized(trace, sizes, start)
+            if not limits.refused(sizes) and runs(task, kind, trace, batch):
+                chosen = batch
+                break
+        found.append(chosen)
     return found
 
 

@@ -40,6 +40,7 @@ class Optimizer:
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     step: int = 0  # how many updates it has made
     scheduler: str | None = None  # the class of the learning rate's schedule, if the module configures one
+    scheduled_momentum: bool = False  # whether a schedule sets the momentum or betas too
 
     def update(
         self, ctx: PortableGraph, name: str, value: Value, gradient: Value, states: dict[str, Value], clock: "Clock"
@@ -164,7 +165,9 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
             f"The optimizer does not update {', '.join(sorted(missing))}, which need gradients: set requires_grad to"
             " False there."
         )
-    return Optimizer(kind.__name__, tuple(groups), states, step, scheduler)
+    # what a schedule that sets it notes there (torch 2.13)
+    scheduled = any("base_momentum" in group for group in optimizer.param_groups)
+    return Optimizer(kind.__name__, tuple(groups), states, step, scheduler, scheduled)
 
 
 def _state_names_of(kind: type, settings: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """What a step keeps in Python, which no model has: it is run again and again, and undone."""
 
 import gc
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,25 +27,35 @@ from lightning_ort.strategies.audit.snapshot import (
     slots_of,
     snapshot,
     stored_in,
+    variables_of,
 )
 
 _MANY = 10_007  # steps after which what grows is looked at again
 _GROWING = (list, deque, dict, set)
 _FIXED = (Tensor, int, float, complex, str, bytes, tuple, type(None))  # what cannot be given other parts, or is not to
+_NUMBERS = (0, 1, 1_000_003)  # of batches
 _ROUNDING = 1e-7  # of tensors and numbers that a step leaves in Python
 _TOLERANCE = 1e-4  # of what it returns
 
 
-def check_repeats(run: Callable[[int], Mapping[str, Tensor]], module: nn.Module, what: str) -> None:
+def check_repeats(
+    run: Callable[[int], Mapping[str, Tensor]],
+    module: nn.Module,
+    what: str,
+    between: Mapping[str, Callable[[], None]] = {},
+) -> None:
     """Raise :class:`ExportFailed` if a step, begun anew with the same tensors, does not do the same.
 
-    ``run`` gets the number of the batch. Beside what it returns and the gradients, what is left in Python has to be the
-    same, but for containers that grow (:func:`many_steps`).
+    ``run`` gets the number of the batch, which must make no difference to what it returns. Beside that and the
+    gradients, what is left in Python has to be the same, but for containers that grow (:func:`many_steps`). What a
+    Trainer runs ``between`` steps, by its name, may change what it likes in Python, but not what the step then returns.
     """
+    called: dict[str, dict[str, Any]] = {}  # the global variables of the modules whose functions run, by module
     with python_kept(module), torch.random.fork_rng([]):
-        for number in (0, 1):
-            before = _after(run, module, what, number)
-            again = _after(run, module, what, number)
+        first: dict[str, Value] = {}
+        for number in _NUMBERS:
+            before = _after(run, module, what, number, called)
+            again = _after(run, module, what, number, called)
             if changed := _changed(before[1], again[1], before[2], again[2]):
                 names = dict.fromkeys(name.partition("'s ")[0] for name in sorted(changed))
                 raise ExportFailed(
@@ -56,10 +67,37 @@ def check_repeats(run: Callable[[int], Mapping[str, Tensor]], module: nn.Module,
                     f"{what}: {min(found)} is another one when the step runs again with the same tensors and batch. It"
                     " must not depend on state that is in no buffer."
                 )
+            first = first or before[0]
+            common = (first.keys() & before[0].keys()) - {"result"}  # it may log something in some batches
+            if found := differences(first, before[0], _TOLERANCE).names & common:
+                raise ExportFailed(
+                    f"{what}: {min(found)} changes with the number of the batch, which a model does not know."
+                )
+        for name, function in between.items():
+            _run_between(name, function, module)
+            if found := differences(before[0], _after(run, module, what, number, called)[0], _TOLERANCE).names:
+                raise ExportFailed(
+                    f"{what}: {min(found)} is another one after {name}, with the same tensors and batch. It must not"
+                    " depend on what is changed there."
+                )
+
+
+def _run_between(name: str, function: Callable[[], None], module: nn.Module) -> None:
+    try:
+        with many_steps(module), Restored(module, gradients=True):
+            function()
+    except ExportFailed:
+        raise
+    except Exception as error:  # the user's code
+        raise ExportFailed(f"{name} cannot be run: {explain(error)}") from error
 
 
 def _after(
-    run: Callable[[int], Mapping[str, Tensor]], module: nn.Module, what: str, number: int
+    run: Callable[[int], Mapping[str, Tensor]],
+    module: nn.Module,
+    what: str,
+    number: int,
+    called: dict[str, dict[str, Any]],
 ) -> tuple[dict[str, Value], dict[str, Value], dict[str, int]]:
     """Run a step: what it returns, what is in Python after it, and the lengths of containers there."""
     with Restored(module, gradients=True):
@@ -67,12 +105,13 @@ def _after(
         for parameter in module.parameters():
             parameter.grad = None
         try:
-            results = snapshot({"result": dict(run(number))}) | gradients(module)
+            with _noting_modules(called):
+                results = snapshot({"result": dict(run(number))}) | gradients(module)
         except ExportFailed:
             raise
         except Exception as error:  # the user's code
             raise ExportFailed(f"{what} cannot be run: {explain(error)}") from error
-        roots = _reached(module)
+        roots = _reached(module) | variables_of(called)
         return results, snapshot(roots), {path: len(one) for path, one in stored_in(roots) if is_one(one, *_GROWING)}
 
 
@@ -100,6 +139,23 @@ def _reached(module: nn.Module) -> dict[str, Any]:
         kinds = {type(value) for _, value in stored_in(roots)}
         roots |= {kind.__qualname__: kind for kind in kinds if is_users(kind) and kind.__qualname__ not in roots}
     return roots
+
+
+@contextmanager
+def _noting_modules(called: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Add the global variables of modules whose functions run in the block, by the module."""
+    before = sys.getprofile()
+
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        name = frame.f_globals.get("__name__")
+        if event == "call" and type(name) is str:
+            called.setdefault(name, frame.f_globals)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from lightning_ort.strategies.capture.shims import Shims
 log = logging.getLogger(__name__)
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
+_ONCE_AN_UPDATE = ("on_before_zero_grad", "on_before_optimizer_step")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 # numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
 _TRACED, _COMPARED = 0, (1, 2, 3, 5, 1_000_003)
@@ -38,7 +39,7 @@ class StepFailed(ExportFailed):
     """What a step does cannot be part of a model."""
 
 
-def check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module, accumulate: int = 1) -> None:
     """Raise ``StepFailed`` for what a Trainer would do and a model cannot."""
     name = type(module).__name__
     if not defines(module, "training_step"):
@@ -51,6 +52,12 @@ def check_module(module: nn.Module) -> None:
     for hook in _STEP_HOOKS:
         if defines(module, hook):
             raise StepFailed(f"{name} overrides `{hook}`, which would not be part of the model: remove it.")
+    for hook in _ONCE_AN_UPDATE if accumulate > 1 else ():
+        if defines(module, hook):
+            raise StepFailed(
+                f"{name} overrides `{hook}`, which a Trainer calls before an update, and a model in each batch: do it"
+                f" in `training_step`, or export without accumulate_grad_batches={accumulate}."
+            )
 
 
 def defines(module: nn.Module, method: str) -> bool:
@@ -88,7 +95,8 @@ class Step:
         trains = self.name == "training_step"
         shims.install()
         try:
-            batch = self._hook("on_after_batch_transfer", batch, 0)
+            for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                batch = self._hook(hook, batch, 0)
             answer = self._hook("on_train_batch_start", batch, number) if trains else None
             if type(answer) is int and answer == -1:
                 raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
@@ -283,7 +291,8 @@ def traces_of(
             found = trace(module, call, fields, sizes, what, gradients=trains, means=means)
         if trains:
             found.end = lambda values: run.end(rebuilt(batch, values))
-            check_repeats(again, module, what)
+            between = {"validation_step": lambda: _validate(module, rebuilt(batch, fields))}
+            check_repeats(again, module, what, between if defines(module, "validation_step") else {})
         return found
 
     found = {"training": step("training_step")}
@@ -291,9 +300,31 @@ def traces_of(
         module.eval()
         if defines(module, "validation_step"):
             found["evaluation"] = step("validation_step")
+            _refuse_written(found)
         if (bound := _forward_arguments(module, batch)) is not None:
             found["prediction"] = _forward_trace(module, bound, means)
     return found
+
+
+def _validate(module: nn.Module, batch: Any) -> None:
+    with modes_kept(module), torch.no_grad():
+        module.eval()
+        Step(module, "validation_step")(batch)
+
+
+def _refuse_written(traces: Mapping[str, Trace]) -> None:
+    """Raise :class:`StepFailed` if validation writes to a tensor that makes a difference to what models return."""
+    evaluation, training = traces["evaluation"], traces["training"]
+    todo, reached = [*evaluation.results.values()], set[Any]()
+    while todo:
+        reached.add(node := todo.pop())
+        todo += [one for one in node.all_input_nodes if one not in reached]
+    read = {name for name, node in evaluation.state.items() if node in reached}
+    read |= {name for name, node in training.state.items() if node.users}
+    if found := sorted(read & evaluation.written.keys()):
+        raise StepFailed(
+            f"{evaluation.what} writes to {', '.join(found)}, which evaluation.onnx does not: do it in `training_step`."
+        )
 
 
 def _end(step: Step, batch: Any) -> None:

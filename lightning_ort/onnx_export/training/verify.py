@@ -111,7 +111,7 @@ def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for group in groups:
         group.update(dict.fromkeys(("fused", "foreach"), None) | {"lr": float(group["lr"])})
     kind: Any = type(optimizer)
-    made = kind([{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups])
+    made = kind(groups)
     for parameter, state in optimizer.state.items():
         made.state[parameter] = copy.deepcopy(state)
     return made
@@ -167,6 +167,16 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
                 got = compare.run(lambda: training.run(kind, arrays))  # noqa: B023
                 found.append(Difference(compare.results(_named(training, kind, got), expected, rounding), 0.0))
     return Difference(_worst(each.loss for each in found), _worst(each.state for each in found))
+
+
+def runs(task: Task, kind: str, trace: Trace, batch: Batch) -> bool:
+    """Whether the module itself takes a batch, whose indices another number of rows may have made wrong."""
+    with _at_work(task, kind, trace):
+        try:
+            Reference(task, trace).run(batch)
+        except Exception:  # the user's code
+            return False
+    return True
 
 
 def _worst(numbers: Iterable[float]) -> float:

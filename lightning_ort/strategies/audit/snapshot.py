@@ -35,7 +35,7 @@ _ROUNDINGS = 4 * torch.finfo(torch.float32).eps  # of the loss
 # their objects are machinery, such as the Trainer, locks and files
 _MACHINERY = {
     *("torch", "lightning", "pytorch_lightning", "lightning_ort", "lightning_fabric", "logging", "threading", "tqdm"),
-    *("multiprocessing", "concurrent", "asyncio", "io", "_io", "_thread", "weakref", "socket", "queue", "rich"),
+    *("multiprocessing", "concurrent", "asyncio", "io", "_io", "weakref", "socket", "rich"),
 }
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # hooks, and what is looked at apart
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -189,6 +189,19 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
     return {"self": module, "globals": dict(sorted(variables.items())), "class": attributes_of(kinds)}
 
 
+def variables_of(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what may be state of the global variables of modules, those of installed packages too, by name."""
+    found: dict[str, Any] = {}
+    for module, known in modules.items():
+        if module.partition(".")[0] in _MACHINERY | (sys.stdlib_module_names - {"__main__"}):
+            continue
+        own = {name: value for name, value in known.items() if not name.startswith("__")}
+        kinds = {value for value in own.values() if is_one(value, type) and value.__module__ == module}
+        plain = {name: value for name, value in own.items() if not is_one(value, *_CODE, nn.Module)}
+        found |= {f"{module}.{name}": value for name, value in (plain | attributes_of(kinds)).items()}
+    return found
+
+
 def functions_of(kind: type) -> list[types.FunctionType]:
     """Return the methods of a class, and of those that it derives from, which are the user's."""
     found = [value for kind in kind.__mro__ if not _is_machinery(kind) for value in vars(kind).values()]
@@ -303,8 +316,9 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(value, "__dict__")
+    methods = (vars(kind).get("__getattribute__") for kind in type(value).__mro__)
+    try:  # by Python's own, which for a threading.local is not that of object
+        found = next(one for one in methods if type(one) is types.WrapperDescriptorType)(value, "__dict__")
     except AttributeError:
         return {}
     return found if type(found) is dict else {}
