@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, names_its_arguments
@@ -18,6 +20,8 @@ from lightning_ort.onnx_export.signature import Quantize, bind_sample
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_ort.onnx_export.training.export import ExportedTraining
+
 _log = logging.getLogger(__name__)
 
 
@@ -25,7 +29,9 @@ _log = logging.getLogger(__name__)
 class ExportOnnxCallback(lightning_bases.Callback):
     """Exports the module as an ONNX model at the end of a fit, on the first process.
 
-    Everything that can be checked without exporting is checked when the fit starts. ``fast_dev_run`` writes no file.
+    Everything that can be checked without exporting is checked when the fit starts, and a training step is exported on
+    trial before its first batch. An export that fails later is a warning: the fit goes on. ``fast_dev_run`` writes no
+    file.
 
     Args:
         path: The file; with ``training=True`` the folder.
@@ -44,6 +50,7 @@ class ExportOnnxCallback(lightning_bases.Callback):
 
     Raises:
         ValueError: If a setting is not one of the allowed ones; when the fit starts, if there is no sample.
+        ExportFailed: Before the first batch, if the training step, or its optimizer, cannot be exported.
         ModuleNotFoundError: If onnxscript is not installed.
 
     Example::
@@ -79,6 +86,7 @@ class ExportOnnxCallback(lightning_bases.Callback):
         self.path, self.sample, self.best = Path(path), sample, best
         self.dynamic_batch, self.tolerance, self.quantize = dynamic_batch, tolerance, quantize
         self.training, self.float16, self._batch = training, float16, sample if training else None
+        self._tried = False  # whether the training step has been exported on trial
         self._best: tuple[str, Any] | None = None
 
     @override
@@ -101,8 +109,8 @@ class ExportOnnxCallback(lightning_bases.Callback):
 
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
-        if self.training and self._batch is None:
-            self._batch = args[0]
+        if self.training and not self._tried:
+            self._try(trainer, pl_module, args[0])
         self._export_best(trainer, pl_module)  # the weights have not changed since the checkpoint
 
     @override
@@ -126,34 +134,72 @@ class ExportOnnxCallback(lightning_bases.Callback):
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", path: Path) -> None:
         from lightning_ort.onnx_export.export import export_onnx
 
-        if trainer.is_global_zero and self.training:
-            self._export_training(trainer, pl_module, path)
-        elif trainer.is_global_zero:
-            settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
-            _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
+        if not trainer.is_global_zero:
+            return
+        if self.training and self._batch is None:
+            _log.info("No batch has been trained on: %s is not written.", path)
+            return
+        settings: dict[str, Any] = {"dynamic_batch": self.dynamic_batch, "tolerance": self.tolerance}
+        try:
+            if self.training:
+                _log.info("%s", self._export_training(trainer, pl_module, path))
+            else:
+                _log.info("%s", export_onnx(pl_module, path, self.sample, quantize=self.quantize, **settings))
+        except Exception as error:  # whatever it is, the fit is worth more
+            rank_zero_warn(
+                f"OnnxExport has not written {path}, so that what may be there is older: {error}\nThe fit goes on as"
+                " without it. `lightning-ort export` exports a checkpoint."
+            )
 
     def _check_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         from lightning_ort.onnx_export.training.export import check_halved
+        from lightning_ort.onnx_export.training.optimizers import check_kind
         from lightning_ort.onnx_export.training.steps import check_module
 
+        self._tried = False
         check_module(pl_module, trainer.accumulate_grad_batches)
         if len(trainer.optimizers) != 1:
             count = len(trainer.optimizers)
             raise ValueError(f"OnnxExport(training=True): a model has one optimizer; the module configures {count}.")
+        check_kind(trainer.optimizers[0])
         if self.float16:
             check_halved(pl_module)
 
-    def _export_training(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", folder: Path) -> None:
+    def _try(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Export the training step to nowhere: what it does may not be part of a model."""
+        from lightning_ort.onnx_export.failure import ExportFailed
+        from lightning_ort.onnx_export.training.steps import defines
+
+        self._tried = True
+        self._batch = batch if self._batch is None else self._batch
+        if not trainer.is_global_zero:
+            return
+        try:
+            with TemporaryDirectory() as temporary:
+                exported = self._export_training(trainer, pl_module, Path(temporary) / "exported")
+            tell = rank_zero_warn if exported.momentum else _log.info
+            tell(f"{type(pl_module).__name__}.training_step can be exported{exported.left_out}")
+        except ExportFailed as error:
+            moved = [
+                name for name in ("on_before_batch_transfer", "on_after_batch_transfer") if defines(pl_module, name)
+            ]
+            if self.sample is not None or not moved:
+                raise
+            raise ExportFailed(
+                f"{error}\nThe batch had been through {moved[-1]}: OnnxExport(sample=...) takes one as the dataloader"
+                " gives it."
+            ) from error
+
+    def _export_training(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", folder: Path
+    ) -> "ExportedTraining":
         from lightning_ort.onnx_export.training.export import export_training
 
-        if self._batch is None:
-            _log.info("No batch has been trained on: %s is not written.", folder)
-            return
         clipping: dict[str, Any] = {"gradient_clip_val": trainer.gradient_clip_val or None}
         if trainer.gradient_clip_algorithm is not None:
             clipping["gradient_clip_algorithm"] = str(trainer.gradient_clip_algorithm.value)
         accumulate = trainer.accumulate_grad_batches
-        exported = export_training(
+        return export_training(
             pl_module,
             self._batch,
             folder,
@@ -163,7 +209,6 @@ class ExportOnnxCallback(lightning_bases.Callback):
             float16=self.float16,
             **clipping,
         )
-        _log.info("%s", exported)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
@@ -604,6 +606,97 @@ def test_callback(tmp_path: Path) -> None:
     assert np.abs(training.state["exp_avg/layer.weight"]).max() > 0
     with pytest.raises(ValueError, match="takes neither dynamic_batch nor quantize"):
         OnnxExport(tmp_path / "x", training=True, quantize="int8")
+
+
+class Watched(Small):
+    """Notes that it has been trained on a batch."""
+
+    seen = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = True
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ort"])
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: Watched(make=torch.optim.RMSprop), "RMSprop cannot be part of a model. Use one of SGD, Adam, AdamW"),
+        (lambda: Watched(make=lambda p: Averaging(p, lr=0.1)), "Averaging cannot be part of a model. Use one of SGD"),
+        (lambda: Watched().double(), "layer.weight is of torch.float64"),
+        (lambda: Inverting(), r"linalg_inv_ex.*\n  at .*test_training_export.py"),
+    ],
+)
+def test_callback_tells_before_training(module: Any, message: str, strategy: str, tmp_path: Path) -> None:
+    trained, callback = module(), OnnxExport(tmp_path / "exported", training=True)
+    with pytest.raises(ExportFailed, match=message):
+        fit(trained, [small_batch()], callbacks=[callback], strategy=strategy)
+    assert not trained.seen
+    assert not list(tmp_path.iterdir())
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer of the user's."""
+
+
+class Inverting(Watched):
+    """What no standard operator does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.linalg.inv(self.layer.weight[:, :3]).sum()
+
+
+def test_callback_tells_of_a_schedule_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def schedules(kind: Any, **settings: Any) -> Any:
+        def make(parameters: Any) -> Any:
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+            return [optimizer], [kind(optimizer, **settings)]
+
+        return make
+
+    schedule = torch.optim.lr_scheduler
+    callbacks = [OnnxExport(tmp_path / "exported", training=True)]
+    with caplog.at_level("INFO", "lightning_ort"):
+        fit(Small(make=schedules(schedule.StepLR, step_size=1)), [small_batch()], callbacks=callbacks)
+    first, last = [r.getMessage() for r in caplog.records if "pass the learning rate to each step" in r.getMessage()]
+    assert str(tmp_path) in last
+    assert str(tmp_path) not in first
+    with pytest.warns(UserWarning, match="the momentum, which a schedule sets too, stays as it is"):
+        fit(Small(make=schedules(schedule.OneCycleLR, max_lr=0.1, total_steps=5)), [small_batch()], callbacks=callbacks)
+
+
+class Breaking(Callback):
+    """After the first batch the module cannot be exported."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.work = lambda self, hidden: hidden if hidden.sum() > 100 else hidden * 2
+
+
+class Monitored(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(self, self.layer(x)) if self.work is not None else self.layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self(batch["x"]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_export_that_fails_leaves_the_fit(training: bool, tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "checkpoints", monitor="loss", save_top_k=-1, every_n_train_steps=1)
+    sample = None if training else small_batch()["x"]
+    callback = OnnxExport(tmp_path / "exported", sample=sample, training=training, best=True)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [Breaking(), best, callback]}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer = fit(Monitored(), [small_batch(seed=seed) for seed in range(3)], **settings)
+    told = [str(each.message) for each in found]
+    for name in ("exported", "exported-best"):
+        assert any(each.startswith(f"OnnxExport has not written {tmp_path / name}") for each in told)
+    assert (trainer.state.finished, trainer.global_step) == (True, 3)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoints"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
 @pytest.mark.slow

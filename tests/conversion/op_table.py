@@ -154,6 +154,11 @@ for _dtype in (torch.bool, torch.int8, torch.uint8, torch.int16):
         ints(9, high=2),
         ints(9, high=2),
     )
+data(
+    "small_integers",
+    lambda x: [x.to(dtype).to(torch.float32) for dtype in (torch.int8, torch.uint8, torch.int16)],
+    values([0.4, -1.7, 127.9, 128.0, -129.0, 300.0, -40000.0, 70000.0]).fixed(),
+)
 data("eye", lambda x: x + torch.eye(3), normal(3, 3))
 data("logic", lambda x, y: (x & y, x | y, x ^ y, ~x, torch.logical_not(y)), bools(9), bools(9))
 data("bitwise_of_ints", lambda x, y: (x & y, x | y, x ^ y, ~x, x & 5), ints(9, low=-9, high=9), ints(9, high=9))

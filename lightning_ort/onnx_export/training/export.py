@@ -46,14 +46,20 @@ class ExportedTraining:
     rounding: Difference | None = None  # that of float16 from float32, if frozen parameters are stored in it
     momentum: bool = False  # whether the schedule also sets the momentum, or betas, which the model has as it is
 
-    def __str__(self) -> str:
-        text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
-        text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
-        text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}"
+    @property
+    def left_out(self) -> str:
+        """What the optimizer has and the model has not, or an empty text."""
+        text = ""
         if self.schedule is not None:
             text += f"; {self.schedule} is not part of it: pass the learning rate to each step"
         if self.momentum:
             text += "; the momentum, which a schedule sets too, stays as it is"
+        return text
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
+        text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
+        text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}{self.left_out}"
         if self.rounding is None:
             return text
         saved, loss, state = decimal(2 * self.frozen), self.rounding.loss, self.rounding.state

@@ -18,7 +18,7 @@ _SETTINGS = {
     torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
 }
 SUPPORTED = ", ".join(kind.__name__ for kind in _SETTINGS)
-_WITHOUT = "pass optimizer=None (--gradients-only), which returns gradients."
+_WITHOUT = "take export_training(..., optimizer=None) (--gradients-only), which returns gradients."
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def _adam(
     return value - mean / (largest.op("Sqrt") + margin) * scale, new
 
 
-def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str], scheduler: str | None) -> Optimizer:
-    """Take over an optimizer with its groups and states, or raise ``ExportFailed`` if the model cannot have them."""
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ExportFailed`` if a model cannot have an optimizer, whatever it updates."""
     kind = type(optimizer)
     if kind not in _SETTINGS:
         raise ExportFailed(
@@ -139,6 +139,12 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
             f"The optimizer {kind.__name__} has hooks, or a `step` of its own, which would not be part of the model: do"
             f" what they do in `training_step` or `on_before_optimizer_step`, or {_WITHOUT}"
         )
+
+
+def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str], scheduler: str | None) -> Optimizer:
+    """Take over an optimizer with its groups and states, or raise ``ExportFailed`` if the model cannot have them."""
+    check_kind(optimizer)
+    kind = type(optimizer)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups: list[Group] = []
     states: dict[str, dict[str, Tensor]] = {name: {} for name in _state_names(optimizer)}
@@ -165,7 +171,9 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
             f"The optimizer does not update {', '.join(sorted(missing))}, which need gradients: set requires_grad to"
             " False there."
         )
-    # what a schedule that sets it notes there (torch 2.13)
+    # what schedules note there (torch 2.13)
+    if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
+        scheduler = "the schedule"
     scheduled = any("base_momentum" in group for group in optimizer.param_groups)
     return Optimizer(kind.__name__, tuple(groups), states, step, scheduler, scheduled)
 

@@ -333,7 +333,8 @@ for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten
     in_parts(_op, above_autograd=True)(_replication_pad)
 in_parts(aten._cdist_forward.default, above_autograd=True)(_distances)
 in_parts(aten._pdist_forward.default, above_autograd=True)(_distances_of_pairs)
-in_parts(aten.grid_sampler_2d.default, above_autograd=True)(decomposition_of(aten.grid_sampler_2d.default))
+for _op in (aten.grid_sampler_2d.default, aten.affine_grid_generator.default):
+    in_parts(_op, above_autograd=True)(decomposition_of(_op))
 for _op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
     in_parts(_op, above_autograd=True)(_with_bags)
 in_parts(aten.bilinear.default, above_autograd=True)(_bilinear)

@@ -260,7 +260,7 @@ def to_copy(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any, **kwargs: 
         raise Unsupported("a copy between devices")
     source, target = dtype_of(x), dtype_of(node)
     if source.is_floating_point and not target.is_floating_point and target is not torch.bool and target.itemsize < 4:
-        raise Unsupported(f"a cast from {source} to {target}: out-of-range values wrap differently")
+        return ctx.value(x, torch.int64).cast(target)  # which wraps where it is out of range, as torch does
     return ctx.value(x, target)
 
 
