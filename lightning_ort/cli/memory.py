@@ -64,6 +64,8 @@ def memory(given: Namespace) -> None:
     say("in all: states, parameters and gradients")
     if {"auto", "keep"} & set(names):
         say("auto and keep: where configure_optimizers returns torch's AdamW.")
+    if any(name.endswith("bit") for name in names):
+        say("8-bit and 4-bit: tensors of fewer than 4,096 elements, and bitsandbytes' embeddings, keep their states in 32 bits.")
     if ranks:
         say("Ranks are those of ZeRO stage 1, which splits the states alone.")
 

@@ -31,7 +31,8 @@ def fields_of(batch: Any) -> dict[str, Tensor]:
 
     _walk(batch, "", add)
     if not found:
-        raise ValueError(f"The batch ({type(batch).__name__}) has no tensors.")
+        hint = "Pass a batch as `training_step` takes it, a DataLoader, or a LightningDataModule."
+        raise ValueError(f"The batch ({type(batch).__name__}) has no tensors. {hint}")
     return found
 
 

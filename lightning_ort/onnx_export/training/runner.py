@@ -425,7 +425,7 @@ def read_state(path: str | Path) -> tuple[Arrays, dict[str, str]]:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise TrainingError(f"{path} cannot be read: {error}") from None
+        raise TrainingError(f"{path} cannot be read: {error.strerror}") from None
     try:
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > len(data) - 8:
