@@ -65,7 +65,7 @@ def memory(given: Namespace) -> None:
     if {"auto", "keep"} & set(names):
         say("auto and keep: where configure_optimizers returns torch's AdamW.")
     if any(name.endswith("bit") for name in names):
-        say("8-bit and 4-bit: tensors of fewer than 4,096 elements, and bitsandbytes' embeddings, keep their states in 32 bits.")
+        say("8-bit and 4-bit: tensors of fewer than 4,096 elements, and bitsandbytes' embeddings, keep 32-bit states.")
     if ranks:
         say("Ranks are those of ZeRO stage 1, which splits the states alone.")
 
