@@ -14,13 +14,13 @@ from lightning_ort.compiler.machine.openmp import OneThread, OneThreadInAll
 from lightning_ort.optim import fused_update
 from lightning_ort.strategies.race.duel import LEAST, MOST
 from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took
-from lightning_ort.strategies.race.threads import AGAIN, LOOK, SLOW, Threads
+from lightning_ort.strategies.race.threads import AGAIN, LOOK, PATIENCE, SLOW, SOON, Threads
 from lightning_ort.strategies.race.turn import Turn
 
 
 @pytest.fixture(autouse=True)
 def one_thread_is_tried(limits: Callable[..., None]) -> None:
-    limits(one_thread=5.0)
+    limits(one_thread=5.0, slowdown=1.25)
 
 
 Times = tuple[float, float]  # seconds on all threads and on one
@@ -42,17 +42,45 @@ def drive(threads: Threads, times: Callable[[int], Times] | Times, steps: int, l
 
 
 def test_the_faster_goes_on() -> None:
-    assert drive(Threads(2, 2), (0.1, 0.01), 20) == "AA11A" + 15 * "1"
+    assert drive(Threads(2, 2), (0.1, 0.01), 20) == "AAAAA11A" + 12 * "1"
     order = drive(Threads(2, 2), (0.1, 0.099), 2 * AGAIN)
     first, second = order[:AGAIN], order[AGAIN:]
     assert first.count("1") == LEAST, "the race waits for it"
-    assert first[2 * LEAST :] == (AGAIN - 2 * LEAST) * "A"
+    assert first[4 + 2 * LEAST :] == (AGAIN - 4 - 2 * LEAST) * "A"
     assert second.count("1") == MOST
+
+
+def test_it_begins_when_steps_have_settled() -> None:
+    """All threads are faster, but not in the first steps beside other programs."""
+    slow = [2.5, 0.9, 0.4, 1.1, 0.5, 0.9]
+    threads = Threads(2, 2)
+    order = drive(threads, lambda step: (slow[step] if step < len(slow) else 0.12, 0.2), 60)
+    assert order.index("1") > len(slow)
+    assert threads.kept == UNCHANGED
+    uneven = Threads(2, 2)  # as long as the fit goes on
+    assert drive(uneven, lambda step: (0.1 + 0.4 * (step % 2), 0.01), 60).index("1") <= PATIENCE + 2
+    assert uneven.kept == ON_ONE_THREAD
+
+
+def test_what_has_won_on_a_busy_machine_is_soon_asked_again() -> None:
+    asked = []
+    for waited in (0.0, 0.5):
+        threads, won = Threads(2, 2), 0
+        for step in range(2 * AGAIN):
+            on_all = threads.next(1e6, True) == UNCHANGED
+            threads.done(Took(seconds := (0.5 if step < 10 else 0.12) if on_all else 0.2, waited * seconds))
+            if threads.kept == ON_ONE_THREAD:
+                won = won or step
+            elif won:
+                asked.append(step - won)
+                break
+    quiet, busy = asked
+    assert busy < SOON + 10 < AGAIN <= quiet
 
 
 def test_what_a_trial_may_cost() -> None:
     threads = Threads(64, 64)
-    assert drive(threads, (0.01, 0.5), 20) == "AA1" + 17 * "A"  # the first one was enough
+    assert drive(threads, (0.01, 0.5), 20) == "AAAAA1" + 14 * "A"  # the first one was enough
     assert "1" not in drive(threads, (0.01, 0.5), AGAIN)  # what has cost 50 steps waits
     assert threads.quiet_steps > 0
     assert "1" in drive(threads, (0.01, 0.5), 1500)
@@ -64,7 +92,7 @@ def test_what_a_trial_may_cost() -> None:
 
 def test_a_turn_that_has_lost_ends_as_the_other_goes_on() -> None:
     threads = Threads(4, 4)
-    drive(threads, (0.1, 0.1), 2)
+    drive(threads, (0.1, 0.1), 5)
     assert threads.next(1e6, True) == ON_ONE_THREAD
     assert threads.longest == pytest.approx(0.2)
 
@@ -83,7 +111,7 @@ def test_it_is_asked_again() -> None:
 
 def test_seconds_without_a_processor_count() -> None:
     threads = Threads(2, 2)
-    for _ in range(6):
+    for _ in range(9):
         on_all = threads.next(1e6, True) == UNCHANGED
         threads.done(Took(0.2, 0.19) if on_all else Took(0.1))
     assert threads.kept == ON_ONE_THREAD
@@ -91,12 +119,12 @@ def test_seconds_without_a_processor_count() -> None:
 
 def test_a_turn_lasts_until_the_optimizers_step() -> None:
     threads, order = Threads(2, 2), ""
-    for step in range(24):
+    for step in range(36):
         way = threads.next(1e6, step % 4 == 0)
         order += "A" if way == UNCHANGED else "1"
         # only the last step of a window takes longer on all threads
         threads.done(Took(0.3 if way == UNCHANGED and step % 4 == 3 else 0.02), ends=step % 4 == 3)
-    assert order == "AAAAAAAA11111111AAAA1111"
+    assert order == 20 * "A" + "11111111AAAA1111"
 
 
 # Fits
@@ -196,8 +224,8 @@ def test_forward_backward_and_update_are_on_one_thread(
     monkeypatch.setitem(fused_update.FUSED_KERNELS, optim.AdamW, noting)
     module, hooks = Noting(by_hand=by_hand), Hooks()
     report = fit(make_trainer, module, callbacks=[hooks]).strategy.report
-    assert module.threads["forward"] == module.threads["backward"] == [2, 2, 1, 1, 2] + 25 * [1]
-    assert updates == [2, 1, 1, 2] + 25 * [1]  # torch makes the first one
+    assert module.threads["forward"] == module.threads["backward"] == 5 * [2] + [1, 1, 2] + 22 * [1]
+    assert updates == 4 * [2] + [1, 1, 2] + 22 * [1]  # torch makes the first one
     assert by_hand or hooks.threads == {2}  # by hand, optimizers' hooks are within the step
     assert torch.get_num_threads() == 2
     assert report.run.threads["training_step"].startswith("one thread, 100 ms a step (with 2 threads: 500 ms)")

@@ -166,7 +166,7 @@ class CapturedStep(AbstractContextManager[None]):
         if self._threads.number != module.threads:
             self._threads = Threads(module.threads, processors())
         threads, way, quiet, is_timed = self._threads, UNCHANGED, QUIET, False
-        left = None if threads.is_trying else module.steps_left(self._name, (race or threads).steps)
+        left = module.steps_left(self._name, (race or threads).steps)
         if race is not None and not threads.is_trying:
             room = module.room
             if not self._compiled and race.champion is UNCHANGED:

@@ -3,6 +3,7 @@
 What is parallel ends at a barrier, where torch's threads spin until the last one is there. That takes milliseconds
 where the machine does not run all of them, for tensors of a few kilobytes too, and on many cores longer than the work.
 So all threads and one take turns, which compiles nothing, and the faster goes on until the question is asked again.
+They begin once steps have settled: the first ones of a fit beside other programs may take ten times as long as later.
 
 All seconds count, not only working ones: to wait for a processor is what threads cost. As in a race, nothing here
 knows of torch or clocks. *All* threads are as many as torch has been told to use.
@@ -17,8 +18,11 @@ from lightning_ort.strategies.race.duel import LEAST, MOST, Duel
 from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took, Way
 
 BETTER = 0.95  # what goes on may take so much of the time of the other at most
+SETTLED, SAME = 3, 1.5  # steps have settled if so many take less than so many times as long as each other
+PATIENCE = 20  # steps after which a duel begins where they do not
 LOST = 2.0  # one turn that takes so many times as long as each of the other ends the duel
 AGAIN, GROWTH = 200, 2  # steps until the question is asked again, and how many times more each time after that
+SOON = 20  # the same where a duel has changed the way on a busy machine, which may still be settling
 QUIETER = 20  # and at least so many times as many as the last duel took
 LOOK, SLOWER, SLOW = 128, 2.0, 3  # steps until one is timed; so many times as slow, so often: the question comes sooner
 
@@ -43,6 +47,7 @@ class Threads:
         self.found: dict[Way, float] = {}
         self.was_busy = False
         self._duel: Duel | None = None
+        self._before: list[float] | None = None  # seconds of steps, where a duel waits until they have settled
         self._way = UNCHANGED
         self._took = Took()  # since the optimizer's last step
         self._worst = min(number, cores)  # times as long as on all threads a step takes on one
@@ -54,23 +59,25 @@ class Threads:
     def next(self, left: float | None, may_begin: bool) -> Way:
         """Return how the next step runs; ``left`` are the steps to come, if known, otherwise as many as were done."""
         if self._duel is None and may_begin and self.steps >= self._next:
-            if self._worst - 1 <= DEFAULT_BUDGET * (self.steps if left is None else left):
-                other = ON_ONE_THREAD if self.kept == UNCHANGED else UNCHANGED
-                self._duel = Duel(self.kept, other, (self.kept, other), waits=True)
-            else:
+            if self._worst - 1 > DEFAULT_BUDGET * (self.steps if left is None else left):
                 self._wait()
+            elif self._before is None:
+                self._before = []
+            elif self._has_settled(self._before):
+                other = ON_ONE_THREAD if self.kept == UNCHANGED else UNCHANGED
+                self._duel, self._before = Duel(self.kept, other, (self.kept, other), waits=True), None
         self._way = self.kept if self._duel is None else self._duel.turn
         return self._way
 
     @property
     def is_trying(self) -> bool:
-        """Whether there is a duel."""
-        return self._duel is not None
+        """Whether there is a duel, or one waits for steps to settle."""
+        return self._duel is not None or self._before is not None
 
     @property
     def wants_time(self) -> bool:
         """Whether the time of the next step matters."""
-        return self._duel is not None or self.steps >= self._look
+        return self.is_trying or self.steps >= self._look
 
     @property
     def quiet_steps(self) -> int:
@@ -96,6 +103,8 @@ class Threads:
         if not ends:
             return
         self._took = Took()
+        if self._before is not None:
+            self._before.append(took.seconds)
         if (duel := self._duel) is None:
             self._see(took.seconds)
             return
@@ -110,7 +119,13 @@ class Threads:
 
     def _wait(self) -> None:
         """Begin no duel now, and ask soon whether one may cost less then."""
+        self._before = None
         self._next = 1.5 * self.steps + 1
+
+    @staticmethod
+    def _has_settled(steps: list[float]) -> bool:
+        last = steps[-SETTLED:]
+        return len(steps) >= PATIENCE or (len(last) == SETTLED and max(last) < SAME * min(last))
 
     def _see(self, seconds: float) -> None:
         """Look at a step without a duel."""
@@ -126,11 +141,16 @@ class Threads:
         before, (other,) = self.kept, duel.steps.keys() - {self.kept}
         self._duel, self.found, self.was_busy = None, duel.medians, is_busy(duel.slowdown[ON_ONE_THREAD])
         lost = duel.overhead(before) / self.found[before]  # steps
-        if self.found[other] < BETTER * self.found[before]:
+        changes = self.found[other] < BETTER * self.found[before]
+        if changes:
             self.kept, self._gap = other, AGAIN
-        self._soonest = self.steps + max(lost / DEFAULT_BUDGET, QUIETER * sum(map(len, duel.steps.values())))
-        self._next = max(self.steps + self._gap, self._soonest)
-        self._gap *= GROWTH
+        rest = lost / DEFAULT_BUDGET
+        self._soonest = self.steps + max(rest, QUIETER * sum(map(len, duel.steps.values())))
+        if changes and self.was_busy:
+            self._next = self.steps + max(rest, SOON)
+        else:
+            self._next = max(self.steps + self._gap, self._soonest)
+            self._gap *= GROWTH
         self._look = self.steps + LOOK
 
     def __str__(self) -> str:
