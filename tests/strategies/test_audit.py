@@ -507,6 +507,27 @@ def test_a_step_that_fails_leaves_nothing_behind(make_trainer: Callable[..., Any
         fit(make_trainer, Fails())
 
 
+def test_an_audit_of_a_step_without_a_backward_pass_ends_with_it(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Skips(Small):
+        skips = False
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.skips = batch_idx % 2 == 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = self.loss(batch)
+            return None if self.skips else loss
+
+    module = Skips()
+    monkeypatch.setattr(schedule.Schedule, "is_due", lambda *args: module.skips)
+    report = fit(make_trainer, module, limit_val_batches=0)
+    assert report.fallbacks == [], "the next step is not compared with it"
+    assert report.run.audits == 0
+    assert report.ort_runs >= 5
+
+
 def test_audits_become_rare(make_trainer: Callable[..., Any]) -> None:
     class Long(Small):
         def train_dataloader(self) -> Any:

@@ -13,7 +13,8 @@ from lightning_ort import ORTStrategy
 from lightning_ort.compiler.machine.openmp import OneThread, OneThreadInAll
 from lightning_ort.optim import fused_update
 from lightning_ort.strategies.race.duel import LEAST, MOST
-from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Took
+from lightning_ort.strategies.race.race import Race
+from lightning_ort.strategies.race.terms import ON_ONE_THREAD, UNCHANGED, Expected, Now, Took
 from lightning_ort.strategies.race.threads import AGAIN, LOOK, PATIENCE, SLOW, SOON, Threads
 from lightning_ort.strategies.race.turn import Turn
 
@@ -62,20 +63,26 @@ def test_it_begins_when_steps_have_settled() -> None:
     assert uneven.kept == ON_ONE_THREAD
 
 
+def duels(times: Callable[[int], Times], waited: float) -> list[int]:
+    """Return the steps before which a run tries the other way anew."""
+    threads, begun = Threads(2, 2), [-SOON]
+    for step in range(2 * AGAIN):
+        way = threads.next(1e6, True)
+        if way != threads.kept and step > begun[-1] + SOON // 2:
+            begun.append(step)
+        seconds = times(step)[way == ON_ONE_THREAD]
+        threads.done(Took(seconds, waited * seconds))
+    return begun[1:]
+
+
 def test_what_has_won_on_a_busy_machine_is_soon_asked_again() -> None:
-    asked = []
-    for waited in (0.0, 0.5):
-        threads, won = Threads(2, 2), 0
-        for step in range(2 * AGAIN):
-            on_all = threads.next(1e6, True) == UNCHANGED
-            threads.done(Took(seconds := (0.5 if step < 10 else 0.12) if on_all else 0.2, waited * seconds))
-            if threads.kept == ON_ONE_THREAD:
-                won = won or step
-            elif won:
-                asked.append(step - won)
-                break
-    quiet, busy = asked
-    assert busy < SOON + 10 < AGAIN <= quiet
+    first, second, *more = duels(lambda step: (0.5, 0.1), 0.5)
+    assert second - first < 2 * SOON
+    assert all(step - second >= AGAIN for step in more), "it has won again"
+    first, second, *_ = duels(lambda step: (0.5, 0.1), 0.0)
+    assert second - first >= AGAIN
+    first, *more = duels(lambda step: (0.1, 0.5), 0.5)
+    assert all(step - first >= AGAIN for step in more), "what has not changed is in no doubt"
 
 
 def test_what_a_trial_may_cost() -> None:
@@ -95,6 +102,9 @@ def test_a_turn_that_has_lost_ends_as_the_other_goes_on() -> None:
     drive(threads, (0.1, 0.1), 5)
     assert threads.next(1e6, True) == ON_ONE_THREAD
     assert threads.longest == pytest.approx(0.2)
+    drive(threads, lambda step: (0.14 if step == 7 else 0.1, 0.1), 5)
+    assert threads.next(1e6, True) == ON_ONE_THREAD
+    assert threads.longest == pytest.approx(0.28), "than each of the other"
 
 
 def test_it_is_asked_again() -> None:
@@ -107,6 +117,46 @@ def test_it_is_asked_again() -> None:
     order = drive(threads, machine["busy"], LOOK + SLOW + 20)
     assert order[-1] == "1", "it is asked sooner, as steps are much slower"
     assert "11" in order
+
+
+@pytest.mark.parametrize(("number", "on_one", "then", "most"), [(2, 0.005, 0.005, 1), (64, 0.5, 0.03, 5 * SLOW)])
+def test_few_steps_are_timed_between_duels(number: int, on_one: float, then: float, most: int) -> None:
+    """Also where steps are slower and a duel has to wait, since the last one has cost much."""
+    threads, timed = Threads(number, number), 0
+    drive(threads, (0.01, on_one), 20)
+    for _ in range(5 * LOOK if most > 1 else AGAIN - 40):
+        threads.next(1e6, True)
+        if threads.wants_time:
+            timed += 1
+            threads.done(Took(then))
+        else:
+            threads.pass_by(1)
+    assert 0 < timed <= most
+
+
+def test_where_nobody_knows_how_long_a_run_is() -> None:
+    """As many steps are expected as were done, of which a trial on one thread may take a share."""
+    order = drive(Threads(2, 2), (0.1, 0.01), 60, left=None)
+    assert 20 <= order.index("1") < 40
+
+
+def test_no_duel_waits_that_pays_no_longer() -> None:
+    threads = Threads(2, 2)
+    for step in range(10):
+        threads.next(26 - step, True)
+        assert threads.is_trying == (0 < step <= 6), "of fewer steps it would take too large a share"
+        threads.done(Took(0.1 + 0.4 * (step % 2)))
+
+
+def test_a_step_that_has_changed_its_way_tells_the_race_nothing() -> None:
+    race, turn = Race([], 0.05, lambda way: Expected(0.0)), Turn(ON_ONE_THREAD, is_timed=True)
+    race.next(Now())
+    turn.longest, turn.otherwise, turn.steps = 0.0, UNCHANGED, 1
+    with turn.timed():
+        assert torch.get_num_threads() == 1
+    assert turn.way == UNCHANGED
+    turn.tell(race, lambda: 0.0)
+    assert (race.steps, race.usual) == (1, 0.0)
 
 
 def test_seconds_without_a_processor_count() -> None:

@@ -23,7 +23,6 @@ PATIENCE = 20  # steps after which a duel begins where they do not
 LOST = 2.0  # one turn that takes so many times as long as each of the other ends the duel
 AGAIN, GROWTH = 200, 2  # steps until the question is asked again, and how many times more each time after that
 SOON = 20  # the same where a duel has changed the way on a busy machine, which may still be settling
-QUIETER = 20  # and at least so many times as many as the last duel took
 LOOK, SLOWER, SLOW = 128, 2.0, 3  # steps until one is timed; so many times as slow, so often: the question comes sooner
 
 
@@ -133,7 +132,7 @@ class Threads:
             return
         self._slow = self._slow + 1 if seconds > SLOWER * self.found[self.kept] else 0
         if self._slow == SLOW:
-            self._next, self._gap = min(self._next, self._soonest), AGAIN
+            self._next = min(self._next, self._soonest)
         if self._slow in (0, SLOW):
             self._slow, self._look = 0, self.steps + LOOK
 
@@ -144,10 +143,9 @@ class Threads:
         changes = self.found[other] < BETTER * self.found[before]
         if changes:
             self.kept, self._gap = other, AGAIN
-        rest = lost / DEFAULT_BUDGET
-        self._soonest = self.steps + max(rest, QUIETER * sum(map(len, duel.steps.values())))
+        self._soonest = self.steps + lost / DEFAULT_BUDGET
         if changes and self.was_busy:
-            self._next = self.steps + max(rest, SOON)
+            self._next = self.steps + SOON
         else:
             self._next = max(self.steps + self._gap, self._soonest)
             self._gap *= GROWTH
