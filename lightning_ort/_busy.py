@@ -5,10 +5,10 @@ divided by those in which the thread did not wait for one. It is 1 on an idle ma
 """
 
 import os
-import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from time import perf_counter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._waited, self._start = _seconds_waited(), time.perf_counter()
+        self._waited, self._start = _seconds_waited(), perf_counter()
 
     def read(self) -> tuple[float, float]:
         """Return the seconds since the start, and those of them in which the thread waited for a processor."""
-        seconds, waited = time.perf_counter() - self._start, _seconds_waited()
+        seconds, waited = perf_counter() - self._start, _seconds_waited()
         if waited is not None and self._waited is not None:
             return seconds, min(waited - self._waited, seconds)
         return seconds, seconds * max(0.0, 1 - 1 / _load())

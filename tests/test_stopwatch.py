@@ -14,7 +14,7 @@ def test_the_system_counts_how_long_a_thread_waits(tmp_path: Path, monkeypatch: 
     file = tmp_path / "schedstat"
     monkeypatch.setattr(_busy, "_FILE", str(file))
     times = iter([10.0, 14.0, 14.5])
-    monkeypatch.setattr(_busy.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(_busy, "perf_counter", lambda: next(times))
     file.write_text("5000000000 2000000000 7\n")
     watch = Stopwatch()
     file.write_text("6000000000 5000000000 9\n")
@@ -27,7 +27,7 @@ def test_the_system_counts_how_long_a_thread_waits(tmp_path: Path, monkeypatch: 
 def test_elsewhere_the_load_tells(load: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_busy, "_FILE", str(tmp_path / "absent"))
     times = iter([0.0, 4.0])
-    monkeypatch.setattr(_busy.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(_busy, "perf_counter", lambda: next(times))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (2 * load, 0.0, 0.0))
     assert Stopwatch().read() == (4.0, pytest.approx(waited))

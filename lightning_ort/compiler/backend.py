@@ -6,8 +6,8 @@
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
@@ -85,7 +85,7 @@ class ORTBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one graph captured by dynamo, and its backward graph."""
-        start = time.perf_counter()
+        start = perf_counter()
         number, self._calls = self._calls, self._calls + 1
         ORTBackend._num_compiled += 1
         try:
@@ -95,7 +95,7 @@ class ORTBackend:
                 )
                 return compilation.run(example_inputs)
         finally:
-            self.report.compile_seconds += time.perf_counter() - start
+            self.report.compile_seconds += perf_counter() - start
 
     def load(self, loads: bool = True) -> bool:
         """Load onnxruntime, or see whether it is installed; return whether it can be used."""

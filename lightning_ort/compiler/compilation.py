@@ -3,8 +3,8 @@
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ class Compilation:
         self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any], lowered: bool = False
     ) -> Callable[[list[Any]], Any]:
         """Compile one ATen graph: lower it if it is not, place its regions, assemble them."""
-        start = time.perf_counter()
+        start = perf_counter()
         self._request.check_budget()
         self.monitor.see_facts()
         self.monitor.draws |= any(map(is_random, gm.graph.nodes))
@@ -216,7 +216,7 @@ class Compilation:
                 graph.regions = [RegionReport.of(Region(TORCH, 0, list(gm.graph.nodes)), reason=reason)]
                 self._placer.fall_back(graph.name, reason)
                 run = boxed(gm.forward)
-        graph.seconds = time.perf_counter() - start
+        graph.seconds = perf_counter() - start
         _log_compiled(graph, self._request.logs_graphs)
         return self.monitor.watch(run)
 

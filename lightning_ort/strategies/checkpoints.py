@@ -6,9 +6,10 @@ import platform
 import re
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -121,13 +122,22 @@ class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
     """
 
     flush_every = 1.0
+    _stock_save: ClassVar[Callable[..., None]]
     _flushed_at = -math.inf
     _waiting: frozenset[Path] = frozenset()  # for the end of the run
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._stock_save = super().save_checkpoint
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save a checkpoint; other than local files, and with ``storage_options``, Lightning saves it, or refuses."""
-        if storage_options is None and get_protocol(str(path)) == "file":
+        """Save a checkpoint; other than local files, and with ``storage_options``, Lightning saves it, or refuses.
+
+        So does what somebody has put in the place of Lightning's method.
+        """
+        is_stock = super().save_checkpoint == self._stock_save
+        if is_stock and storage_options is None and get_protocol(str(path)) == "file":
             file = Path(url_to_fs(str(path))[1])  # as Lightning: "~" and "file://" too
             flushes = time.monotonic() - self._flushed_at >= self.flush_every or file.exists()
             save_atomically(checkpoint, file, flushes=flushes)
@@ -137,7 +147,7 @@ class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
             else:
                 self._waiting |= {file}
         else:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     @override
     def teardown(self) -> None:

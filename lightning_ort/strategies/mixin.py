@@ -82,6 +82,7 @@ class ORTMixin(lightning_bases.Strategy):
     namespace: ClassVar[LightningNamespace]
     strategy_name: ClassVar[str]
     _names: ClassVar[StrategyNames]
+    stock_backward: ClassVar[Callable[..., Any]]  # Lightning's own, whatever somebody puts in its place
     # takes the keyword arguments that Lightning's strategy passes on, such as torch's DistributedDataParallel
     wrapper: ClassVar[type | None] = None
 
@@ -106,6 +107,7 @@ class ORTMixin(lightning_bases.Strategy):
         self._accelerator_of_trainer: Accelerator | None = None
         self._updates = self._records = False  # whether the update may be called without the closure, and recorded
         self._update: FusedUpdate | None = None
+        self._in_backward = False
 
     @classmethod
     def _check_arguments(cls, given: Mapping[str, Any]) -> None:
@@ -118,7 +120,7 @@ class ORTMixin(lightning_bases.Strategy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if (namespace := namespace_of(cls)) is not None:
-            cls.namespace = namespace
+            cls.namespace, cls.stock_backward = namespace, super().backward
             read = super().precision_plugin.fget  # type: ignore[attr-defined]
             # Lightning reads it seven times a step, which a property that calls the other would double
             cls.precision_plugin = property(read, ORTMixin._set_precision_plugin)  # type: ignore[assignment]
@@ -231,7 +233,13 @@ class ORTMixin(lightning_bases.Strategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._capture.backward(super().backward, *args, **kwargs)
+        if self._in_backward:  # called by what somebody has put in the place of Lightning's
+            return self.stock_backward(*args, **kwargs)
+        self._in_backward = True
+        try:
+            return self._capture.backward(super().backward, *args, **kwargs)
+        finally:
+            self._in_backward = False
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

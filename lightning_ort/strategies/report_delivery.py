@@ -4,9 +4,9 @@ import json
 import logging
 import os
 import platform
-import time
 from datetime import datetime
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,7 +48,7 @@ class ReportDelivery:
     def on_train_start(self) -> None:
         """Start the clock."""
         assert self._trainer is not None
-        self._first_batch, self._train_start = _batches(self._trainer), time.perf_counter()
+        self._first_batch, self._train_start = _batches(self._trainer), perf_counter()
 
     def teardown(self, report: "CompileReport") -> None:
         """Deliver the report once; other ranks write a file beside that of rank 0, without waiting for anybody."""
@@ -89,7 +89,7 @@ class ReportDelivery:
             "ort/fallbacks": len(report.fallbacks),
         }
         if self._train_start is not None:
-            seconds = time.perf_counter() - self._train_start
+            seconds = perf_counter() - self._train_start
             figures["ort/steps_per_second"] = (_batches(trainer) - self._first_batch) / seconds
         log_to_loggers(trainer, figures)
 

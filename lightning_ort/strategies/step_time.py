@@ -1,8 +1,8 @@
 """What the time of a training step is made of, measured in a few steps: :class:`StepTime`."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +148,7 @@ class _Watch:
     def _now(self) -> float:
         if self._strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self._strategy.root_device)
-        return time.perf_counter()
+        return perf_counter()
 
 
 class _TimedIterator:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ort import _busy
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.regions.region import Timing
 
@@ -15,7 +16,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.calls: dict[str, int] = {}
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        for each in (timing, _busy):
+            monkeypatch.setattr(each, "perf_counter", lambda: self.now)
 
     def candidate(self, name: str, seconds: Sequence[float]) -> Callable[..., None]:
         def call(*args: Any) -> None:

@@ -3,11 +3,15 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ort_settings import config_of
 from small_modules import Small, loader
@@ -175,8 +179,6 @@ def test_module_is_restored_after_an_error(error: Any, capture: str, make_traine
 
 
 def test_mock_on_the_instance_stays(make_trainer: Callable[..., Any]) -> None:
-    from unittest import mock
-
     module = Small()
     module.validation_step = mock.Mock(wraps=module.validation_step)
     log = module.log
@@ -186,6 +188,42 @@ def test_mock_on_the_instance_stays(make_trainer: Callable[..., Any]) -> None:
     assert (module.validation_step, module.log) == spies
     assert spies[0].call_count > 0
     assert spies[1].call_count > 0
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("strategy", [always, ORTStrategy], ids=["captured", "unchanged"])
+def test_mocks_in_lightnings_classes_are_called(
+    strategy: Callable[[], ORTStrategy], automatic: bool, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Module(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.automatic_optimization:
+                return super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+            return None
+
+    module, expected = Module(), Module()
+    module.automatic_optimization = expected.automatic_optimization = automatic
+    make_trainer(max_epochs=1).fit(expected)
+    trainer = make_trainer(strategy=strategy(), max_epochs=1)
+    with (
+        mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward,
+        mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save,
+    ):
+        trainer.fit(module)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    save.assert_called_once_with(mock.ANY, tmp_path / "last.ckpt", storage_options=None)
+    assert backward.call_count == trainer.global_step > 0
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-5)
+    assert (trainer.strategy.report.ort_runs > 0) == (strategy is always)
+
+
+def test_a_mocked_clock_is_for_others(make_trainer: Callable[..., Any]) -> None:
+    """A test of somebody's callback says what each of the calls that Lightning makes reads."""
+    with mock.patch("time.perf_counter", side_effect=AssertionError):
+        make_trainer(strategy=ORTStrategy(), max_epochs=1).fit(Small())
 
 
 def test_other_runs_after_a_fit_of_one_step(make_trainer: Callable[..., Any]) -> None:

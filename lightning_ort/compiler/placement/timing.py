@@ -2,8 +2,8 @@
 
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -127,11 +127,11 @@ def race(
     if not candidates:
         return {}
     racing = list(candidates)
-    start = time.perf_counter()
+    start = perf_counter()
     for rounds in range(_MAX_ROUNDS):
         if rounds >= CLEAR_ROUNDS:
             racing = not_far_behind({name: times[name] for name in racing})
-        if (rounds and len(racing) == 1) or (rounds >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS):
+        if (rounds and len(racing) == 1) or (rounds >= _MIN_ROUNDS and perf_counter() - start > _SECONDS):
             break
         check_budget()
         for name in racing:

@@ -5,9 +5,9 @@ its inputs, and gradients are compared as whole tensors. A difference counts if 
 eager runs again, with inputs that differ by roundings, to see how much that changes.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class GraphCheck:
         return {f"the gradient of {name}": one for name, one in zip(self.names, found, strict=True)}
 
     def _compare(self, own: Tensors, eager: Callable[[int], Tensors], dtype: torch.dtype, small: float) -> None:
-        start = time.perf_counter()
+        start = perf_counter()
         try:
             found, largest = unexplained(own, eager, TOLERANCE[dtype], small)
         except Exception as error:
@@ -99,7 +99,7 @@ class GraphCheck:
             free_memory_of(error)
             self.skipped("there is not enough memory to repeat it in eager")
             return
-        self.count(time.perf_counter() - start, largest)
+        self.count(perf_counter() - start, largest)
         if found:
             worst = sorted(found, key=found.__getitem__, reverse=True)
             shown = [f"{name} differs from eager's by {found[name]:.0%} of its size" for name in worst[:_SHOWN]]

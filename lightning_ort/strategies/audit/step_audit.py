@@ -10,9 +10,9 @@ A difference counts if eager, repeated, has the same result again, and if it is 
 is repeated with parameters and inputs that differ by roundings, to see how much its results change.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -316,7 +316,7 @@ class _Audit:
         self._manual = manual
         self.seconds = 0.0  # all that the step took, but for compiling: beside its copy it is slower itself
         self.processor_seconds = 0.0  # of its copy
-        self._begun = time.perf_counter()
+        self._begun = perf_counter()
         self._limit, self._exact_limit = self._begun + seconds, _EXACT_PATIENCE * seconds
         self._tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in _dtypes(module))
         self._own: dict[str, Value] = {}
@@ -331,10 +331,10 @@ class _Audit:
 
         self._copy = ForkedCopy(compute, seconds)
         self._ask(PLAIN)
-        self._step_begun = time.perf_counter()
+        self._step_begun = perf_counter()
 
     def _ask(self, command: int) -> None:
-        left = self._exact_limit if command == _EXACT else self._limit - time.perf_counter()
+        left = self._exact_limit if command == _EXACT else self._limit - perf_counter()
         self._copy.ask(command, max(0.01, left))
 
     def _repeat(self, call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Value]:
@@ -355,7 +355,7 @@ class _Audit:
 
     def after_step(self, output: Any) -> None:
         if self._monitor.saw_compile:
-            compiling = time.perf_counter() - self._step_begun
+            compiling = perf_counter() - self._step_begun
             self._begun, self._limit = self._begun + compiling, self._limit + compiling
         module = self._run.module
         logger = self._shims.logger
@@ -419,7 +419,7 @@ class _Audit:
     def close(self) -> None:
         self._copy.close()
         self.processor_seconds = self._copy.processor_seconds
-        self.seconds = time.perf_counter() - self._begun
+        self.seconds = perf_counter() - self._begun
 
 
 def _dtypes(module: nn.Module) -> set[torch.dtype]:

@@ -14,9 +14,9 @@ Before the next step it tells the race how this one went. It decides nothing. No
 """
 
 import functools
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -249,7 +249,7 @@ class CapturedStep(AbstractContextManager[None]):
             self._continue_after(Outcome(error=error), way)
             turn.counts = False
             return self._user.call(*args, **kwargs)
-        turn.call_start, turn.began_at = time.perf_counter(), next_number()
+        turn.call_start, turn.began_at = perf_counter(), next_number()
         if self._audit.begin(call=self._user.call, args=args, kwargs=kwargs, logs=way.part == "step"):
             turn.counts = False
         try:
@@ -412,16 +412,17 @@ class CapturedStep(AbstractContextManager[None]):
             with NO_CONTEXT if turn.is_plain else turn.around():
                 return run(*args, **kwargs)
         module = self._module
+        strategy: Any = module.strategy
         recorded: AbstractContextManager[None] = NO_CONTEXT
         if ENGINES[turn.way.engine].records:
-            recorded = module.recorded.made_by(module.strategy.precision_plugin, module.module.parameters())
+            recorded = module.recorded.made_by(strategy.precision_plugin, module.module.parameters())
         self._in_backward = True
         try:
             with turn.timed() if turn.is_timed else NO_CONTEXT, recorded:
-                if module.waiting is None or kwargs:
+                if module.waiting is None or kwargs or run != strategy.stock_backward:
                     result = run(*args, **kwargs)
                 else:
-                    result = backward_with(module.strategy, module.hand_over_gradients, *args)
+                    result = backward_with(strategy, module.hand_over_gradients, *args)
         except RuntimeError as error:
             if not is_double_backward_error(error):
                 raise

@@ -2,9 +2,9 @@
 
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,7 +209,7 @@ class RunFacts:
     def begin_run(self) -> None:
         """Note the first step of a run, which may continue a checkpoint; later calls change nothing."""
         if self._start is None and not self.module.trainer.sanity_checking:
-            self._start = time.perf_counter(), self.module.trainer.fit_loop.total_batch_idx
+            self._start = perf_counter(), self.module.trainer.fit_loop.total_batch_idx
 
     def enters(self, name: str, race: Race) -> None:
         """Note the race of a step."""
@@ -222,7 +222,7 @@ class RunFacts:
     @property
     def elapsed(self) -> float:
         """Seconds since the first step of the run."""
-        return 0.0 if self._start is None else time.perf_counter() - self._start[0]
+        return 0.0 if self._start is None else perf_counter() - self._start[0]
 
     @property
     def spent(self) -> float:

@@ -1,9 +1,9 @@
 """One turn of a step: the way that it runs, what it took, and the quiet steps after it: :class:`Turn`."""
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
 from lightning_ort._busy import Stopwatch
@@ -51,13 +51,13 @@ class Turn:
     @property
     def since_call(self) -> float:
         """Seconds since the call began; working ones, as far as it is timed."""
-        seconds = time.perf_counter() - self.call_start
+        seconds = perf_counter() - self.call_start
         return seconds if self._watch is None else max(0.0, seconds - self._watch.read()[1])
 
     def has_compiled(self) -> None:
         """Note that something was compiled in the call; the race has to know."""
         if not self.is_timed:
-            self.seconds = time.perf_counter() - self.call_start
+            self.seconds = perf_counter() - self.call_start
         self.compiled, self._is_passed, self.quiet = True, False, 0
 
     def may_go_on(self, race: Race, expected: float = 0.0) -> bool:
