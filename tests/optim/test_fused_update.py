@@ -4,6 +4,7 @@ import copy
 import functools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,9 @@ def test_what_is_more_than_the_kernels_is_left_to_torch() -> None:
     replaced.step = lambda closure=None: None  # type: ignore[method-assign]
     assert not may_update(replaced)
     assert not may_update(optim.RMSprop(module.parameters()))
+    with mock.patch.object(optim.AdamW, "step") as step:
+        assert not may_update(optimizer)
+    assert step.mock_calls == []
 
     class Own(optim.AdamW):
         pass
