@@ -640,6 +640,17 @@ def test_equal_snapshots_have_no_differences() -> None:
     loss = torch.tensor([1.0, math.nan, math.inf])
     values = {"self": module, "output": {"loss": loss}, "text": ("a", b"b", None, 2**80)}
     assert differences(snapshot(values), snapshot(values), 0.0).names == set()
+    one, other = {0, 8}, {8, 0}
+    assert [*one] != [*other]
+    assert differences(snapshot({"x": one}), snapshot({"x": other}), 0.0).names == set(), "sets have no order"
+
+
+def test_a_snapshot_has_a_limit() -> None:
+    many, nested = [0] * (2 * snapshots.MAX_VALUES), list[Any]()
+    for _ in range(100):
+        nested = [nested]
+    assert len(snapshot({"x": many})) == snapshots.MAX_VALUES
+    assert len(snapshot({"x": nested})) < 20, "names of what is deep are long"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint64, torch.int8, torch.bfloat16, torch.complex64])
@@ -736,6 +747,15 @@ def test_gradients_that_are_roundings_are_compared_with_those_of_others() -> Non
     assert differences(alone(6e-6, 1.1), alone(-6e-6, 1.1), 1e-3).names == {"gradient of bias"}
     for size in (1e-2, 5e-4):
         assert differences(with_gradients(size), with_gradients(-size), 1e-3).names == {"gradient of bias"}
+    one, other = (numbers(small=value) | with_gradients(1.0) for value in (1e-9, -1e-9))
+    assert differences(one, other, 1e-3).names == {"small"}, "other values are not"
+
+    def many(value: float) -> Any:
+        module = nn.Linear(2, 1000)
+        module.bias.grad = torch.full((1000,), value)
+        return numbers(output={"loss": torch.tensor(1.1)}) | gradients(module)
+
+    assert not differences(many(6e-8), many(-6e-8), 1e-3).names
 
 
 class Scripted:
