@@ -394,6 +394,17 @@ def test_what_keeps_compiling_ends_with_the_budget_and_returns_in_the_next_run()
     assert drive(race, times, 100, 20_000)[-1] == "ort"
 
 
+def test_what_was_dear_is_tried_in_the_same_order_in_the_next_run() -> None:
+    race, tried = make("ort", "inductor", cost=1.0), []
+    for _ in range(2):
+        for _ in range(60):
+            if is_new := (way := race.next(Now(1000))) != UNCHANGED:
+                tried.append(way)
+            race.done(Took(0.1, compiled=is_new, projected=1000.0 * is_new))
+        race.begin_run()
+    assert tried == 2 * [ORT, INDUCTOR]
+
+
 def test_what_was_dear_but_is_compiled_is_not_thrown_away() -> None:
     race = make(cost=1.0)
     assert drive(race, {"unchanged": 0.1, "ort": 0.05}, 100, 400, compiling={"ort": 30.0})[-1] == "ort"
