@@ -13,12 +13,21 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_ort._arguments import closest
 from lightning_ort._imports import __version__
 from lightning_ort._text import plain
 from lightning_ort.cli import run
 from lightning_ort.cli.arguments import in_one_style
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the usage of a command is longer than a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with the message and how to see the options."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
 
 def main() -> None:
@@ -46,7 +55,7 @@ def _run_command(started: float) -> None:
     wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
     if wanted and wanted not in commands:
         sys.exit(f"lightning-ort has no command {wanted!r}: {closest(wanted, [*commands, 'run'], 'commands')}")
-    parser = argparse.ArgumentParser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
+    parser = _Parser(prog="lightning-ort", description="ONNX Runtime for PyTorch Lightning")
     parser.add_argument("--version", action="version", version=f"lightning-ort {__version__}")
     parsers = parser.add_subparsers(
         title="commands", description="COMMAND --help says more", metavar="COMMAND", required=True
