@@ -394,6 +394,15 @@ def test_what_keeps_compiling_ends_with_the_budget_and_returns_in_the_next_run()
     assert drive(race, times, 100, 20_000)[-1] == "ort"
 
 
+def test_what_was_spent_counts_beside_what_is_expected() -> None:
+    race = make()
+    drive(race, {"unchanged": 0.1}, FIRST, 1000)
+    assert race.may_compile(0.0, 7.0)
+    race.spend(2.0, working=2.0)
+    assert race.may_compile(0.0, 5.0)
+    assert not race.may_compile(0.0, 7.0)
+
+
 def test_what_was_dear_is_tried_in_the_same_order_in_the_next_run() -> None:
     race, tried = make("ort", "inductor", cost=1.0), []
     for _ in range(2):
