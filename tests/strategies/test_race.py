@@ -403,6 +403,16 @@ def test_what_was_spent_counts_beside_what_is_expected() -> None:
     assert not race.may_compile(0.0, 7.0)
 
 
+def test_steps_that_run_otherwise_are_timed_anew() -> None:
+    race = make(cost=math.inf)
+    drive(race, {"unchanged": 0.5}, SAMPLES)
+    assert not race.wants_time
+    race.time_again()
+    assert race.usual == 0
+    drive(race, {"unchanged": 0.1}, 1)
+    assert race.usual == 0.1
+
+
 def test_what_was_dear_is_tried_in_the_same_order_in_the_next_run() -> None:
     race, tried = make("ort", "inductor", cost=1.0), []
     for _ in range(2):
