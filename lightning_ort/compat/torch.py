@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_tracing  # of other tensors' ops, torch 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # torch 2.13
 from torch.utils._sympy.printers import PythonPrinter
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
@@ -211,6 +211,8 @@ def replace_fetch(make: Callable[[Any, Callable[[Any], Any]], Callable[[Any], An
 
     def create_fetcher(kind: int, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool) -> Any:
         fetcher = original.__func__(kind, dataset, auto_collation, collate_fn, drop_last)
+        if collate_fn is default_convert:
+            fetcher.collate_fn = _convert
         is_usual = type(fetcher) is _MapDatasetFetcher and auto_collation and collate_fn is default_collate
         if is_usual and get_worker_info() is None:
             fetcher.fetch = make(dataset, fetcher.fetch)
@@ -218,6 +220,16 @@ def replace_fetch(make: Callable[[Any, Callable[[Any], Any]], Callable[[Any], An
 
     _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
     return functools.partial(setattr, _DatasetKind, "create_fetcher", original)
+
+
+def _convert(data: Any) -> Any:
+    """Do what ``default_convert`` does, which takes a batch that is made already."""
+    if data.__class__ is tuple or data.__class__ is list:
+        for one in data:
+            if one.__class__ is not torch.Tensor:
+                return default_convert(data)
+        return [*data]
+    return default_convert(data)
 
 
 _STOCK_NEXT = if_known(_SingleProcessDataLoaderIter.__next__, "280427495a48")
