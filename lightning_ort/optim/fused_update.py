@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from lightning_ort.compat.autograd import without_gradients
+from lightning_ort.compat.autograd import set_gradients
 from lightning_ort.compat.torch_optimizers import FUSED_KERNELS, note_step, only_hooks_before_steps, only_step_hooks
 from lightning_ort.compiler.machine.openmp import OneThread
 
@@ -81,7 +81,9 @@ class FusedUpdate:
         if (calls := self._calls()) is None:
             return False
         adds = type(optimizer) is not optim.SGD
-        with without_gradients():
+        takes_gradients = torch.is_grad_enabled()
+        set_gradients(False)
+        try:
             for kernel, tensors, settings, is_small in calls:
                 if adds:
                     steps = tensors[-1]
@@ -91,6 +93,8 @@ class FusedUpdate:
                         kernel(*tensors, **settings)
                 else:
                     kernel(*tensors, **settings)
+        finally:
+            set_gradients(takes_gradients)
         note_step(optimizer)
         return True
 

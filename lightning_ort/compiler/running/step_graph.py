@@ -27,8 +27,8 @@ from lightning_ort.compat.autograd import (
     is_share,
     joint_facts,
     keeps_graph,
+    set_gradients,
     without_autocast,
-    without_gradients,
 )
 from lightning_ort.compiler.cache.kept_step import from_plain, to_plain
 from lightning_ort.compiler.graphs.nodes import int_hint, is_random, results_of
@@ -238,10 +238,15 @@ class StepGraph:
         expected = self._expected
         if self._drop is not None:
             self._drop()
-        with without_gradients(), without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
-            outputs = self._run([*args, expected[1]])
-            for index, new in zip(self._written, outputs, strict=False):
-                args[index].copy_(new)
+        takes_gradients = torch.is_grad_enabled()
+        set_gradients(False)
+        try:
+            with without_autocast():  # as AOTAutograd runs its graphs, whose casts are traced
+                outputs = self._run([*args, expected[1]])
+                for index, new in zip(self._written, outputs, strict=False):
+                    args[index].copy_(new)
+        finally:
+            set_gradients(takes_gradients)
         results = list(outputs[len(self._written) : self._start])
         gradients = list(map(outputs.__getitem__, self._gradients))
         inputs, others = list(map(args.__getitem__, self._targets)), map(args.__getitem__, self._others)
