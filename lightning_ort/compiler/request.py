@@ -15,17 +15,17 @@ class Stopped(BaseException):
     """No more may be spent on compiling, which is no failure; whoever called the compiler goes on without it."""
 
 
-def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+def weakly(method: Any, otherwise: Any = None) -> Callable[..., Any]:
     """Return a function that calls a method of an object while that lives, and then returns something else.
 
     Dynamo keeps compiled code as long as the function that it compiled, such as a method of a class, and compiled code
     keeps its request: that must not keep a module.
     """
-    reference = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> Any:
-        living = reference()
-        return otherwise if living is None else living(*args)
+        living = owner()
+        return otherwise if living is None else function(living, *args)
 
     return call
 

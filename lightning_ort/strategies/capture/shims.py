@@ -139,11 +139,13 @@ class DeferredLogger:
             if owner is not self._module and not self.loggers_too:
                 continue
             after = [(metric, value_of_batch(metric)) for metric, _ in metrics]
-            _set_values_of_batch(metrics)
+            for metric, of_batch in metrics:
+                set_value_of_batch(metric, of_batch)
             try:
                 getattr(owner, method)(*names, value, *args, **kwargs)
             finally:
-                _set_values_of_batch(after)
+                for metric, of_batch in after:
+                    set_value_of_batch(metric, of_batch)
 
     def reads(self, value: Any) -> bool:
         """Return whether an object is the batch, whose size Lightning looks up when a value is logged, or in it."""
@@ -204,11 +206,6 @@ def _averages(module: Any) -> Callable[[_Args, _Args], bool | None]:
         return in_effect["on_epoch"] and in_effect["reduce_fx"] == "mean" if is_accepted else None
 
     return torch.compiler.assume_constant_result(averages)
-
-
-def _set_values_of_batch(values: Iterable[tuple[Metric, Any]]) -> None:
-    for metric, value in values:
-        set_value_of_batch(metric, value)
 
 
 def _snapshot(value: Any) -> Any:

@@ -110,9 +110,11 @@ class CapturedStep(AbstractContextManager[None]):
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the step, not by the module's attribute."""
         step = getattr(self._module.module, self._name)
+        if self.turn.is_unchanged and self.passes():
+            return step(*args)
         if step != self._user.call:  # bound methods are equal if function and object are the same
             self._user = self._prepare(step)
-        return self._run(*args)
+        return self._begin(args, {})
 
     @override
     def __enter__(self) -> None:
@@ -144,14 +146,19 @@ class CapturedStep(AbstractContextManager[None]):
         attributes = vars(self._module.module)
         if attributes.get(self._name) is self._user.replacement:  # as in __exit__
             restore_attribute(attributes, self._name, self._before)
+        return self._begin(args, kwargs)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         turn = self.turn
         if turn.quiet and not self._failures:
             turn.quiet -= 1
         else:
             turn = self._ask((args, kwargs))
         turn.steps += 1
-        with NO_CONTEXT if turn.is_plain else turn.around():
-            return self._run_on(turn.way, *args, **kwargs)
+        if turn.is_plain:
+            return self._run_on(turn.way, args, kwargs)
+        with turn.around():
+            return self._run_on(turn.way, args, kwargs)
 
     def _ask(self, batch: Any) -> Turn:
         """Tell what has happened, and ask how the next step runs."""
@@ -223,11 +230,21 @@ class CapturedStep(AbstractContextManager[None]):
 
     # One call
 
-    def _run_on(self, way: Way, *args: Any, **kwargs: Any) -> Any:
+    def _run_on(self, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if way.engine == TORCH:
             return self._run_unchanged(*args, **kwargs)
-        if (found := self._run_settled(way, args)) is not None:  # not with keywords: arguments are missing then
-            return found[0]
+        module, settled = self._module, self._compiled.settled.get(way)
+        # not with keywords: arguments are missing then
+        if settled is not None and module.optimizers is lightning_optimizers(module.strategy):
+            if module.running is not self:
+                module.runs(self)
+            try:
+                found = settled(args, self._audit.passes)
+            except BaseException as error:
+                self._close_call(error)
+                raise
+            if found is not None:  # else somebody has to watch
+                return found[0]
         return self._run_watched(way, *args, **kwargs)
 
     def _run_watched(self, way: Way, *args: Any, **kwargs: Any) -> Any:
@@ -277,20 +294,6 @@ class CapturedStep(AbstractContextManager[None]):
         if differs:
             self._fail(self.turn.way, failures.wrong(differs))
         return output
-
-    def _run_settled(self, way: Way, args: tuple[Any, ...]) -> tuple[Any] | None:
-        """Run what is compiled already, if nobody has to watch; return its output."""
-        module = self._module
-        settled = self._compiled.settled.get(way)
-        if settled is None or module.optimizers is not lightning_optimizers(module.strategy):
-            return None
-        if module.running is not self:
-            module.runs(self)
-        try:
-            return settled(args, self._audit.passes)
-        except BaseException as error:
-            self._close_call(error)
-            raise
 
     def _run_unchanged(self, *args: Any, **kwargs: Any) -> Any:
         first, module = self._user.first, self._module

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_ort._busy import slowdown
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to run a step."""
 
     engine: str  # what runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step
