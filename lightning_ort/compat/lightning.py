@@ -139,7 +139,18 @@ def deepspeed_dtype(plugin: Any) -> torch.dtype:
 TRAINER_ATTRIBUTE = "_trainer"
 """The attribute of a LightningModule with its Trainer, or ``None`` (2.6)."""
 
+# the epoch that the Trainer of a LightningModule shows, and its callbacks, without properties (2.6)
+current_epoch: Callable[[Any], int] = operator.attrgetter(
+    f"{TRAINER_ATTRIBUTE}.fit_loop.epoch_progress.current.completed"
+)
+callbacks_of: Callable[[Any], list[Any]] = operator.attrgetter(f"{TRAINER_ATTRIBUTE}.callbacks")
 
+
+# attributes of a strategy, its precision plugin or ``None``, and of a wrapper of an optimizer, the optimizer (2.6)
+PRECISION, WRAPPED = "_precision_plugin", "_optimizer"
+# what a strategy's properties return (2.6)
+optimizers_of: "Callable[[Strategy], list[Any]]" = operator.attrgetter("_optimizers")
+precision_of: "Callable[[Strategy], Any]" = operator.attrgetter(PRECISION)
 # the wrappers of a strategy's optimizers that `self.optimizers()` returns, in a list that is new with them (2.6)
 lightning_optimizers: "Callable[[Strategy], list[Any]]" = operator.attrgetter("_lightning_optimizers")
 

@@ -1,5 +1,6 @@
 """Private names of Lightning's loops (2.5, 2.6), for :mod:`lightning_ort.strategies.lean`."""
 
+import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -17,6 +18,7 @@ CURRENT_HOOK = "_current_fx_name"  # of a LightningModule: which hook or step of
 DICTIONARIES = {"_progress_bar_metrics": "pbar", "_callback_metrics": "callback", "_logged_metrics": "log"}
 OF_BAR, OF_CALLBACKS, OF_LOGGERS = DICTIONARIES
 RESTARTING = "_restarting"  # of a loop: whether it goes on in the middle
+BY_TIME = "_val_check_time_interval"  # of a Trainer: the seconds after which it validates, if any
 # attributes of a LightningModule that Lightning calls itself, and nobody else is to override
 MODULE_INTERNALS = ("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
 
@@ -36,18 +38,13 @@ def after_closure(precision: Any, module: Any, optimizer: Any) -> None:
 def says_each_call(namespace: LightningNamespace) -> Callable[[], bool]:
     """Return a function that tells whether Lightning logs each call of a hook now."""
     log: logging.Logger = namespace.submodule("trainer.call").log
-    return lambda: log.isEnabledFor(logging.DEBUG)
+    return functools.partial(log.isEnabledFor, logging.DEBUG)
 
 
 def transfer_batch(trainer: Any, call: Any, batch: Any, dataloader_idx: int) -> Any:
     """Move a batch to the device with all hooks, by Lightning's own code; ``call`` is its module of that name."""
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
-
-
-def may_validate_by_time(trainer: Any) -> bool:
-    """Return whether the Trainer validates after a time."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def step_values(results: Any) -> "tuple[list[Any], list[Any], Any, Any] | None":
@@ -116,11 +113,6 @@ def next_of_only(cycle: Any) -> Any:
     number = cycle._idx
     cycle._idx += 1
     return batch, number, 0
-
-
-def precision_of(strategy: Any) -> Any:
-    """Return the precision plugin that a strategy has, or ``None``."""
-    return strategy._precision_plugin
 
 
 class KnownMetric:

@@ -221,15 +221,17 @@ class ORTMixin(lightning_bases.Strategy):
         """Whether the parts of the next step are timed, as Lightning calls them."""
         return self._times.steps + 1 >= self._times.next_look
 
-    def direct_step(self, args: tuple[Any, ...]) -> Any:
+    def direct_step(self, module: Any, args: tuple[Any, ...]) -> Any:
         """Do what :meth:`training_step` does, where neither a clock nor a precision plugin is around it."""
         self._masks.begin_step()
         self._times.steps += 1
-        return self._capture.training_step(self.lightning_module, args)
+        training = self._capture.training
+        return module.training_step(*args) if training is None else training.run(args)
 
     def take_gradients(self, loss: Any) -> Callable[[], None] | None:
         """Return what does what ``loss.backward()`` does, where nothing of others runs until the update."""
-        return self._capture.take_gradients(loss)
+        training = self._capture.training
+        return None if training is None else training.take_gradients(loss)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:

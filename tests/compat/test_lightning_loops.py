@@ -34,9 +34,9 @@ def test_parts_have_stock_classes() -> None:
     parts = lightning_loops.parts_of(trainer)
     assert list(map(type, parts)) == lightning_loops.stock_parts(NAMESPACES[0])
     assert parts[-1] is lightning.logger_connector(trainer)
-    assert lightning_loops.precision_of(trainer.strategy) is trainer.precision_plugin
+    assert lightning.precision_of(trainer.strategy) is trainer.precision_plugin
+    assert vars(trainer).get(lightning_loops.BY_TIME) is None
     assert lightning_loops.stock_fetcher(NAMESPACES[0]).__name__ == "_PrefetchDataFetcher"
-    assert not lightning_loops.may_validate_by_time(trainer)
     assert not lightning_loops.says_each_call(NAMESPACES[0])()
 
 

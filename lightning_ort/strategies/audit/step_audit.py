@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_ort._busy import Stopwatch, slowdown
 from lightning_ort.compat.in_double import InDouble
-from lightning_ort.compat.lightning import backward_of_step
+from lightning_ort.compat.lightning import backward_of_step, current_epoch
 from lightning_ort.compat.torch import without_collectives
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.graph_check import PLAIN, ROUNDED, TOLERANCE
@@ -187,7 +187,7 @@ class StepAudit:
             self.close()
         self._steps += 1
         self._captured += 1
-        epoch = self._run.module.trainer.current_epoch
+        epoch = current_epoch(self._run.module)
         if self._off or not self._schedule.is_due(self._steps, epoch) or self._would_disturb:
             return False
         if reason := not_audited(self._run, self._name, args) or forked_copy.unavailable():
@@ -208,10 +208,8 @@ class StepAudit:
 
     def passes(self) -> bool:
         """Count a captured step that is not to be audited; return whether it is one."""
-        epoch = self._run.module.trainer.current_epoch
-        if self.audit is not None or not (
-            self._off or not self._schedule.is_due(self._steps + 1, epoch) or self._would_disturb
-        ):
+        is_due = not self._off and self._schedule.is_due(self._steps + 1, current_epoch(self._run.module))
+        if self.audit is not None or (is_due and not self._would_disturb):
             return False
         self._steps += 1
         self._captured += 1
@@ -275,7 +273,7 @@ class StepAudit:
             return ""
         if not large and not confirmed:
             # the next step confirms it, or it was a tie that a rounding has decided
-            self._schedule.passed(self._steps, self._run.module.trainer.current_epoch, again=True)
+            self._schedule.passed(self._steps, current_epoch(self._run.module), again=True)
             return ""
         return audit.describe(found)
 

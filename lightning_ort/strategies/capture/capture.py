@@ -101,16 +101,6 @@ class Capture:
             return _NO_CONTEXT
         return step
 
-    def training_step(self, module: Any, args: tuple[Any, ...]) -> Any:
-        """Run the training step of the strategy's module, captured or not."""
-        if not self._active or (step := self._steps["training_step"]).passes():
-            return module.training_step(*args)
-        return step.run(args)
-
-    def take_gradients(self, loss: Any) -> Callable[[], None] | None:
-        """Return what does what ``loss.backward()`` does, where nothing of others runs until the update."""
-        return self._steps["training_step"].take_gradients(loss) if self._active else None
-
     def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as part of the training step."""
         if not self._active:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning import callbacks_of, optimizers_of, precision_of
 from lightning_ort.compat.torch_optimizers import step_hooks
 from lightning_ort.optim.fused_update import CHECK
 
@@ -71,12 +72,12 @@ def runs_nothing_of_others(strategy: "Strategy", namespace: LightningNamespace) 
 
 def hooks_on_gradients(strategy: "Strategy", module: Any) -> list[Any]:
     """Return the methods on which the answers above depend: people replace them while they train."""
-    others = [strategy.precision_plugin.backward, *map(_ZERO_GRAD, strategy.optimizers)]
-    return [_OF_MODULE(module), *others, *map(_HOOKS, module.trainer.callbacks)]
+    found = [_OF_MODULE(module), _BACKWARD(precision_of(strategy))]
+    return [*found, *map(_ZERO_GRAD, optimizers_of(strategy)), *map(_HOOKS, callbacks_of(module))]
 
 
 _NAMES = ("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
-_HOOKS, _ZERO_GRAD = operator.attrgetter(*_NAMES), operator.attrgetter("zero_grad")
+_HOOKS, _ZERO_GRAD, _BACKWARD = (operator.attrgetter(*names) for names in (_NAMES, ("zero_grad",), ("backward",)))
 _OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_NAMES)
 
 

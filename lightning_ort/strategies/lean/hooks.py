@@ -11,10 +11,11 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK
 from lightning_ort.strategies.lean.bars import Bars
 
-_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_functions_of_batches = operator.attrgetter(*(f"{name}.__func__" for name in _OF_BATCHES))
+OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+OF_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+_functions_of_batches = operator.attrgetter(*(f"{name}.__func__" for name in OF_BATCHES))
 _KNOWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_ort")
-_OF_MODULES = ("log", "configure_gradient_clipping", "clip_gradients", "optimizer_zero_grad", "optimizer_step")
+_OF_MODULES = ("log", *OF_CLIPPING, "optimizer_zero_grad", "optimizer_step")
 
 
 class Hooks:
@@ -27,7 +28,7 @@ class Hooks:
         # the functions, not where they are: people patch those classes too
         self._of_callback = dict(_hooks(namespace.submodule("callbacks.callback").Callback))
         self._of_module = {name: getattr(module, name, None) for name in (*self._of_callback, *_OF_MODULES)}
-        self._of_batches = [tuple(getattr(kind, name) for name in _OF_BATCHES) for kind in (module, datamodule)]
+        self._of_batches = [tuple(getattr(kind, name) for name in OF_BATCHES) for kind in (module, datamodule)]
 
     def run(self, trainer: Any, module: Any, name: str, *args: Any) -> Any:
         """Call the hook of the callbacks and then that of the module, whose result is returned."""
@@ -64,17 +65,14 @@ class Hooks:
     def clips_as_asked(self, module: Any, precision: Any) -> bool:
         """Return whether only the Trainer's arguments say how gradients are clipped."""
         return (
-            self.is_stock(module, "configure_gradient_clipping")
-            and self.is_stock(module, "clip_gradients")
+            all(self.is_stock(module, name) for name in OF_CLIPPING)
             and precision.clip_gradients.__module__.partition(".")[0] in _KNOWN_PACKAGES
         )
 
-    def only_moves(self, module: Any, datamodule: Any) -> bool:
-        """Return whether nobody has overridden what is called when a batch is moved to the device."""
-        of_module, of_datamodule = self._of_batches
+    def only_moves(self, module: Any) -> bool:
+        """Return whether nothing of a module or datamodule is overridden that is called when a batch is moved."""
         try:
-            moves: bool = _functions_of_batches(module) == of_module
-            return moves and (datamodule is None or _functions_of_batches(datamodule) == of_datamodule)
+            return _functions_of_batches(module) in self._of_batches
         except AttributeError:
             return False
 

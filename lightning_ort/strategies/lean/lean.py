@@ -4,7 +4,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._imports import LightningNamespace, namespace_of
-from lightning_ort.compat.lightning_loops import parts_of, precision_of, stock_fetcher
+from lightning_ort.compat.lightning import precision_of
+from lightning_ort.compat.lightning_loops import parts_of, stock_fetcher
 from lightning_ort.config import TrainerLoop
 from lightning_ort.strategies.lean.evaluation import LeanEvaluation, LeanPrediction
 from lightning_ort.strategies.lean.fetching import LeanFetcher

@@ -68,7 +68,7 @@ class LeanLog:
         if kind is torch.Tensor:
             if value.device != known.device or value.numel() != 1:
                 return None
-            value = value.detach()
+            value = value.detach() if value.requires_grad else value  # whoever keeps it copies it
             return value.squeeze() if value.ndim else value
         if kind is float or kind is int:
             default = torch.get_default_dtype()

@@ -120,7 +120,7 @@ class LeanPrecision(LeanObject, lightning_bases.Precision):
     def pre_backward(self, tensor: Any, module: Any) -> Any:
         if not self._lean.on:
             return super().pre_backward(tensor, module)
-        self._lean.run_hook(module.trainer, module, "on_before_backward", tensor)
+        self._lean.run_hook(self._lean.trainer, module, "on_before_backward", tensor)
         return tensor
 
     @override
@@ -128,7 +128,7 @@ class LeanPrecision(LeanObject, lightning_bases.Precision):
         if not self._lean.on:
             return super().post_backward(tensor, module)
         closure_loss = tensor.detach()
-        self._lean.run_hook(module.trainer, module, "on_after_backward")
+        self._lean.run_hook(self._lean.trainer, module, "on_after_backward")
         return closure_loss
 
     @override
@@ -136,9 +136,9 @@ class LeanPrecision(LeanObject, lightning_bases.Precision):
         lean = self._lean
         if not lean.on:
             return super()._after_closure(model, optimizer)
-        trainer = model.trainer
+        trainer = lean.trainer
         lean.run_hook(trainer, model, "on_before_optimizer_step", optimizer)
-        if not lean.clips_gradients:
+        if not lean.clips_gradients():
             return None
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         return self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ort._imports import LightningNamespace
+from lightning_ort.compat.lightning import PRECISION, precision_of
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_results, says_each_call, transfer_batch
 from lightning_ort.strategies.lean.bars import Bars
 from lightning_ort.strategies.lean.batch_copies import BatchCopies
 from lightning_ort.strategies.lean.direct import DirectStep
-from lightning_ort.strategies.lean.hooks import Hooks
+from lightning_ort.strategies.lean.hooks import OF_BATCHES, OF_CLIPPING, Hooks
+from lightning_ort.strategies.lean.remembered import Remembered
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,6 +56,18 @@ class LeanRun:
         if ours.ort_config.debug.record_step:
             self.move = BatchCopies(self.move, self.device, ours.say_of_recordings)
         self._takes_index: dict[str, tuple[Any, bool]] = {}
+        self._convert_input = namespace.submodule("plugins.precision.precision").Precision.convert_input
+        # whether gradients are clipped, or somebody may do something in place of that
+        self.clips_gradients = Remembered(
+            self._clips_gradients,
+            (trainer, ("gradient_clip_val", "gradient_clip_algorithm")),
+            (self.module, OF_CLIPPING),
+            (strategy, (f"{PRECISION}.clip_gradients",)),
+        )
+        # whether a batch is converted, and whether it is moved to the device as Lightning does it, but for datamodules
+        self._how_to_transfer = Remembered(
+            self._transfers, (self.module, OF_BATCHES), (strategy, ("batch_to_device", f"{PRECISION}.convert_input"))
+        )
 
     def begin(self) -> bool:
         """Begin a batch; return whether it can be a lean one."""
@@ -71,15 +85,18 @@ class LeanRun:
         self.stage = "test" if self.trainer.testing else "validation"
         self.sanity = self.trainer.sanity_checking
 
-    @property
-    def clips_gradients(self) -> bool:
-        """Whether gradients are clipped, or somebody may do something in place of that."""
+    def _clips_gradients(self) -> bool:
         trainer = self.trainer
         return (
             trainer.gradient_clip_val is not None
             or trainer.gradient_clip_algorithm is not None
-            or not self.hooks.clips_as_asked(self.module, self.strategy.precision_plugin)
+            or not self.hooks.clips_as_asked(self.module, precision_of(self.strategy))
         )
+
+    def _transfers(self) -> tuple[bool, bool]:
+        convert, move = precision_of(self.strategy).convert_input, self.strategy.batch_to_device
+        moves = getattr(move, "__func__", None) is self._batch_to_device and self.hooks.only_moves(self.module)
+        return getattr(convert, "__func__", None) is not self._convert_input, moves
 
     def takes_index(self, name: str, build: Callable[[], Any]) -> bool:
         """Return whether a step takes the number of the batch, as Lightning finds it out."""
@@ -106,10 +123,11 @@ class LeanRun:
 
     def to_device(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch on the device."""
-        trainer, strategy = self.trainer, self.strategy
-        batch = strategy.precision_plugin.convert_input(batch)
-        move = getattr(strategy.batch_to_device, "__func__", None)
-        if move is not self._batch_to_device or not self.hooks.only_moves(self.module, trainer.datamodule):
+        trainer = self.trainer
+        converts, moves = self._how_to_transfer()
+        if converts:
+            batch = precision_of(self.strategy).convert_input(batch)
+        if not moves or (trainer.datamodule is not None and not self.hooks.only_moves(trainer.datamodule)):
             return transfer_batch(trainer, self._call, batch, dataloader_idx)
         kind = batch.__class__
         if kind is torch.Tensor and batch.device == self.device:

@@ -5,9 +5,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning import SIGTERM_BROADCAST, logger_connector
-from lightning_ort.compat.lightning_loops import RESTARTING, may_validate_by_time
-from lightning_ort.strategies.lean.fetching import LeanFetcher
+from lightning_ort.compat.lightning import SIGTERM_BROADCAST, logger_connector, optimizers_of
+from lightning_ort.compat.lightning_loops import BY_TIME, RESTARTING
 from lightning_ort.strategies.lean.run import LeanObject
 
 _NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this warning..."  # as Lightning says it
@@ -48,7 +47,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     @override
     def advance(self, data_fetcher: Any) -> None:
         lean, trainer = self._lean, self.trainer
-        if self._restarting or not isinstance(data_fetcher, LeanFetcher) or not lean.begin():
+        if self._restarting or "_lean" not in data_fetcher.__dict__ or not lean.begin():
             return super().advance(data_fetcher)
         if self.val_loop.__dict__[RESTARTING]:
             self.val_loop.restarting = False
@@ -100,7 +99,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
         if not lean.takes_index("training_step", lambda: self._build_kwargs({}, batch, batch_idx)):  # type: ignore[arg-type]
             del kwargs["batch_idx"]
         if module.automatic_optimization:
-            return self.automatic_optimization.run(lean.strategy.optimizers[0], batch_idx, kwargs)
+            return self.automatic_optimization.run(optimizers_of(lean.strategy)[0], batch_idx, kwargs)
         return self.manual_optimization.run(kwargs)
 
     def _skip_rest_of_epoch(self) -> None:
@@ -114,7 +113,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     def _may_end_or_validate(self) -> bool:
         """Whether this batch may be the last one before something else happens; Lightning decides."""
         trainer, progress = self.trainer, self.batch_progress
-        if progress.is_last_batch or trainer.should_stop or may_validate_by_time(trainer):
+        if progress.is_last_batch or trainer.should_stop or trainer.__dict__.get(BY_TIME) is not None:
             return True
         ready = progress.current.ready
         if ready == trainer.fit_loop.max_batches or (self.max_steps != -1 and self.global_step >= self.max_steps):
