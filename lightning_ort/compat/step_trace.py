@@ -49,7 +49,14 @@ def recorded(
     faked = _Faked(mode, number_of)
     _running.append(faked)
     try:
-        with mode, faked, enable_python_dispatcher(), traceback.preserve_node_meta(), _keeping_frames(is_kept):
+        with (
+            patch("builtins.len", _length),
+            mode,
+            faked,
+            enable_python_dispatcher(),
+            traceback.preserve_node_meta(),
+            _keeping_frames(is_kept),
+        ):
             tracer = make_fx(function, tracing_mode="real", record_stack_traces=True, _allow_non_fake_inputs=True)
             graph = tracer(*fakes)
     finally:
@@ -156,6 +163,11 @@ def symbols_of(fake: Tensor) -> Mapping[Any, tuple[int, int | None]]:
                 upper = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < 2**31 else None
                 found[symbol] = (int(bounds.lower), upper)
     return found
+
+
+def _length(value: Any, count: Callable[[Any], int] = len) -> Any:
+    """In place of ``len``, whose result in C is a number: a fake tensor's may be a symbol."""
+    return value.shape[0] if type(value) is FakeTensor and value.dim() else count(value)
 
 
 class _Frames:

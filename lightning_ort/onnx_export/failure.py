@@ -80,6 +80,12 @@ def frame_of(guard: Any) -> traceback.FrameSummary | None:
     return frame if isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename) else None
 
 
+def line_of(guard: Any) -> str | None:
+    """Return ``file:line`` of where the user's code asks about a size."""
+    frame = frame_of(guard)
+    return None if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
+
+
 def is_foreign(file: str) -> bool:
     """Whether a file is torch's or this package's."""
     return any(Path(root) in Path(file).parents for root in _ROOTS)

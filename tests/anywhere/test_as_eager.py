@@ -1,6 +1,7 @@
 """Steps that do more than a forward and a backward pass: they train as in eager, or a reason is given."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def labels(self: Any, batch: Any) -> Tensor:
     return F.multilabel_margin_loss(self.layer(batch["x"]), targets)
 
 
+def binned(self: Any, batch: Any) -> Tensor:
+    hidden, bounds = self.layer(batch["x"]), torch.tensor([0.1, 0.4, 0.4, 0.8])
+    places = torch.bucketize(batch["t"], bounds, right=True) + torch.searchsorted(bounds, hidden, side="left")
+    own = torch.searchsorted(hidden.detach().sort().values, batch["t"], out_int32=True)
+    return (hidden * (places + own)).square().mean()
+
+
+def gammas(self: Any, batch: Any) -> Tensor:
+    first = torch.distributions.Beta(self.layer(batch["x"]).exp(), batch["t"] + 0.1)
+    second, hidden = torch.distributions.Gamma(batch["t"] + 1, torch.ones(3)), self.layer(batch["x"])
+    between = torch.distributions.kl_divergence(first, torch.distributions.Beta(batch["t"] + 0.5, batch["t"] + 1))
+    return between.mean() - second.log_prob(hidden.exp()).mean() + hidden.lgamma().tanh().mean()
+
+
+def pairs(self: Any, batch: Any) -> Tensor:
+    scores = self.layer(batch["x"]) @ batch["t"].T
+    return F.cross_entropy(scores.double(), torch.arange(len(scores)))
+
+
 EAGER: dict[str, tuple[Any, Any]] = {
     "buffers assigned": (
         lambda self: (self.register_buffer("count", torch.tensor(0.0)), self.register_buffer("mean", torch.zeros(3))),
@@ -256,6 +276,9 @@ EAGER: dict[str, tuple[Any, Any]] = {
     "largest of bags": (bags, bagged),
     "nanmedian and mode": (None, middles),
     "multilabel_margin_loss": (None, labels),
+    "binned": (None, binned),
+    "gammas": (None, gammas),
+    "each row against all": (None, pairs),
 }
 
 
@@ -550,3 +573,17 @@ def test_adam_with_decoupled_weight_decay(tmp_path: Path) -> None:
     module = Case(None, loss_of)
     optimizer = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
     export_training(module, batch_of(6, 0), tmp_path / "exported", optimizer=optimizer)
+
+
+def test_a_number_of_rows_that_cannot_change_is_told(tmp_path: Path) -> None:
+    module = Case(None, lambda self, batch: sum(loss_of(self, {**batch, "n": n}) for n in range(batch["x"].shape[0])))
+    told = str(export_training(module, batch_of(6, 0), tmp_path / "exported"))
+    assert re.search(r"takes batches of 6 rows \(test_as_eager\.py:\d+\) alone", told)
+
+
+def test_functions_that_operators_call_are_refused(tmp_path: Path) -> None:
+    def step(self: Any, batch: Any) -> Tensor:
+        return torch.cond(batch["x"].sum() > 0, lambda x: x * 1, lambda x: x * 2, (loss_of(self, batch),))
+
+    with pytest.raises(ExportFailed, match=r"torch\.cond.*use torch\.where\n  at .*test_as_eager\.py:\d+ in step"):
+        export_training(Case(None, step), batch_of(6, 0), tmp_path / "exported")

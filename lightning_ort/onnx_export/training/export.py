@@ -18,7 +18,7 @@ from lightning_ort.onnx_export.export import left_alone
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
 from lightning_ort.onnx_export.training import optimizers
-from lightning_ort.onnx_export.training.batch import Limits, chosen_sizes, fields_of, of_distinct_sizes
+from lightning_ort.onnx_export.training.batch import Limits, batch_size, chosen_sizes, fields_of, of_distinct_sizes
 from lightning_ort.onnx_export.training.limits import batches_within, limits_of
 from lightning_ort.onnx_export.training.models import Model, Settings, convert
 from lightning_ort.onnx_export.training.steps import check_module, traces_of
@@ -44,6 +44,7 @@ class ExportedTraining:
     difference: Difference  # from the module, after some steps; from one that has its frozen parameters in float16 too
     schedule: str | None = None  # of the learning rate, which the model does not have
     rounding: Difference | None = None  # that of float16 from float32, if frozen parameters are stored in it
+    rows: str | None = None  # the number of rows, if it cannot change, and the line that it is asked for in
     momentum: bool = False  # whether the schedule also sets the momentum, or betas, which the model has as it is
 
     @property
@@ -59,6 +60,8 @@ class ExportedTraining:
     def __str__(self) -> str:
         text = f"{self.path}: {', '.join(f'{name}.onnx' for name in self.models)}, {decimal(self.bytes)}"
         text += f"; trains {self.trained:,} parameters, {self.frozen:,} are frozen; {self.nodes} nodes"
+        if self.rows is not None:
+            text += f"; takes batches of {self.rows} alone"
         text += f"; differs from torch by {max(self.difference.loss, self.difference.state):.2g}{self.left_out}"
         if self.rounding is None:
             return text
@@ -262,10 +265,17 @@ def _write(task: Task, traces: Mapping[str, Trace], temporary: Path, folder: Pat
         difference,
         None if task.settings.optimizer is None else task.settings.optimizer.scheduler,
         rounded,
+        _rows(trained),
         task.settings.optimizer is not None and task.settings.optimizer.scheduled_momentum,
     )
     files.put_in_place(written, folder)
     return exported
+
+
+def _rows(trace: Trace) -> str | None:
+    if trace.rows is None:
+        return None
+    return f"{batch_size(trace.samples)} rows{trace.rows and f' ({trace.rows})'}"
 
 
 def _write_folder(

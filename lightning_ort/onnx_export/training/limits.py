@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ort.onnx_export.failure import ExportFailed, frame_of
+from lightning_ort.onnx_export.failure import ExportFailed, line_of
 from lightning_ort.onnx_export.training.batch import Limits, batch_size, formula, resized
 from lightning_ort.onnx_export.training.tracing import BATCH, Trace
 from lightning_ort.onnx_export.training.verify import Batch, Task, runs, verify
@@ -47,9 +47,7 @@ def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
             continue
         others = [sizes for sizes in _others(guard.expr, trace.symbols, sample) if not limits.refused(sizes)]
         if not all(is_right(**sizes) for sizes in others[:2]):
-            frame = frame_of(guard)
-            line = None if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
-            limits.add(formula(guard.expr, trace.symbols), line)
+            limits.add(formula(guard.expr, trace.symbols), line_of(guard))
     return limits
 
 

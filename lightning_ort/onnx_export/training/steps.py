@@ -106,7 +106,7 @@ class Step:
             if trains:
                 assert loss is not None
                 self._backward(loss)
-                loss = loss.detach()
+                loss = loss.detach().to(torch.float32)
                 others = result if isinstance(result, Mapping) else {}
                 self._outputs = tree_map(_detached, {**others, "loss": loss})
             if self._given.get("loss") is self._returned:  # as most do

@@ -29,7 +29,7 @@ from lightning_ort.compiler.graphs.nodes import is_random
 from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.compiler.machine.out_of_memory import causes
-from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign
+from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign, line_of
 from lightning_ort.onnx_export.training.forms.random import drawn
 from lightning_ort.onnx_export.training.forms.sequences import recur
 from lightning_ort.onnx_export.training.graph import written_whole
@@ -74,6 +74,7 @@ class Trace:
     # the symbols of the sizes that may change, with their lowest and highest value
     sizes: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
     guards: Sequence[Any] = ()  # what was asked about them, and answered with yes
+    rows: str | None = None  # the line that asks for the number of rows, which cannot change then
     end: Callable[[Mapping[str, Tensor]], None] = lambda _: None  # what a Trainer calls after the update
 
     @property
@@ -148,7 +149,11 @@ def trace(
     except Exception as error:  # torch raises what the user's code raised, in several classes
         if (own := next((one for one in causes(error) if isinstance(one, ExportFailed)), None)) is not None:
             raise own from error
-        raise ExportFailed(f"{what} cannot be exported: {explain(error)}") from error
+        text = explain(error).replace("torch.where or torch.cond", "torch.where")
+        if "HigherOrderOperator" in text:
+            line = text.partition("\n")[2]
+            text = f"torch.cond, or another operator that calls functions: use torch.where\n{line}".rstrip()
+        raise ExportFailed(f"{what} cannot be exported: {text}") from error
     placeholders = graph.graph.find_nodes(op="placeholder")
     found = Trace(what, function, fields, gradients, graph, guards=list(mode.shape_env.guards))
     known = values.names
@@ -160,6 +165,8 @@ def trace(
     found.fields = dict(zip(fields, placeholders[len(inputs) :], strict=True))
     for fake in fakes:
         found.sizes |= symbols_of(fake)
+    if BATCH not in found.symbols.values() and any(0 in dims for dims in sizes.values()):
+        found.rows = next((line for guard in found.guards if (line := line_of(guard)) is not None), "")
     _name_outputs(found, names, what)
     values.check(set(found.written))
     return found

@@ -1,5 +1,6 @@
 """Backward operations, and what is linear along a dimension, as functions of other operations."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from lightning_ort.compat.torch import OpOverload, decomposition_of
 from lightning_ort.compiler.executors.ort.conversion.registry import in_parts
 
 aten = torch.ops.aten
+_SHIFT = 8  # where Stirling's series are as right as float32 can be
 
 # convolution
 
@@ -128,6 +130,55 @@ def _replication_pad(x: Tensor, padding: Sequence[int]) -> Tensor:
         places = [min(max(place, 0), size - 1) for place in range(-before, size + after)]
         x = x.index_select(dim, torch.tensor(places, device=x.device))
     return x
+
+
+def _places_among(bounds: Tensor, x: Tensor, right: bool) -> Tensor:
+    """How many sorted numbers are below each entry, or with ``right`` not above it; NaN is above all."""
+    bounds, x = bounds.unsqueeze(-2), x.unsqueeze(-1)
+    return (~(bounds > x) if right else ~(bounds >= x)).sum(-1)
+
+
+@in_parts(aten.bucketize.Tensor)
+def _bucketized(x: Tensor, bounds: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    found = _places_among(bounds, x, right)
+    return found.to(torch.int32) if out_int32 else found
+
+
+@in_parts(aten.searchsorted.Tensor)
+def _searched(
+    bounds: Tensor,
+    x: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    bounds = bounds if sorter is None else bounds.gather(-1, sorter)
+    return _bucketized(x, bounds, out_int32=out_int32, right=right or side == "right")
+
+
+def _log_gamma(x: Tensor) -> Tensor:
+    """Stirling's series, eight further on, in float64, since large numbers cancel; mirrored below zero."""
+    x = x if x.is_floating_point() else x.float()
+    y = torch.where(x > 0, x, 1 - x).double()
+    z = y + _SHIFT
+    found = (z - 0.5) * z.log() - z + math.log(2 * math.pi) / 2
+    found = found + 1 / (12 * z) - 1 / (360 * z**3) + 1 / (1260 * z**5) - 1 / (1680 * z**7)
+    found = (found - sum((y + step).log() for step in range(_SHIFT))).to(x.dtype)
+    below = torch.where(x > 0, 0.5, x)  # elsewhere its gradient may be infinite
+    return torch.where(x > 0, found, math.log(math.pi) - (math.pi * below).sin().abs().log() - found)
+
+
+def _digamma(x: Tensor) -> Tensor:
+    """The gradient of :func:`_log_gamma`, by its own series."""
+    x = x if x.is_floating_point() else x.float()
+    y = torch.where(x > 0, x, 1 - x).double()
+    z = y + _SHIFT
+    found = z.log() - 1 / (2 * z) - 1 / (12 * z**2) + 1 / (120 * z**4) - 1 / (252 * z**6) + 1 / (240 * z**8)
+    found = (found - sum(1 / (y + step) for step in range(_SHIFT))).to(x.dtype)
+    below = math.pi * torch.where(x > 0, 0.5, x)
+    return torch.where(x > 0, found, found - math.pi * below.cos() / below.sin())
 
 
 @in_parts(aten.embedding_renorm.default)
@@ -331,6 +382,8 @@ in_parts(aten.prod.dim_int, above_autograd=True)(_product)
 in_parts(aten.cumprod.default, above_autograd=True)(_cumulative(torch.mul))
 for _op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
     in_parts(_op, above_autograd=True)(_replication_pad)
+in_parts(aten.lgamma.default, above_autograd=True)(_log_gamma)
+in_parts(aten.digamma.default, above_autograd=True)(_digamma)
 in_parts(aten._cdist_forward.default, above_autograd=True)(_distances)
 in_parts(aten._pdist_forward.default, above_autograd=True)(_distances_of_pairs)
 for _op in (aten.grid_sampler_2d.default, aten.affine_grid_generator.default):
