@@ -149,27 +149,35 @@ def trace(
     except Exception as error:  # torch raises what the user's code raised, in several classes
         if (own := next((one for one in causes(error) if isinstance(one, ExportFailed)), None)) is not None:
             raise own from error
-        text = explain(error).replace("torch.where or torch.cond", "torch.where")
-        if "HigherOrderOperator" in text:
-            line = text.partition("\n")[2]
-            text = f"torch.cond, or another operator that calls functions: use torch.where\n{line}".rstrip()
-        raise ExportFailed(f"{what} cannot be exported: {text}") from error
+        raise ExportFailed(f"{what} cannot be exported: {_explained(error)}") from error
     placeholders = graph.graph.find_nodes(op="placeholder")
     found = Trace(what, function, fields, gradients, graph, guards=list(mode.shape_env.guards))
-    known = values.names
     for node, value in zip(placeholders, inputs.values(), strict=False):
-        if id(value) in known:
-            found.state[known[id(value)]] = node
+        if id(value) in values.names:
+            found.state[values.names[id(value)]] = node
         else:
             found.constants[node] = value
     found.fields = dict(zip(fields, placeholders[len(inputs) :], strict=True))
     for fake in fakes:
         found.sizes |= symbols_of(fake)
-    if BATCH not in found.symbols.values() and any(0 in dims for dims in sizes.values()):
-        found.rows = next((line for guard in found.guards if (line := line_of(guard)) is not None), "")
+    found.rows = _rows_asked_for(found, sizes)
     _name_outputs(found, names, what)
     values.check(set(found.written))
     return found
+
+
+def _rows_asked_for(trace: Trace, sizes: Sizes) -> str | None:
+    if BATCH in trace.symbols.values() or not any(0 in dims for dims in sizes.values()):
+        return None
+    return next((line for guard in trace.guards if (line := line_of(guard)) is not None), "")
+
+
+def _explained(error: BaseException) -> str:
+    text = explain(error).replace("torch.where or torch.cond", "torch.where")
+    if "HigherOrderOperator" not in text:
+        return text
+    line = text.partition("\n")[2]
+    return f"torch.cond, or another operator that calls functions: use torch.where\n{line}".rstrip()
 
 
 def _inputs_instead_of_attributes(graph: fx.GraphModule, known: Mapping[int, str]) -> dict[fx.Node, Tensor]:
