@@ -108,7 +108,7 @@ def by_hand() -> str:
     def as_good(*variants: str) -> str:
         fits = {name: {variant: row["seconds"] for variant, row in rows.items()} for name, rows in found.items()}
         names = [name for name, took in fits.items() if min(took[each] for each in variants) < 1.05 * took["ort"]]
-        return ", ".join(names) or "none of them"
+        return ", ".join(names) or "none"
 
     seconds = [f"{rows['stock']['seconds']:.1f} s" for rows in found.values()]
     return "\n".join(
@@ -124,7 +124,7 @@ def by_hand() -> str:
             row("bf16-mixed, fused, jemalloc", "bf16", "seconds"),
             row("**bf16-mixed, `ort`**", "ort@bf16", "seconds"),
             "",
-            f"As good within 5 %: a plain `fused=True` for {as_good('fused')}, the best by hand in float32 for"
+            f"Within 5 % of `ort`: a plain `fused=True` for {as_good('fused')}, the best by hand in float32 for"
             f" {as_good('fused', 'jemalloc', 'compile')}.",
         ]
     )
