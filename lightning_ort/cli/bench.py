@@ -41,7 +41,7 @@ _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
     "* the fastest; speed: the baseline's ms a step divided by the variant's, in brackets the slowest and the fastest"
-    " round; pays after: steps until the time for compiling is won back; on ORT: share of the compute nodes in"
+    " round; pays after: steps that win the start-up back; on ORT: share of the compute nodes in"
     " the end, 0% where the step stays uncompiled because that was faster"
 )
 
@@ -139,7 +139,7 @@ def to_dict(trial: Trial, baseline: Trial) -> dict[str, Any]:
         if (faster := times(trial, baseline)) is not None:
             found["speed"] = faster
         found["ratios"] = ratios(trial, baseline)
-        found["compile_seconds"] = trial.startup
+        found["startup_seconds"] = trial.startup
         found["loss"] = _loss(trial)
         found["samples"] = [dataclasses.asdict(sample) for sample in trial.samples]
     if trial.summary is not None:
@@ -152,7 +152,7 @@ def to_table(trials: Sequence[Trial], title: str) -> PlainTable:
     baseline = trials[0]
     ranked = sorted(trials, key=lambda trial: -(times(trial, baseline) or 0.0))  # what was not measured comes last
     table = PlainTable("variant", title=title)
-    for column in ("ms a step", "steps/s", "speed", "(spread)", "compile s", "pays after", "peak MB", "loss differs"):
+    for column in ("ms a step", "steps/s", "speed", "(spread)", "start-up s", "pays after", "peak MB", "loss differs"):
         table.add_column(column, justify="right")
     table.add_column("on ORT", justify="right")
     for trial in ranked:

@@ -232,7 +232,7 @@ def test_interrupted_run_keeps_the_finished_samples(monkeypatch: pytest.MonkeyPa
     found = bench.to_dict(ort, stock)
     assert found["ratios"] == [2, 4]
     assert found["step_ms"] == pytest.approx(50)
-    assert found["compile_seconds"] == pytest.approx(9.5)
+    assert found["startup_seconds"] == pytest.approx(9.5)
     assert found["error"] is None
     assert "summary" not in found
     assert bench.to_dict(stock, stock)["ratios"] == [1] * len(stock.samples)
